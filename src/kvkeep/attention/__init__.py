@@ -1,0 +1,103 @@
+"""Attention over a view: one operation, several backends, chosen by an explicit table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvkeep.attention import reference, sdpa
+from kvkeep.attention.options import Options
+from kvkeep.attention.rotation import Rotation
+from kvkeep.attention.view import Segment, View
+from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.planes import Reach
+
+__all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of `attend`. `available` is about this machine, `refuses` about a call."""
+
+    name: str
+    run: Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
+    refuses: Callable[[Tensor, View, Options], str | None]
+    available: bool = True
+    reason: str = ""
+
+
+_TABLE = (
+    Backend("sdpa", sdpa.run, sdpa.refuses, reason="torch's fused CPU kernel"),
+    Backend("reference", reference.run, reference.refuses, reason="any device, every feature"),
+)
+
+
+def backends() -> tuple[Backend, ...]:
+    """Every backend, in the order in which `attend` tries them."""
+    return _TABLE
+
+
+def attend(
+    q: Tensor,
+    view: View,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    need_mass: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Grouped-query attention of a chunk over the slots where they lie.
+
+    Args:
+        q: queries (B, Hq, n, Dk); Hq a multiple of the view's H. Any strides.
+        view: the slots, with the positions that say who sees what.
+        scale: factor on q.k, usually Dk ** -0.5.
+        window: a query also sees no slot `window` or more positions before it.
+        softcap: scores x become softcap * tanh(x / softcap).
+        sinks: logits (Hq,) that take part in the softmax and receive no value.
+        need_mass: also return the mass.
+        backend: a name from `backends()`; None takes the first that can.
+
+    Returns:
+        out (B, Hq, n, Dv) in q's dtype, zero for padding; and the mass, fp32 (B, H, S): the
+        probability each slot received, summed over the chunk's queries and averaged over the
+        group, or None.
+
+    Raises:
+        ShapeError: q does not fit the view.
+        UnsupportedError: the named backend cannot do this call.
+    """
+    _check(q, view, sinks)
+    if window is not None:
+        view = replace(view, reaches=(*view.reaches, Reach(window)))
+    options = Options(scale, softcap, sinks, need_mass)
+    for candidate in _TABLE:
+        if backend not in (None, candidate.name):
+            continue
+        reason = candidate.reason if not candidate.available else None
+        reason = reason or candidate.refuses(q, view, options)
+        if reason is None:
+            return candidate.run(q, view, options)
+        if backend is not None:
+            raise UnsupportedError(f"backend {backend!r}: {reason}; use backend=None")
+    known = ", ".join(b.name for b in _TABLE)
+    raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
+
+
+def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
+    key = view.segments[-1].planes["k"]
+    if q.dim() != 4 or q.shape[2] != view.chunk or q.shape[2] == 0:
+        raise ShapeError(
+            f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"
+        )
+    if q.shape[1] % key.shape[1] or q.shape[0] % key.shape[0]:
+        raise ShapeError(
+            f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
+            "of the kv heads, and the rows the same"
+        )
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ShapeError(f"sinks {tuple(sinks.shape)}: one logit per query head, ({q.shape[1]},)")

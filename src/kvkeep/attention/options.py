@@ -1,0 +1,17 @@
+"""What `attend` was asked for, checked once and handed to the backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    need_mass: bool = False

@@ -1,0 +1,179 @@
+"""Cache: the layers of a model, changed together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ShapeError, StateError
+from kvkeep.layer import LayerCache, LayerStats
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A cache's figures. `length` and `capacity` are the largest of any layer, in slots; bytes and
+    reallocations are sums; `seen` counts each row's tokens."""
+
+    length: int
+    capacity: int
+    seen: tuple[int, ...]
+    live_bytes: int
+    nbytes: int
+    reallocations: int
+    layers: tuple[LayerStats, ...]
+
+    def asdict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return asdict(self)
+
+
+class Cache:
+    """A model's layers, for any loop: `cache.layers[i].step(q, k, v, scale=...)`.
+
+    Layers may differ in policy, codec, storage, widths and device. A layer that is never fed
+    (shared, or skipped by an early exit) takes no part.
+    """
+
+    def __init__(self, layers: Iterable[LayerCache]) -> None:
+        self.layers: list[LayerCache] = list(layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def admit(self, n: int) -> None:
+        """Raise before a forward of n tokens that some layer could not take, or that would
+        follow an interrupted one.
+
+        Raises:
+            CapacityError: a layer is full.
+            StateError: the layers were not fed alike.
+        """
+        fed = {layer.fed for layer in self.layers if layer.fed}
+        if len(fed) > 1:
+            raise StateError(
+                f"layers have been fed {sorted(fed)} tokens: a forward was interrupted; reset() "
+                "the cache, or crop() its layers to the fewest"
+            )
+        for layer in self.layers:
+            layer.require(n)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        for layer in self.layers:
+            layer.reset()
+
+    def crop(self, tokens: int) -> None:
+        """Take back the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
+
+        Raises:
+            RollbackError: positive, or some layer cannot; no layer is changed then.
+        """
+        for layer in self._fed_layers:
+            layer.require_rollback(-tokens)
+        for layer in self._fed_layers:
+            layer.crop(tokens)
+
+    @property
+    def rollback_limit(self) -> int:
+        """How many of the newest tokens `crop` can take back exactly."""
+        return min((layer.rollback_limit for layer in self._fed_layers), default=0)
+
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
+        """Make row i a copy of the former row index[i], as beam search does.
+
+        Raises:
+            ShapeError: not one existing row for each row; use `select` to change their number.
+        """
+        index = torch.as_tensor(index)
+        if self.rows and index.shape != (self.rows,):
+            raise ShapeError(
+                f"reorder of {self.rows} rows by {tuple(index.shape)} indices; give one index for "
+                "each row, or use select()"
+            )
+        self._take_rows(index)
+
+    def repeat(self, times: int) -> None:
+        """Repeat every row `times` times, neighbours first: 0, 0, 1, 1, ...
+
+        Raises:
+            ShapeError: `times` below 1.
+        """
+        if times < 1:
+            raise ShapeError(f"repeat {times} times; at least 1, or reset() to forget the rows")
+        self._take_rows(torch.arange(self.rows).repeat_interleave(times))
+
+    def select(self, index: Tensor | Sequence[int]) -> None:
+        """Keep the rows `index` only, in that order; a bool mask (B,) works too.
+
+        Raises:
+            ShapeError: an index that is not a row, or none at all.
+        """
+        index = torch.as_tensor(index)
+        self._take_rows(index.nonzero().flatten() if index.dtype == torch.bool else index)
+
+    @property
+    def rows(self) -> int:
+        """B; 0 before the first token."""
+        return len(self.seen)
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens ever fed, int64 (B,), padding not counted."""
+        return next((layer.seen for layer in self._fed_layers), torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def fed(self) -> int:
+        """Columns ever fed, padding included: what has passed through the model."""
+        return next((layer.fed for layer in self._fed_layers), 0)
+
+    @property
+    def length(self) -> int:
+        """Slots in use in the longest layer."""
+        return max((layer.length for layer in self.layers), default=0)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated in the largest layer."""
+        return max((layer.capacity for layer in self.layers), default=0)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(layer.live_bytes for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; on the CPU those never written take no memory."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def reallocations(self) -> int:
+        """How often some layer copied its past to make room."""
+        return sum(layer.storage.reallocations for layer in self.layers)
+
+    def stats(self) -> CacheStats:
+        """All figures at once, per layer too."""
+        return CacheStats(
+            length=self.length,
+            capacity=self.capacity,
+            seen=tuple(self.seen.tolist()),
+            live_bytes=self.live_bytes,
+            nbytes=self.nbytes,
+            reallocations=self.reallocations,
+            layers=tuple(layer.stats() for layer in self.layers),
+        )
+
+    @property
+    def _fed_layers(self) -> list[LayerCache]:
+        return [layer for layer in self.layers if layer.fed]
+
+    def _take_rows(self, index: Tensor) -> None:
+        rows = self.rows
+        if rows and (index.dim() != 1 or not len(index) or index.min() < 0 or index.max() >= rows):
+            raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
+        for layer in self._fed_layers:
+            layer.take_rows(index)

@@ -1,0 +1,29 @@
+"""The identity codec: keys and values as the model gave them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.codec.base import Codec
+from kvkeep.planes import Planes, PlaneSpec
+
+
+@final
+@dataclass(frozen=True)
+class Plain(Codec):
+    """Lossless; encoding and decoding copy nothing unless the dtype changes."""
+
+    name: ClassVar[str] = "plain"
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        return {"": PlaneSpec((dim,), dtype)}
+
+    def encode(self, x: Tensor) -> Planes:
+        return {"": x}
+
+    def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        return planes[""].to(dtype)

@@ -1,0 +1,31 @@
+"""The exception tree. Every message gives the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+
+class KVKeepError(Exception):
+    """Base class of every error kvkeep raises on purpose."""
+
+
+class ShapeError(KVKeepError, ValueError):
+    """A tensor's shape, dtype or device does not fit the cache it was given to."""
+
+
+class CapacityError(KVKeepError, ValueError):
+    """A cache with a fixed number of slots cannot take the tokens it was given."""
+
+
+class RollbackError(KVKeepError, ValueError):
+    """More tokens were to be taken back than the cache can restore exactly."""
+
+
+class SpecError(KVKeepError, ValueError):
+    """A cache spec, as text or as objects, names something that does not exist or cannot work."""
+
+
+class StateError(KVKeepError, RuntimeError):
+    """The call does not fit what happened before it."""
+
+
+class UnsupportedError(KVKeepError, NotImplementedError):
+    """A model, mask or attention feature that kvkeep refuses, with the reason."""

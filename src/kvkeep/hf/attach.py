@@ -1,0 +1,184 @@
+"""attach and detach: opt a transformers model in to kvkeep, and out again."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.attention import attention_over
+from kvkeep.hf.cache import DEFAULT_SPEC, Cache, Specs
+from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent
+from kvkeep.hf.masks import mask_over
+
+_ATTRIBUTE = "_kvkeep_attachment"
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What `attach` did to a model. As a context manager it detaches on exit.
+
+    `layers` counts the layers whose cache is kvkeep's; `attention` those whose attention runs on
+    it too (none for a latent cache, which the model expands itself).
+    """
+
+    model: PreTrainedModel
+    spec: Specs
+    layers: int
+    attention: int
+    original: str
+    _hook: RemovableHandle
+
+    def __str__(self) -> str:
+        name = type(self.model).__name__
+        return f"kvkeep: {self.layers} layers of {name}, attention of {self.attention}, {self.spec}"
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        detach(self.model)
+
+
+def attach(model: PreTrainedModel, cache: Specs = DEFAULT_SPEC) -> Attachment:
+    """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
+
+    Changes this model only: its attention implementation, one forward hook and the cache that
+    `generate` builds. Training forwards, and caches that are not kvkeep's, run as before.
+
+    Args:
+        model: a decoder, or a model with one inside; a PEFT model is unwrapped.
+        cache: what caches built for it keep; see `kvkeep.Cache`.
+
+    Returns:
+        What was done; also a context manager.
+
+    Raises:
+        StateError: the model is attached already.
+        UnsupportedError: the model's attention or layers cannot be served; it is left as it was.
+        SpecError: the spec does not exist or does not fit the model.
+    """
+    model = _unwrapped(model)
+    if hasattr(model, _ATTRIBUTE):
+        raise StateError(f"this {type(model).__name__} is attached; call kvkeep.detach(model) first")
+    layers = len(Cache(model, cache))
+    text = decoder_config(model.config)
+    original = text._attn_implementation
+    latent = is_latent(model.config)
+    if not latent:
+        _route(model, ATTENTION_PREFIX + original, original)
+    hook = _decoder(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
+    _decoder(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
+        model, cache, layers, 0 if latent else layers, original, hook
+    )
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = _prepare_cache(model)
+    return attachment
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo `attach`.
+
+    Raises:
+        StateError: the model is not attached.
+    """
+    model = _unwrapped(model)
+    attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    if attachment is None:
+        raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
+    attachment._hook.remove()
+    if attachment.attention:
+        _set_attention(model, attachment.original)
+    for owner in (model, _decoder(model)):
+        owner.__dict__.pop(_ATTRIBUTE, None)
+    model.__dict__.pop("_prepare_cache_for_generation", None)
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(model).__name__} is not a transformers model; build kvkeep.LayerCache objects "
+            "for your own loop"
+        )
+    return model
+
+
+def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that builds a cache of its own when it is given none."""
+    decoder = model.get_decoder()
+    return model if decoder is None else decoder
+
+
+def _route(model: PreTrainedModel, name: str, original: str) -> None:
+    """Send the decoder's attention through kvkeep, or leave the model as it was and raise."""
+    family = type(model).__name__
+    if not model._can_set_attn_implementation() or not _decoder(model)._supports_attention_backend:
+        raise UnsupportedError(
+            f"kvkeep cannot attach {family}: its attention does not go through transformers' "
+            "AttentionInterface; pass kvkeep.Cache(model) to it unattached"
+        )
+    AttentionInterface.register(name, attention_over(original))
+    AttentionMaskInterface.register(name, mask_over(original))
+    _set_attention(model, name)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation of the decoder's config, and of no other part's."""
+    text = decoder_config(model.config)
+    parts = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
+    model.set_attn_implementation({parts[0]: name} if parts else name)
+
+
+def _prepare_cache(model: PreTrainedModel) -> Any:
+    """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build."""
+    prepare = type(model)._prepare_cache_for_generation
+
+    def prepare_cache(
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        given = model_kwargs.get("past_key_values")
+        if isinstance(given, Cache) and not generation_config.is_assistant:
+            given._record_past(False)
+        prepare(
+            model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        built = model_kwargs.get("past_key_values")
+        if given is None and type(built) is DynamicCache and not built.offloading:
+            attachment: Attachment = getattr(model, _ATTRIBUTE)
+            cache = Cache(model, attachment.spec, capacity=max_cache_length)
+            cache._record_past(bool(generation_config.is_assistant))
+            model_kwargs["past_key_values"] = cache
+
+    return prepare_cache
+
+
+def _supply_cache(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A cached forward without a cache gets kvkeep's; one with gradients is left alone."""
+    given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
+    use_cache = given.get("use_cache")
+    if use_cache is None:
+        use_cache = decoder.config.use_cache
+    if not use_cache or torch.is_grad_enabled() or given.get("past_key_values") is not None:
+        return None
+    attachment: Attachment = getattr(decoder, _ATTRIBUTE)
+    kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
+    return args, kwargs

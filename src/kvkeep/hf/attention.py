@@ -1,0 +1,78 @@
+"""The attention function of attached models: one step of the layer that the keys are tagged with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.cache import Handed
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def attention_over(original: str) -> AttentionFunction:
+    """An attention function for models whose attention was `original` before they were attached.
+
+    Keys that came from a kvkeep cache run extend, attend and settle; all others, such as those of
+    a training forward or of another cache, go to the original function.
+    """
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        handed: Handed | None = key.__dict__.pop("kvkeep", None)
+        positions = attention_mask is not None and attention_mask.dim() <= 2
+        if handed is None and not positions:
+            if softcap is not None:
+                kwargs["softcap"] = softcap
+            if s_aux is not None:
+                kwargs["s_aux"] = s_aux
+            return _original(original, module)(
+                module, query, key, value, attention_mask,
+                scaling=scaling, dropout=dropout, **kwargs,
+            )
+        if handed is None or not positions:
+            raise UnsupportedError(
+                f"{type(module).__name__} "
+                + ("changes its keys after the cache" if handed is None else "uses a mask of its own")
+                + ", or the cache was built for another model; build it as kvkeep.Cache(model), "
+                "or use it with kvkeep.detach(model)"
+            )
+        if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+            raise StateError(
+                "attention through a kvkeep cache has no dropout, position bias or attention "
+                "outputs; call model.eval(), or kvkeep.detach(model)"
+            )
+        out = handed.layer.step(
+            query,
+            key,
+            value,
+            attention_mask,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def _original(name: str, module: nn.Module) -> AttentionFunction:
+    """The registered function, or the eager one of the module's own file."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function

@@ -1,0 +1,226 @@
+"""Cache: kvkeep's cache as transformers expects it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvkeep import cache as core
+from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.hf.config import LayerKind, decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.layer import LayerCache
+from kvkeep.spec import CacheSpec, as_spec
+
+Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
+"""One spec for all layers, one per layer, or one per layer type of the model."""
+
+DEFAULT_SPEC = "keep_all"
+
+
+class MaskLength(int):
+    """The key length of a mask request, carrying the layer it is for to the mask function."""
+
+    layer: LayerCache
+
+
+class Handed(NamedTuple):
+    """What `update` tags the new keys with: the layer whose step the attention function runs."""
+
+    layer: LayerCache
+
+
+class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
+    """A kvkeep cache for a transformers model: pass it as `past_key_values`.
+
+    With an attached model (`kvkeep.attach`) attention runs on the slots where they lie, for every
+    spec. With an untouched model `update` returns all keys and values, which is right as long as
+    the model's own mask says what the spec says; a spec for which it does not raises.
+
+    Args:
+        model: the model, or its config.
+        spec: what to keep, e.g. "keep_all", "window:1024,sinks=4@fixed"; a list gives one spec
+            per layer, a mapping one per layer type ("full_attention", "sliding_attention"). A
+            layer with a sliding window of its own never keeps more than that window.
+        capacity: slots of fixed storage whose spec names none; the model's context by default.
+
+    Raises:
+        SpecError: a spec that does not exist or does not fit the model.
+        UnsupportedError: a model whose layers keep something else than keys and values.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PreTrainedConfig,
+        spec: Specs = DEFAULT_SPEC,
+        *,
+        capacity: int | None = None,
+    ) -> None:
+        config = model if isinstance(model, PreTrainedConfig) else model.config
+        self.config = decoder_config(config)
+        self._kinds = layer_kinds(config)
+        self.specs = _per_layer(spec, self._kinds)
+        if capacity is None:
+            capacity = getattr(self.config, "max_position_embeddings", None)
+        layers = [
+            s.layer(window=kind.window, capacity=capacity)
+            for s, kind in zip(self.specs, self._kinds, strict=True)
+        ]
+        core.Cache.__init__(self, layers)
+        self._routed: bool | None = None  # how the tokens in it were fed
+
+    def __repr__(self) -> str:
+        specs = " ".join(dict.fromkeys(map(str, self.specs)))
+        return f"kvkeep.Cache({specs!r}, layers={len(self)}, seen={self.seen.tolist()})"
+
+    # -- the forward ------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by a model with new keys and values (B, H, n, D), after its rotary embedding.
+
+        Attached: hands them through, tagged with their layer. Unattached: stores them and returns
+        all keys and values in the order of their positions, as the model's own mask expects.
+        """
+        layer = self.layers[layer_idx]
+        if layer_idx == 0:
+            self._begin(key_states.shape[2])
+        if is_routed(self.config):
+            key_states.kvkeep = Handed(layer)  # type: ignore[attr-defined]
+            return key_states, value_states
+        return self._update_unattached(layer, layer_idx, key_states, value_states)
+
+    def _begin(self, n: int) -> None:
+        """What must hold before the first layer of a forward is changed."""
+        routed = is_routed(self.config)
+        if self.fed and routed != self._routed:
+            raise StateError(
+                "this cache was filled by the model "
+                + ("before it was attached" if routed else "while it was attached")
+                + "; reset() it, or finish with the model as it was"
+            )
+        self.admit(n)
+        self._routed = routed
+
+    def _update_unattached(
+        self, layer: LayerCache, index: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        policy = layer.policy
+        exact = policy.budget is None or policy.budget == layer.window
+        if not exact and layer.fed + k.shape[2] > (policy.budget or 0):
+            if is_latent(self.config):
+                raise UnsupportedError(
+                    f"{self.config.model_type} expands its latent cache itself, so it takes "
+                    f"keep_all only, not {self.specs[index]}"
+                )
+            if k.shape[0] > 1 or k.shape[2] > 1 or policy.per_head:
+                raise UnsupportedError(
+                    f"{self.specs[index]} with {k.shape[0]} rows and {k.shape[2]} new tokens after "
+                    f"{layer.fed}: the model's own mask knows neither which tokens are padding nor "
+                    "what was evicted; call kvkeep.attach(model) first"
+                )
+        view = layer.extend(k, v)
+        keys, values = layer.in_order(view)
+        layer.settle()
+        return keys, values
+
+    # -- what transformers asks -------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that have passed through the model, padding included, evicted or not."""
+        return self.layers[layer_idx].fed if layer_idx < len(self.layers) else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and first column of the keys that `update` will return for this layer."""
+        layer = self.layers[layer_idx]
+        kept = layer.reachable
+        length = MaskLength(kept + query_length)
+        length.layer = layer
+        return length, layer.fed - kept
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Most tokens that fit, -1 when there is no limit."""
+        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        limits = [
+            layer.storage.limit
+            for layer in layers
+            if layer.storage.limit is not None and layer.policy.budget is None
+        ]
+        return min(limits, default=-1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `kvkeep.cache.Cache.crop`; what assisted generation calls after every step."""
+        core.Cache.crop(self, int(tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forget every token."""
+        core.Cache.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """`reorder`, as beam search calls it."""
+        self.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """`repeat`, by transformers' name."""
+        self.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """`select`, by transformers' name."""
+        self.select(indices)
+
+    def activate_past_recording(self) -> None:
+        """Keep what a crop may need, until that crop: eviction waits for it."""
+        self._record_past(True)
+
+    def _record_past(self, on: bool) -> None:
+        for layer in self.layers:
+            layer.record_past = on
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.fed > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        return all(layer.policy.rollback for layer in self.layers)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [kind.window is not None for kind in self._kinds]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self)
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows or -1
+
+
+def _per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
+    """Each layer's spec."""
+    if isinstance(spec, str | CacheSpec):
+        return [as_spec(spec)] * len(kinds)
+    if isinstance(spec, Mapping):
+        names = {kind.name for kind in kinds}
+        if names - set(spec) or set(spec) - names:
+            raise SpecError(
+                f"specs for layer types {sorted(spec)}, but the model has {sorted(names)}; give "
+                "each of them one spec"
+            )
+        return [as_spec(spec[kind.name]) for kind in kinds]
+    if len(spec) != len(kinds):
+        raise SpecError(f"{len(spec)} specs for {len(kinds)} layers; give one each, or one for all")
+    return [as_spec(one) for one in spec]

@@ -1,0 +1,70 @@
+"""What a transformers config says about each layer's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from kvkeep.errors import UnsupportedError
+
+ATTENTION_PREFIX = "kvkeep_"
+"""Attention implementations that start with this route a model's attention through its cache."""
+
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One layer's attention: transformers' name for it, and its sliding window in tokens."""
+
+    name: str
+    window: int | None
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the language model inside `config`."""
+    return config.get_text_config(decoder=True)
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
+    """The layers of a model that a cache serves.
+
+    Raises:
+        UnsupportedError: some layer keeps something else than keys and values of its own.
+    """
+    text = decoder_config(config)
+    if config.is_encoder_decoder or text.is_encoder_decoder:
+        raise _refused(text, "it is an encoder-decoder, whose cross attention has a cache of its own")
+    shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", 0)
+    if shared:
+        raise _refused(text, "some of its layers reuse another layer's keys and values")
+    count = text.num_hidden_layers
+    window = getattr(text, "sliding_window", None)
+    names = getattr(text, "layer_types", None)
+    if names is None:
+        if getattr(text, "attention_chunk_size", None) is not None:
+            names = ["chunked_attention"] * count
+        else:
+            names = [_FULL if window is None else _SLIDING] * count
+    unknown = sorted(set(names) - {_FULL, _SLIDING})
+    if unknown:
+        raise _refused(text, f"its layers of type {', '.join(unknown)} keep no plain keys and values")
+    return [LayerKind(name, window if name == _SLIDING else None) for name in names]
+
+
+def is_latent(config: PreTrainedConfig) -> bool:
+    """Whether the model caches a latent that it expands after the cache (DeepSeek's MLA)."""
+    return getattr(decoder_config(config), "kv_lora_rank", None) is not None
+
+
+def is_routed(config: PreTrainedConfig) -> bool:
+    """Whether the model's attention goes through kvkeep now."""
+    return str(config._attn_implementation).startswith(ATTENTION_PREFIX)
+
+
+def _refused(config: PreTrainedConfig, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"kvkeep cannot cache {config.model_type}: {reason}; use transformers' own cache for it"
+    )

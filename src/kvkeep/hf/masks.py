@@ -1,0 +1,77 @@
+"""The mask function of attached models: no mask, but the new tokens' positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.hf.cache import MaskLength
+from kvkeep.layer import LayerCache
+
+
+def mask_over(original: str) -> Callable[..., Tensor | None]:
+    """A mask function for models whose attention was `original` before they were attached.
+
+    With a kvkeep cache it returns the positions of the chunk's tokens, int32 (n,) when the rows
+    are alike, else (B, n) with -1 for padding; the slots' positions say the rest. With any other
+    cache, or none, it is the original's mask function.
+    """
+
+    def mask(
+        *,
+        q_length: int,
+        kv_length: int,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        use_vmap: bool = False,
+        device: torch.device | str = "cpu",
+        **request: Any,
+    ) -> Tensor | None:
+        if not isinstance(kv_length, MaskLength):
+            passed_on: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[original](
+                q_length=q_length,
+                kv_length=kv_length,
+                attention_mask=attention_mask,
+                local_size=local_size,
+                allow_is_causal_skip=allow_is_causal_skip,
+                use_vmap=use_vmap,
+                device=device,
+                **request,
+            )
+            return passed_on
+        layer = kv_length.layer
+        if use_vmap or not allow_is_causal_skip:
+            raise UnsupportedError(
+                "the model asks for a mask that is not causal, sliding or padding (image blocks, "
+                "packed sequences, ...); use the cache with kvkeep.detach(model)"
+            )
+        if local_size != layer.window:
+            raise UnsupportedError(
+                f"the model masks a window of {local_size} tokens where its config says "
+                f"{layer.window}; use the cache with kvkeep.detach(model)"
+            )
+        return _positions(layer, q_length, attention_mask, torch.device(device))
+
+    return mask
+
+
+def _positions(
+    layer: LayerCache, n: int, attention_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Positions of the next n tokens, continuing each row; only the mask's last n columns are
+    read, for what was fed before is known."""
+    if attention_mask is None:
+        return layer.next_positions(n, device)
+    if attention_mask.shape[-1] not in (n, layer.fed + n):
+        raise ShapeError(
+            f"attention mask {tuple(attention_mask.shape)} for {n} new tokens after {layer.fed}; "
+            f"give {layer.fed + n} columns"
+        )
+    real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
+    return layer.next_positions(n, device, None if real.all() else real)

@@ -1,0 +1,399 @@
+"""LayerCache: the one place where storage, codec and policy meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, View, attend
+from kvkeep.codec import Codec
+from kvkeep.errors import RollbackError, ShapeError, SpecError, StateError
+from kvkeep.planes import POSITION, Planes, Reach, concatenated, joined, slot_count, survivors, take
+from kvkeep.policy import Need, Observation, Policy
+from kvkeep.storage import Storage
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer's figures; bytes over all rows and heads."""
+
+    length: int
+    capacity: int
+    live_bytes: int
+    nbytes: int
+    reallocations: int
+
+
+class LayerCache:
+    """The slots of one layer, and the step: extend, attend, settle.
+
+    Args:
+        policy: which slots stay.
+        key_codec, value_codec: how a slot is encoded.
+        storage: where slots lie; owned by this layer from now on.
+        window: the layer's own sliding window in tokens, if it has one.
+
+    Raises:
+        SpecError: the storage can never hold the policy's budget.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        key_codec: Codec,
+        value_codec: Codec,
+        storage: Storage,
+        *,
+        window: int | None = None,
+    ) -> None:
+        if (storage.limit or policy.budget or 0) < (policy.budget or 0):
+            raise SpecError(
+                f"policy {policy.name} keeps {policy.budget} slots, but {storage.name} storage "
+                f"holds {storage.limit}; use @fixed:{policy.budget} or more"
+            )
+        if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
+            raise SpecError(
+                f"policy {policy.name} evicts single slots, but codec {key_codec.name}/"
+                f"{value_codec.name} cannot rewrite one; use keep_all, or +plain"
+            )
+        self.policy = policy
+        self.key_codec = key_codec
+        self.value_codec = value_codec
+        self.storage = storage
+        self.window = window
+        self.record_past = False
+        self.fed = 0
+        self._pads: Tensor | None = None  # (B,) padding fed per row; None while there was none
+        self._floor = 0  # the fewest tokens fed to which a crop can return
+        self._aside: Planes | None = None  # a chunk that does not fit until the policy has chosen
+        self._like: tuple[Tensor, Tensor] | None = None  # empty k and v of this layer's geometry
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def extend(self, k: Tensor, v: Tensor, position: Tensor | None = None) -> View:
+        """Write n new tokens and return what their queries attend to.
+
+        Args:
+            k, v: (B, H, n, Dk) and (B, H, n, Dv), of one dtype and device, any strides; copied.
+            position: the tokens' positions, (n,) when the rows are alike, or (B, n) with -1 for
+                padding. None continues every row where it stands.
+
+        Returns:
+            Everything kept and the new tokens; valid until the next change.
+
+        Raises:
+            ShapeError: the tensors do not fit each other or what the layer already holds.
+            CapacityError: the tokens do not fit and the policy evicts nothing.
+            StateError: gradients are wanted but the storage writes in place.
+        """
+        self._check(k, v, position)
+        n = k.shape[2]
+        self.require(n)
+        if position is None:
+            position = self.next_positions(n, k.device)
+        # What no query from here on can reach makes room first: the ring of a window.
+        self._evict(self.length - self.reachable)
+        planes = self._encoded(k, v, position)
+        if self._like is None:
+            self._like = (_geometry(k), _geometry(v))
+        if self.storage.limit is not None and self.storage.length + n > self.storage.limit:
+            self._aside = planes
+        else:
+            self.storage.append(planes)
+        self.fed += n
+        if position.dim() == 2 or self._pads is not None:
+            pads = (position.expand(k.shape[0], -1) < 0).sum(dim=1)
+            self._pads = pads if self._pads is None else self._pads + pads
+        return self._view(position)
+
+    def settle(self, observation: Observation | None = None) -> None:
+        """Let the policy look at the step, then evict down to its budget.
+
+        While `record_past` is set nothing is evicted, so that the next `crop` can take the step
+        back; a chunk larger than the storage is the exception.
+        """
+        if self.policy.budget is not None and (self._aside or not self.record_past):
+            self._evict(self.length - self.policy.budget, observation)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`.
+
+        If anything raises, the layer is as it was before.
+        """
+        if q.dim() != 4 or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
+            raise ShapeError(
+                f"queries {tuple(q.shape)} {q.dtype} with keys {tuple(k.shape)} {k.dtype}: "
+                "give queries (B, Hq, n, Dk) of the keys' dtype"
+            )
+        pads = self._pads
+        view = self.extend(k, v, position)
+        try:
+            need_mass = Need.MASS in self.policy.needs
+            out, mass = attend(
+                q, view, scale=scale, softcap=softcap, sinks=sinks, need_mass=need_mass
+            )
+        except BaseException:
+            self._drop(k.shape[2])
+            self._pads = pads
+            raise
+        self.settle(Observation(mass=mass))
+        return out
+
+    def next_positions(
+        self, n: int, device: torch.device, real: Tensor | None = None
+    ) -> Tensor:
+        """Positions that continue every row by n tokens.
+
+        Args:
+            real: bool (B, n), False where a row has padding; None when there is none.
+
+        Returns:
+            int32 (n,) while no row ever had padding, else (B, n) with -1 for padding.
+        """
+        if real is None:
+            following = torch.arange(self.fed, self.fed + n, dtype=torch.int32, device=device)
+            pads = self._pads
+            return following if pads is None else following - pads.to(device, torch.int32)[:, None]
+        seen = self.fed if self._pads is None else self.fed - self._pads.to(device)[:, None]
+        following = seen + real.cumsum(dim=1) - 1
+        return following.masked_fill(~real, -1).to(torch.int32)
+
+    def in_order(self, view: View) -> tuple[Tensor, Tensor]:
+        """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view in the order of their positions.
+
+        For attention that masks by column. Zero-copy while nothing was evicted; a copy from then
+        on, and when the next `settle` will evict.
+        """
+        planes = view.segments[0].planes
+        for segment in view.segments[1:]:
+            planes = concatenated(planes, segment.planes)
+        if self._floor or self.length > (self.policy.budget or self.length):
+            planes = take(planes, planes[POSITION].argsort(dim=2, stable=True))
+        whole = Segment(planes, self.key_codec, self.value_codec)
+        assert self._like is not None
+        return whole.keys(self._like[0].dtype), whole.values(self._like[1].dtype)
+
+    # -- whole-state changes ----------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every token; the next one may have other rows, heads, widths and dtype."""
+        self.storage.reset()
+        self.fed, self._floor = 0, 0
+        self._pads = self._aside = self._like = None
+
+    @property
+    def rollback_limit(self) -> int:
+        """How many of the newest tokens `crop` can take back exactly."""
+        return self.fed - self._floor if self.policy.rollback else 0
+
+    def require_rollback(self, tokens: int) -> None:
+        """Raise RollbackError when the newest `tokens` tokens cannot be taken back."""
+        if not 0 <= tokens <= self.rollback_limit:
+            raise RollbackError(
+                f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly "
+                f"(policy {self.policy.name}, {self.fed} tokens fed); reset() and feed again, or "
+                "use keep_all"
+            )
+
+    def crop(self, tokens: int) -> None:
+        """Take back the newest -`tokens` tokens (tokens <= 0) of every row, padding included.
+
+        With `record_past` the policy then evicts down to its budget, as transformers expects.
+
+        Raises:
+            RollbackError: positive, or more than `rollback_limit`.
+        """
+        self.require_rollback(-tokens)
+        if tokens < 0:
+            if self._pads is not None:
+                tail = self.storage.read()[POSITION][:, 0, tokens:]
+                self._pads = self._pads - (tail < 0).sum(dim=1)
+            self._drop(-tokens)
+        if self.record_past and self.policy.budget is not None:
+            self._evict(self.length - self.policy.budget)
+
+    def take_rows(self, index: Tensor) -> None:
+        """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
+        if self._like is None:
+            return
+        index = index.to(self._like[0].device)
+        self.storage.rows(index)
+        k, v = self._like
+        self._like = (k.index_select(0, index), v.index_select(0, index))
+        if self._pads is not None:
+            self._pads = self._pads.index_select(0, index)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Slots in use, the same for every row; an empty slot of a padded row counts."""
+        return self.storage.length + slot_count(self._aside or {})
+
+    @property
+    def reachable(self) -> int:
+        """How many of the slots in use the next query can reach; the others are dropped for it."""
+        reach = self.policy.reach
+        if reach is None or self.record_past:
+            return self.length
+        return min(self.length, reach.size - 1 + reach.sinks)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated."""
+        return self.storage.capacity
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens ever fed, int64 (B,), padding not counted; (0,) before the first."""
+        rows = 0 if self._like is None else self._like[0].shape[0]
+        fed = torch.full((rows,), self.fed, dtype=torch.int64)
+        return fed if self._pads is None else fed - self._pads.cpu()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use, every plane included."""
+        return self.storage.length * self.storage.slot_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; on the CPU those never written take no memory."""
+        return self.storage.nbytes
+
+    def stats(self) -> LayerStats:
+        return LayerStats(
+            self.length,
+            self.capacity,
+            self.live_bytes,
+            self.nbytes,
+            self.storage.reallocations,
+        )
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def require(self, n: int) -> None:
+        """Raise CapacityError when n more tokens can never fit."""
+        if self.policy.budget is None:
+            self.storage.require(self.storage.length + n)
+
+    def _check(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
+        if self._aside is not None:
+            raise StateError("extend was called twice without settle; call settle() after attend")
+        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or 0 in k.shape:
+            raise ShapeError(
+                f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give (B, H, n, Dk) and "
+                "(B, H, n, Dv) with n of at least 1"
+            )
+        if k.dtype != v.dtype or k.device != v.device:
+            raise ShapeError(
+                f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}; make them alike"
+            )
+        if self._like is not None:
+            for what, new, held in (("keys", k, self._like[0]), ("values", v, self._like[1])):
+                _check_alike(what, new, held)
+        if position is not None:
+            fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
+            if position.is_floating_point() or position.shape not in fitting:
+                raise ShapeError(
+                    f"positions {tuple(position.shape)} {position.dtype} for {k.shape[2]} tokens in "
+                    f"{k.shape[0]} rows; give integers (n,) or (B, n)"
+                )
+        wants_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        if wants_grad and not self.storage.differentiable:
+            raise StateError(
+                f"{self.storage.name} storage writes in place, so gradients cannot flow through "
+                "it; use torch.no_grad(), or @concat to train through the cache"
+            )
+
+
+    def _encoded(self, k: Tensor, v: Tensor, position: Tensor) -> Planes:
+        rows, heads, n, _ = k.shape
+        planes = joined(self.key_codec.encode(k), "k") | joined(self.value_codec.encode(v), "v")
+        place = position.to(device=k.device, dtype=torch.int32).reshape(-1, 1, n)
+        planes[POSITION] = place.expand(rows, heads if self.policy.per_head else 1, n)
+        for name, spec in self.policy.planes.items():
+            shape = (rows, 1 if spec.shared else heads, n, *spec.shape)
+            planes[name] = torch.zeros(shape, dtype=spec.dtype, device=k.device)
+        return planes
+
+    def _view(self, position: Tensor) -> View:
+        runs = [self.storage.read()] if self.storage.length else []
+        if self._aside is not None:
+            runs.append(self._aside)
+        segments = tuple(Segment(planes, self.key_codec, self.value_codec) for planes in runs)
+        if self._pads is not None and position.dim() == 1:
+            position = position[None]
+        reaches = self._reaches(position.shape[-1])
+        return View(segments, position, ragged=self._pads is not None, reaches=reaches)
+
+    def _reaches(self, n: int) -> tuple[Reach, ...]:
+        """The limits that exclude a slot from a query of this chunk; host knowledge only.
+
+        A policy with a reach keeps the newest tokens and its sinks, so a single query sees all
+        slots once their number is down to the reach.
+        """
+        kept = self.policy.reach
+        limits = [] if kept is None else [kept]
+        if self.window is not None and Reach(self.window) not in limits:
+            limits.append(Reach(self.window))
+
+        def excludes(reach: Reach) -> bool:
+            if n == 1 and kept is not None and (reach == kept or not kept.sinks):
+                return self.length > reach.size + reach.sinks
+            return self.fed > reach.size
+
+        return tuple(filter(excludes, limits))
+
+    def _evict(self, count: int, observation: Observation | None = None) -> None:
+        if count <= 0:
+            return
+        if self._aside is None:
+            self.storage.evict(self.policy.victims(count, self.storage.read(), observation))
+        else:
+            past = self.storage.read() if self.storage.length else None
+            planes = self._aside if past is None else concatenated(past, self._aside)
+            victims = self.policy.victims(count, planes, observation)
+            kept = take(planes, survivors(victims, slot_count(planes)))
+            self._aside = None
+            self.storage.reset()
+            self.storage.append(kept)
+        self._floor = self.fed
+
+    def _drop(self, n: int) -> None:
+        """Take back the newest n tokens, which no eviction has followed."""
+        if self._aside is not None:
+            self._aside = None
+        else:
+            self.storage.truncate(self.storage.length - n)
+        self.fed -= n
+
+
+def _geometry(x: Tensor) -> Tensor:
+    """No tokens of x's rows, heads, width, dtype and device."""
+    return x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3])
+
+
+def _check_alike(what: str, new: Tensor, held: Tensor) -> None:
+    """Rows, heads, width, dtype and device must be those of the tokens already held."""
+    if (new.shape[0], new.shape[1], new.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
+        raise ShapeError(
+            f"{what} {tuple(new.shape)} for a cache of {held.shape[0]} rows, {held.shape[1]} heads, "
+            f"width {held.shape[3]}; reorder(), repeat() or select() rows first, or reset()"
+        )
+    if new.dtype != held.dtype or new.device != held.device:
+        raise ShapeError(
+            f"{what} are {new.dtype} on {new.device}, the cache holds {held.dtype} on "
+            f"{held.device}; convert them, or reset() the cache"
+        )

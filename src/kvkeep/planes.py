@@ -1,0 +1,97 @@
+"""Planes: the named per-slot tensors of a layer, and what may be done to all of them alike.
+
+A plane is a tensor (B, H, S, ...): batch rows, kv heads, slots, then whatever one slot holds. A
+plane shared by all heads has H = 1. Scores, scales and positions are planes like keys and values,
+so one function moves them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Planes = dict[str, Tensor]
+"""Plane name -> tensor (B, H|1, S, ...)."""
+
+Slots = slice | Tensor
+"""A run of slots, or int64 indices (B|1, H|1, n) along axis 2."""
+
+POSITION = "position"
+"""The plane every layer has: int32 (B, 1|H, S), -1 marks an empty slot."""
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """What one slot holds in one plane.
+
+    `shape` is the trailing shape after (B, H, S); `shared` planes have H = 1.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back a query sees: the last `size` positions, its own included, and the first `sinks`.
+
+    A slot at position p is within reach of a query at position t when t - p < size or p < sinks.
+    """
+
+    size: int
+    sinks: int = 0
+
+
+def part(planes: Planes, prefix: str) -> Planes:
+    """The planes of one encoded tensor: `k` and `k_*` for prefix "k", keyed by what follows it."""
+    return {
+        name[len(prefix) :]: plane
+        for name, plane in planes.items()
+        if name == prefix or name.startswith(prefix + "_")
+    }
+
+
+def joined(planes: Planes, prefix: str) -> Planes:
+    """The inverse of `part`: each plane's name with the prefix in front."""
+    return {prefix + name: plane for name, plane in planes.items()}
+
+
+def along_slots(index: Tensor, plane: Tensor) -> Tensor:
+    """Expand slot indices (B|1, H|1, n) to `plane` (B, H, S, ...), for gather and scatter on axis 2."""
+    trailing = plane.shape[3:]
+    index = index.reshape(*index.shape, *(1 for _ in trailing))
+    return index.expand(plane.shape[0], plane.shape[1], -1, *trailing)
+
+
+def take(planes: Planes, index: Tensor) -> Planes:
+    """Copy the slots `index` (B|1, H|1, n) out of every plane, in that order."""
+    return {name: plane.gather(2, along_slots(index, plane)) for name, plane in planes.items()}
+
+
+def concatenated(first: Planes, second: Planes) -> Planes:
+    """Both sets of slots, `first` before `second`, as new tensors."""
+    return {name: torch.cat([plane, second[name]], dim=2) for name, plane in first.items()}
+
+
+def survivors(victims: Tensor, length: int) -> Tensor:
+    """Slots that are not victims, in slot order.
+
+    `victims` is int64 (B|1, H|1, c) without repeats; returns int64 (B|1, H|1, length - c).
+    """
+    gone = torch.zeros(*victims.shape[:2], length, dtype=torch.bool, device=victims.device)
+    gone.scatter_(2, victims, True)
+    order = torch.sort(gone.to(torch.uint8), dim=2, stable=True).indices
+    return order[:, :, : length - victims.shape[2]]
+
+
+def slot_count(planes: Planes) -> int:
+    """S of a set of planes; 0 when there are none."""
+    return next((plane.shape[2] for plane in planes.values()), 0)
+
+
+def slot_bytes(planes: Planes) -> int:
+    """Bytes that one slot takes in all rows, heads and planes together."""
+    return sum(p.element_size() * p.numel() // max(1, p.shape[2]) for p in planes.values())

@@ -1,0 +1,27 @@
+"""Keep every token: the exact cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from kvkeep.planes import Planes
+from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.window import Window
+
+
+@final
+@dataclass(frozen=True)
+class KeepAll(Policy):
+    """Evicts nothing. On a layer with a sliding window of its own that layer's window is kept."""
+
+    name: ClassVar[str] = "keep_all"
+    rollback: ClassVar[bool] = True
+
+    def within(self, window: int) -> Policy:
+        return Window(window)
+
+    def victims(self, count: int, planes: Planes, observation: Observation | None) -> Tensor:
+        raise AssertionError("keep_all has no budget, so nobody asks it for victims")

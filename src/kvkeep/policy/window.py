@@ -1,0 +1,53 @@
+"""Keep the most recent tokens, and the first few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import POSITION, Planes, Reach
+from kvkeep.policy.base import Observation, Policy
+
+
+@final
+@dataclass(frozen=True)
+class Window(Policy):
+    """Sliding window: each query sees the last `size` tokens, its own included, and the first `sinks`.
+
+    The result does not depend on how the tokens were split into chunks. Sources: Mistral 7B
+    (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
+    """
+
+    size: int
+    sinks: int = 0
+
+    name: ClassVar[str] = "window"
+    rollback: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.sinks < 0:
+            raise SpecError(
+                f"window of {self.size} tokens and {self.sinks} sinks: size must be at least 1 "
+                "and sinks at least 0; use window:1024,sinks=4"
+            )
+
+    @property
+    def budget(self) -> int:
+        return self.size + self.sinks
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.size, self.sinks)
+
+    def within(self, window: int) -> Policy:
+        return self if self.size < window else Window(window)
+
+    def victims(self, count: int, planes: Planes, observation: Observation | None) -> Tensor:
+        position = planes[POSITION]
+        # Empty slots are at -1, before every token; sinks go behind every token.
+        age = torch.where((position >= 0) & (position < self.sinks), 2**31 - 1, position)
+        return age.topk(count, dim=2, largest=False).indices

@@ -1,0 +1,93 @@
+"""The contract of a storage: where slots lie. It knows no tokens, dtypes, codecs or policies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvkeep.errors import CapacityError
+from kvkeep.planes import Planes, slot_bytes, slot_count
+
+
+class Storage(ABC):
+    """A growing run of slots [0, length), each a place in every plane of one layer.
+
+    The planes' names, dtypes and row and head counts are those of the first append.
+    """
+
+    name: ClassVar[str]
+    differentiable: ClassVar[bool] = False
+    """Whether gradients flow through what was stored."""
+
+    limit: int | None = None
+    """Most slots this storage can ever hold; None: as many as memory allows."""
+
+    reallocations: int = 0
+    """How often slots that were already stored had to be copied to make room."""
+
+    def __init__(self) -> None:
+        self._planes: Planes = {}  # (B, H|1, capacity, ...)
+
+    def require(self, slots: int) -> None:
+        """Raise CapacityError when `slots` slots can never fit."""
+        if self.limit is not None and slots > self.limit:
+            raise CapacityError(
+                f"{slots} slots needed, but this cache is fixed at {self.limit}; use "
+                f"@fixed:{slots} or more, @growing, or a policy that evicts, such as window"
+            )
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Slots in use, the same for every row and head."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated."""
+        return slot_count(self._planes)
+
+    @abstractmethod
+    def append(self, planes: Planes) -> slice:
+        """Copy n new slots (B, H|1, n, ...) behind the last one; returns where they lie.
+
+        Strided input is read as it is. Raises CapacityError, unchanged, when `limit` is exceeded.
+        """
+
+    @abstractmethod
+    def write(self, slots: Tensor, planes: Planes) -> None:
+        """Overwrite slots, int64 indices (B|1, H|1, n) below `length`."""
+
+    @abstractmethod
+    def read(self) -> Planes:
+        """All slots in use: (B, H|1, length, ...); views that the next change may overwrite."""
+
+    @abstractmethod
+    def evict(self, victims: Tensor) -> None:
+        """Free the slots `victims`, int64 (B|1, H|1, c), no repeats; `length` falls by c.
+
+        At most c slots move, so what survives may change its place.
+        """
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Free the slots from `length` on, in O(1)."""
+
+    @abstractmethod
+    def rows(self, index: Tensor) -> None:
+        """Make row i a copy of the former row index[i]; int64 (new B,)."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Free every slot."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot in all rows, heads and planes; 0 before the first append."""
+        return slot_bytes(self._planes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, slots not in use included."""
+        return self.capacity * self.slot_bytes

@@ -1,0 +1,96 @@
+"""What growing and fixed storage share: planes with spare slots, written in place."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvkeep.planes import Planes, along_slots, slot_count
+from kvkeep.storage.base import Storage
+from kvkeep.storage.memory import reserve
+
+
+class Buffer(Storage):
+    """Planes (B, H|1, capacity, ...) of which the first `length` slots are in use.
+
+    `read` is a view of the buffer: no append that fits copies anything but the new slots.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+
+    @abstractmethod
+    def _capacity_for(self, slots: int) -> int:
+        """Slots to allocate so that `slots` fit; raises CapacityError when they cannot."""
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def append(self, planes: Planes) -> slice:
+        start = self._length
+        if not start and not self._fits(planes):
+            self._planes = {}
+        stop = start + slot_count(planes)
+        if stop > self.capacity:
+            self._reallocate(self._capacity_for(stop), self._planes or planes)
+        for name, plane in planes.items():
+            self._planes[name].narrow(2, start, stop - start).copy_(plane)
+        self._length = stop
+        return slice(start, stop)
+
+    def write(self, slots: Tensor, planes: Planes) -> None:
+        for name, plane in self._planes.items():
+            index = along_slots(slots, plane)
+            plane.scatter_(2, index, planes[name].expand(index.shape))
+
+    def read(self) -> Planes:
+        return {name: plane.narrow(2, 0, self._length) for name, plane in self._planes.items()}
+
+    def evict(self, victims: Tensor) -> None:
+        kept = self._length - victims.shape[2]
+        # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the
+        # victims sorted, and the slots behind `kept` sorted survivors first, hole i takes
+        # survivor i; what is left over pairs freed slots with freed slots, which harms nobody.
+        holes = victims.sort(dim=2).values
+        behind = torch.arange(kept, self._length, device=victims.device)
+        freed = (behind[None, None, :, None] == victims[:, :, None, :]).any(dim=3)
+        movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
+        for plane in self._planes.values():
+            moved = plane.gather(2, along_slots(movers, plane))
+            plane.scatter_(2, along_slots(holes, plane), moved)
+        self._length = kept
+
+    def truncate(self, length: int) -> None:
+        self._length = length
+
+    def rows(self, index: Tensor) -> None:
+        for name, plane in list(self._planes.items()):
+            live = plane.narrow(2, 0, self._length)
+            shape = (len(index), *plane.shape[1:])
+            self._planes[name] = fresh = reserve(shape, plane.dtype, plane.device)
+            fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))
+
+    def reset(self) -> None:
+        self._planes = {}
+        self._length = 0
+
+    def _fits(self, planes: Planes) -> bool:
+        """Whether the buffers are of these planes' names, rows, heads, widths, dtype and device."""
+        return self._planes.keys() == planes.keys() and all(
+            (p.shape[:2], p.shape[3:], p.dtype, p.device)
+            == (q.shape[:2], q.shape[3:], q.dtype, q.device)
+            for p, q in ((plane, planes[name]) for name, plane in self._planes.items())
+        )
+
+    def _reallocate(self, capacity: int, like: Planes) -> None:
+        self.reallocations += bool(self._planes)
+        for name, plane in like.items():
+            shape = (*plane.shape[:2], capacity, *plane.shape[3:])
+            fresh = reserve(shape, plane.dtype, plane.device)
+            if name in self._planes:  # one plane at a time, so that old and new overlap least
+                fresh.narrow(2, 0, self._length).copy_(plane.narrow(2, 0, self._length))
+            self._planes[name] = fresh

@@ -1,0 +1,59 @@
+"""Storage by concatenation: every append is a new tensor, so the past is copied each time."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.planes import Planes, along_slots, concatenated, survivors, take
+from kvkeep.storage.base import Storage
+
+
+@final
+class Concat(Storage):
+    """Functional and autograd-safe; the oracle and the baseline. O(length) per append.
+
+    Views handed out earlier keep their content. Source: transformers' DynamicCache, candle's
+    ConcatKvCache.
+    """
+
+    name: ClassVar[str] = "concat"
+    differentiable: ClassVar[bool] = True
+
+    @property
+    def length(self) -> int:
+        return self.capacity
+
+    def append(self, planes: Planes) -> slice:
+        start = self.length
+        if self._planes:
+            self._planes = concatenated(self._planes, planes)
+            self.reallocations += 1
+        else:
+            self._planes = {name: plane.clone() for name, plane in planes.items()}
+        return slice(start, self.length)
+
+    def write(self, slots: Tensor, planes: Planes) -> None:
+        self._planes = {
+            name: plane.scatter(2, along_slots(slots, plane), planes[name])
+            for name, plane in self._planes.items()
+        }
+
+    def read(self) -> Planes:
+        return dict(self._planes)
+
+    def evict(self, victims: Tensor) -> None:
+        self._planes = take(self._planes, survivors(victims, self.length))
+
+    def truncate(self, length: int) -> None:
+        self._planes = {name: plane[:, :, :length] for name, plane in self._planes.items()}
+
+    def rows(self, index: Tensor) -> None:
+        self._planes = {
+            name: torch.index_select(plane, 0, index) for name, plane in self._planes.items()
+        }
+
+    def reset(self) -> None:
+        self._planes = {}

@@ -1,0 +1,32 @@
+"""Storage of a fixed number of slots, allocated once."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from kvkeep.errors import SpecError
+from kvkeep.storage.buffer import Buffer
+
+
+@final
+class Fixed(Buffer):
+    """Written in place, never reallocated; with a window policy it is the ring buffer.
+
+    The buffers stay allocated, at the same addresses, until the rows change.
+    """
+
+    name: ClassVar[str] = "fixed"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        if capacity < 1:
+            raise SpecError(f"fixed storage of {capacity} slots: at least 1; use @fixed:4096")
+        self.limit = capacity
+
+    def _capacity_for(self, slots: int) -> int:
+        self.require(slots)
+        assert self.limit is not None
+        return self.limit
+
+    def reset(self) -> None:
+        self._length = 0

@@ -1,0 +1,40 @@
+"""Storage that grows geometrically: appends are O(1) amortised, and nobody names a max length."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.storage.buffer import Buffer
+
+_FIRST_SLOTS = 64
+
+
+@final
+class Growing(Buffer):
+    """Written in place; multiplies its capacity by `factor` when full. The default.
+
+    On the CPU spare capacity costs address space only (see `storage.memory`). Slots freed by an
+    eviction are given back once they outnumber those in use and their spare part.
+    """
+
+    name: ClassVar[str] = "growing"
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        if not factor > 1.0:
+            raise SpecError(
+                f"growing storage with factor {factor}: it must be above 1; use @growing for 2"
+            )
+        self.factor = factor
+
+    def _capacity_for(self, slots: int) -> int:
+        return max(_FIRST_SLOTS, int(slots * self.factor))
+
+    def evict(self, victims: Tensor) -> None:
+        super().evict(victims)
+        capacity = self._capacity_for(self._length)
+        if self.capacity > 2 * capacity:
+            self._reallocate(capacity, self._planes)

@@ -1,0 +1,30 @@
+"""Buffers whose untouched part costs address space, not memory."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+_PAGES_WORTH_MAPPING = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor for a cache to fill from the front.
+
+    On the CPU a large one is its own anonymous mapping: pages become resident when they are first
+    written and go back to the system with the tensor, whatever the allocator's heap looks like.
+    Huge pages are declined, because one of them would make 2 MiB of untouched slots resident.
+    The result is an ordinary tensor also under `torch.inference_mode`, so that a cache can be
+    filled in one mode and continued in another.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    with torch.inference_mode(False):
+        if device.type != "cpu" or nbytes < _PAGES_WORTH_MAPPING:
+            return torch.empty(shape, dtype=dtype, device=device)
+        pages = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
