@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, View, attend
+from kvkeep.chunk import check_chunk, check_queries, empty_like
 from kvkeep.codec import Codec
-from kvkeep.errors import RollbackError, ShapeError, SpecError, StateError
+from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.planes import POSITION, Planes, Reach, concatenated, joined, slot_count, survivors, take
 from kvkeep.policy import Need, Observation, Policy
 from kvkeep.storage import Storage
@@ -97,7 +98,7 @@ class LayerCache:
         self._evict(self.length - self.reachable)
         planes = self._encoded(k, v, position)
         if self._like is None:
-            self._like = (_geometry(k), _geometry(v))
+            self._like = (empty_like(k), empty_like(v))
         if self.storage.limit is not None and self.storage.length + n > self.storage.limit:
             self._aside = planes
         else:
@@ -132,11 +133,7 @@ class LayerCache:
 
         If anything raises, the layer is as it was before.
         """
-        if q.dim() != 4 or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
-            raise ShapeError(
-                f"queries {tuple(q.shape)} {q.dtype} with keys {tuple(k.shape)} {k.dtype}: "
-                "give queries (B, Hq, n, Dk) of the keys' dtype"
-            )
+        check_queries(q, k)
         pads = self._pads
         view = self.extend(k, v, position)
         try:
@@ -151,9 +148,7 @@ class LayerCache:
         self.settle(Observation(mass=mass))
         return out
 
-    def next_positions(
-        self, n: int, device: torch.device, real: Tensor | None = None
-    ) -> Tensor:
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions that continue every row by n tokens.
 
         Args:
@@ -291,32 +286,13 @@ class LayerCache:
     def _check(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
         if self._aside is not None:
             raise StateError("extend was called twice without settle; call settle() after attend")
-        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or 0 in k.shape:
-            raise ShapeError(
-                f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give (B, H, n, Dk) and "
-                "(B, H, n, Dv) with n of at least 1"
-            )
-        if k.dtype != v.dtype or k.device != v.device:
-            raise ShapeError(
-                f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}; make them alike"
-            )
-        if self._like is not None:
-            for what, new, held in (("keys", k, self._like[0]), ("values", v, self._like[1])):
-                _check_alike(what, new, held)
-        if position is not None:
-            fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
-            if position.is_floating_point() or position.shape not in fitting:
-                raise ShapeError(
-                    f"positions {tuple(position.shape)} {position.dtype} for {k.shape[2]} tokens in "
-                    f"{k.shape[0]} rows; give integers (n,) or (B, n)"
-                )
+        check_chunk(k, v, position, self._like)
         wants_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
         if wants_grad and not self.storage.differentiable:
             raise StateError(
                 f"{self.storage.name} storage writes in place, so gradients cannot flow through "
                 "it; use torch.no_grad(), or @concat to train through the cache"
             )
-
 
     def _encoded(self, k: Tensor, v: Tensor, position: Tensor) -> Planes:
         rows, heads, n, _ = k.shape
@@ -378,22 +354,3 @@ class LayerCache:
         else:
             self.storage.truncate(self.storage.length - n)
         self.fed -= n
-
-
-def _geometry(x: Tensor) -> Tensor:
-    """No tokens of x's rows, heads, width, dtype and device."""
-    return x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3])
-
-
-def _check_alike(what: str, new: Tensor, held: Tensor) -> None:
-    """Rows, heads, width, dtype and device must be those of the tokens already held."""
-    if (new.shape[0], new.shape[1], new.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
-        raise ShapeError(
-            f"{what} {tuple(new.shape)} for a cache of {held.shape[0]} rows, {held.shape[1]} heads, "
-            f"width {held.shape[3]}; reorder(), repeat() or select() rows first, or reset()"
-        )
-    if new.dtype != held.dtype or new.device != held.device:
-        raise ShapeError(
-            f"{what} are {new.dtype} on {new.device}, the cache holds {held.dtype} on "
-            f"{held.device}; convert them, or reset() the cache"
-        )

@@ -36,7 +36,7 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a query sees: the last `size` positions, its own included, and the first `sinks`.
+    """How far back a query sees: the last `size` positions, its own among them, and `sinks` more.
 
     A slot at position p is within reach of a query at position t when t - p < size or p < sinks.
     """
@@ -60,7 +60,7 @@ def joined(planes: Planes, prefix: str) -> Planes:
 
 
 def along_slots(index: Tensor, plane: Tensor) -> Tensor:
-    """Expand slot indices (B|1, H|1, n) to `plane` (B, H, S, ...), for gather and scatter on axis 2."""
+    """Slot indices (B|1, H|1, n), expanded to `plane` (B, H, S, ...) for gather and scatter."""
     trailing = plane.shape[3:]
     index = index.reshape(*index.shape, *(1 for _ in trailing))
     return index.expand(plane.shape[0], plane.shape[1], -1, *trailing)
@@ -89,7 +89,9 @@ def survivors(victims: Tensor, length: int) -> Tensor:
 
 def slot_count(planes: Planes) -> int:
     """S of a set of planes; 0 when there are none."""
-    return next((plane.shape[2] for plane in planes.values()), 0)
+    for plane in planes.values():
+        return plane.shape[2]
+    return 0
 
 
 def slot_bytes(planes: Planes) -> int:

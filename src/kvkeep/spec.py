@@ -38,7 +38,7 @@ class StorageSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a layer keeps, in what encoding, where: `str(spec)` and `CacheSpec.parse` are inverse."""
+    """What a layer keeps, in what encoding, where. `str` and `CacheSpec.parse` are inverse."""
 
     policy: Policy
     key_codec: Codec = dataclasses.field(default_factory=Plain)
@@ -62,8 +62,8 @@ class CacheSpec:
         storage = StorageSpec()
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
-        names = [_component("codec", codec, CODECS, text)[0] for codec in codecs]
-        spec = cls(POLICIES[name](**dict(options)), *(CODECS[n]() for n in names), storage)
+        key, value = (CODECS[_component("codec", codec, CODECS, text)[0]]() for codec in codecs)
+        spec = cls(POLICIES[name](**dict(options)), key, value, storage)
         if storage.options:
             storage.build(None)
         return spec
@@ -125,8 +125,9 @@ def _component(
             if index:
                 raise SpecError(f"option {item!r} in {whole!r} has no name; write key=value")
         if key not in parameters:
-            raise SpecError(f"{kind} {name} has no option {key!r} in {whole!r}; "
-                            f"{_nearest(key, parameters)}")
+            raise SpecError(
+                f"{kind} {name} has no option {key!r} in {whole!r}; {_nearest(key, parameters)}"
+            )
         options[key] = _number(value, parameters[key].annotation, f"{name} {key}", whole)
     missing = [
         key
@@ -140,9 +141,11 @@ def _component(
 
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
     """A component's options: what its constructor takes."""
-    if component.__init__ is object.__init__:
-        return {}
-    return dict(inspect.signature(component, eval_str=True).parameters)
+    return {
+        key: parameter
+        for key, parameter in inspect.signature(component, eval_str=True).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
 
 
 def _number(value: str, kind: Any, what: str, whole: str) -> int | float:

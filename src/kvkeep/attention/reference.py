@@ -41,8 +41,9 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         width = queries.stop - start
         scores = torch.cat(
             [
-                _scores(t[:, :, queries], k, group, options)
-                .masked_fill(~view.visible(segment, queries)[:, :, None], -torch.inf)
+                _scores(t[:, :, queries], k, group, options).masked_fill(
+                    ~view.visible(segment, queries)[:, :, None], -torch.inf
+                )
                 for segment, t, k in zip(view.segments, turned, keys, strict=True)
             ],
             dim=-1,

@@ -1,9 +1,9 @@
-"""The torch backend: scaled_dot_product_attention's fused kernels, without expanding keys or values.
+"""The torch backend: scaled_dot_product_attention's fused kernels; no key or value is expanded.
 
 On the CPU each part of the slots gives a partial result with its log-sum-exp, and the parts are
-merged exactly; elsewhere one segment goes to torch's own choice of kernel. The queries of a group are folded into the query axis, so a key is read once for all of
-them; a segment shared by all rows is read once for all rows. Source of the merge: FlashAttention
-(arXiv 2205.14135) and Flash-Decoding.
+merged exactly; elsewhere one segment goes to torch's own choice of kernel. The queries of a group
+are folded into the query axis, so a key is read once for all of them; a segment shared by all rows
+is read once for all rows. Source of the merge: FlashAttention (arXiv 2205.14135), Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
     if not _gives_lse(q, view) and (len(view.segments) > 1 or options.sinks is not None):
-        return "merging needs the log-sum-exp, which torch gives on the CPU for keys and values of one width"
+        return "torch gives the log-sum-exp that merges parts on the CPU only, for Dk = Dv"
     return None
 
 
@@ -51,7 +51,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     for segment in view.segments:
         k, v = segment.keys(q.dtype), segment.values(q.dtype)
         grouped = segment.queries(q).reshape(rows, k.shape[1], -1, n, dim)
-        own = n if segment is view.segments[-1] else 0
+        own = n if n > 1 and segment is view.segments[-1] else 0  # one query sees its own slot too
         if view.dense:
             past = k.shape[2] - own
             if past:
@@ -98,7 +98,7 @@ def _whole(q: Tensor, view: View, scale: float) -> Tensor:
 def _kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m). Not public, but the only way to the lse."""
+    """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m); the public function keeps the lse."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -120,9 +120,7 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     """Query i sees slots 0..i: one call per query of the group, so that nothing is expanded."""
-    rows, heads, group, n, _ = q.shape
-    if n == 1:
-        return _unmasked(q, k, v, scale)
+    rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     calls = [_kernel(q[:, :, g], k, v, scale, causal=True) for g in range(group)]
     return Partial(
@@ -131,11 +129,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     )
 
 
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale: float
-) -> Partial:
+def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale: float) -> Partial:
     """Visibility from positions, a block of queries at a time; the mask is shared by the group."""
-    rows, heads, group, n, _ = q.shape
+    rows, group, n = q.shape[0], q.shape[2], q.shape[3]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     block = max(1, _MASKED_SCORES // max(1, rows * segment.position.shape[1] * k.shape[2]))
     outs, lses = [], []

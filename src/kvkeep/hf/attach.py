@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -71,7 +72,9 @@ def attach(model: PreTrainedModel, cache: Specs = DEFAULT_SPEC) -> Attachment:
     """
     model = _unwrapped(model)
     if hasattr(model, _ATTRIBUTE):
-        raise StateError(f"this {type(model).__name__} is attached; call kvkeep.detach(model) first")
+        raise StateError(
+            f"this {type(model).__name__} is attached; call kvkeep.detach(model) first"
+        )
     layers = len(Cache(model, cache))
     text = decoder_config(model.config)
     original = text._attn_implementation
@@ -118,7 +121,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that builds a cache of its own when it is given none."""
-    decoder = model.get_decoder()
+    decoder: PreTrainedModel | None = model.get_decoder()  # type: ignore[no-untyped-call]
     return model if decoder is None else decoder
 
 
@@ -144,7 +147,7 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 def _prepare_cache(model: PreTrainedModel) -> Any:
     """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build."""
-    prepare = type(model)._prepare_cache_for_generation
+    prepare: Callable[..., None] = model._prepare_cache_for_generation  # type: ignore[assignment]
 
     def prepare_cache(
         generation_config: Any,
@@ -156,9 +159,7 @@ def _prepare_cache(model: PreTrainedModel) -> Any:
         given = model_kwargs.get("past_key_values")
         if isinstance(given, Cache) and not generation_config.is_assistant:
             given._record_past(False)
-        prepare(
-            model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
+        prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         built = model_kwargs.get("past_key_values")
         if given is None and type(built) is DynamicCache and not built.offloading:
             attachment: Attachment = getattr(model, _ATTRIBUTE)

@@ -42,13 +42,23 @@ def attention_over(original: str) -> AttentionFunction:
             if s_aux is not None:
                 kwargs["s_aux"] = s_aux
             return _original(original, module)(
-                module, query, key, value, attention_mask,
-                scaling=scaling, dropout=dropout, **kwargs,
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=scaling,
+                dropout=dropout,
+                **kwargs,
             )
         if handed is None or not positions:
             raise UnsupportedError(
                 f"{type(module).__name__} "
-                + ("changes its keys after the cache" if handed is None else "uses a mask of its own")
+                + (
+                    "changes its keys after the cache"
+                    if handed is None
+                    else "uses a mask of its own"
+                )
                 + ", or the cache was built for another model; build it as kvkeep.Cache(model), "
                 "or use it with kvkeep.detach(model)"
             )
@@ -73,6 +83,8 @@ def attention_over(original: str) -> AttentionFunction:
 
 def _original(name: str, module: nn.Module) -> AttentionFunction:
     """The registered function, or the eager one of the module's own file."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager: AttentionFunction = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )  # type: ignore[assignment]
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return function

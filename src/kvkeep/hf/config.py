@@ -36,7 +36,9 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     """
     text = decoder_config(config)
     if config.is_encoder_decoder or text.is_encoder_decoder:
-        raise _refused(text, "it is an encoder-decoder, whose cross attention has a cache of its own")
+        raise _refused(
+            text, "it is an encoder-decoder, whose cross attention has a cache of its own"
+        )
     shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", 0)
     if shared:
         raise _refused(text, "some of its layers reuse another layer's keys and values")
@@ -50,7 +52,9 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
             names = [_FULL if window is None else _SLIDING] * count
     unknown = sorted(set(names) - {_FULL, _SLIDING})
     if unknown:
-        raise _refused(text, f"its layers of type {', '.join(unknown)} keep no plain keys and values")
+        raise _refused(
+            text, f"its layers of type {', '.join(unknown)} keep no plain keys and values"
+        )
     return [LayerKind(name, window if name == _SLIDING else None) for name in names]
 
 

@@ -16,7 +16,7 @@ from kvkeep.policy.base import Observation, Policy
 @final
 @dataclass(frozen=True)
 class Window(Policy):
-    """Sliding window: each query sees the last `size` tokens, its own included, and the first `sinks`.
+    """Each query sees the last `size` tokens, its own included, and the first `sinks` tokens.
 
     The result does not depend on how the tokens were split into chunks. Sources: Mistral 7B
     (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.

@@ -1,0 +1,110 @@
+"""What a cache really holds: resident memory after a long generation, and while it grew."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvkeep.errors import UnsupportedError
+
+SYSTEMS = ("keep_all@growing", "hf-dynamic")
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    tokens: int = 4100,
+    prompt: int = 1024,
+    systems: Sequence[str] = SYSTEMS,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Generate until `tokens` tokens are cached, each system in a process of its own.
+
+    Args:
+        model: a name that `kvkeep models` knows, a directory, or a hub name; run in float32.
+        tokens: tokens held at the end.
+        prompt: how many of them are fed at once.
+        systems: "hf-dynamic" or kvkeep specs.
+
+    Returns:
+        `rows`: per system `live_bytes`, the tensors' own size; `resident_bytes`, the memory that
+        came back when the cache was dropped; their `ratio`; and `peak_over_live_bytes`, the most
+        by which memory during a decode step exceeded what the model and the live slots took.
+
+    Raises:
+        UnsupportedError: not on Linux, whose counters this reads.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            f"resident memory is read from Linux's counters, not {sys.platform}'s"
+        )
+    rows = []
+    for system in systems:
+        if progress is not None:
+            progress(f"{system}, {tokens} tokens")
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            rows.append(pool.submit(_measure, system, model, tokens, prompt).result())
+    return {"benchmark": "memory", "model": model, "dtype": "float32", "rows": rows}
+
+
+def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]:
+    from kvkeep.hf.decode import decode, live_bytes, new_cache
+    from kvkeep.hf.models import load
+
+    model, tokenizer = load(name)
+    ids = tokenizer(_text(), return_tensors="pt").input_ids[:, :prompt]
+    decode(model, ids, new_cache("hf-dynamic", model), 2)  # so that lazy set-up is not counted
+    cache = new_cache(system, model)
+    baseline = _resident()
+    peaks: list[int] = []
+
+    def after_step() -> None:
+        peaks.append(_peak() - baseline - live_bytes(cache))
+        _reset_peak()
+
+    decode(model, ids, cache, tokens - ids.shape[1], after_step)
+    live = live_bytes(cache)
+    held = _resident()
+    del cache
+    resident = held - _resident()
+    return {
+        "system": system,
+        "tokens": tokens,
+        "live_bytes": live,
+        "resident_bytes": resident,
+        "ratio": resident / live,
+        "peak_over_live_bytes": max(peaks[1:]),  # the prefill's activations are not the cache's
+    }
+
+
+def _text() -> str:
+    """Real text of some 100,000 tokens that every Python carries."""
+    from pydoc_data import topics
+
+    return "\n".join(topics.topics.values())
+
+
+def _resident() -> int:
+    """Resident bytes, after giving back what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak() -> int:
+    """Most bytes resident since the last `_reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")

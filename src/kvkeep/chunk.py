@@ -1,0 +1,76 @@
+"""What a chunk's tensors must be like, checked before anything is changed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+
+
+def check_chunk(
+    k: Tensor, v: Tensor, position: Tensor | None, held: tuple[Tensor, Tensor] | None
+) -> None:
+    """Keys and values fit each other, the positions, and what is held (`empty_like` of each).
+
+    Raises:
+        ShapeError: they do not.
+    """
+    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or 0 in k.shape:
+        raise ShapeError(
+            f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give (B, H, n, Dk) and "
+            "(B, H, n, Dv) with n of at least 1"
+        )
+    if k.dtype != v.dtype or k.device != v.device:
+        raise ShapeError(
+            f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}; make them alike"
+        )
+    if not k.is_floating_point():
+        raise ShapeError(f"keys and values are {k.dtype}; give a floating-point type")
+    if held is not None:
+        _check_alike("keys", k, held[0])
+        _check_alike("values", v, held[1])
+    if position is not None:
+        fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
+        if position.is_floating_point() or tuple(position.shape) not in fitting:
+            raise ShapeError(
+                f"positions {tuple(position.shape)} {position.dtype} for {k.shape[2]} tokens in "
+                f"{k.shape[0]} rows; give integers (n,) or (B, n)"
+            )
+
+
+def check_queries(q: Tensor, k: Tensor) -> None:
+    """Queries (B, Hq, n, Dk) fit the keys (B, H, n, Dk) of their own tokens.
+
+    Raises:
+        ShapeError: they do not.
+    """
+    fits = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    if not fits or q.shape[1] % max(1, k.shape[1]):
+        raise ShapeError(
+            f"queries {tuple(q.shape)} with keys {tuple(k.shape)}: give (B, Hq, n, Dk) and "
+            "(B, H, n, Dk), Hq a multiple of H"
+        )
+    if q.dtype != k.dtype or q.device != k.device:
+        raise ShapeError(
+            f"queries are {q.dtype} on {q.device}, keys {k.dtype} on {k.device}; make them alike"
+        )
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """No tokens of x's rows, heads, width, dtype and device."""
+    return x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3])
+
+
+def _check_alike(what: str, new: Tensor, held: Tensor) -> None:
+    """Rows, heads, width, dtype and device must be those of the tokens already held."""
+    rows, heads, _, width = held.shape
+    if (new.shape[0], new.shape[1], new.shape[3]) != (rows, heads, width):
+        raise ShapeError(
+            f"{what} {tuple(new.shape)} for a cache of {rows} rows, {heads} heads, width {width}; "
+            "reorder(), repeat() or select() rows first, or reset()"
+        )
+    if new.dtype != held.dtype or new.device != held.device:
+        raise ShapeError(
+            f"{what} are {new.dtype} on {new.device}, the cache holds {held.dtype} on "
+            f"{held.device}; convert them, or reset() the cache"
+        )
