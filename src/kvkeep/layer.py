@@ -79,7 +79,8 @@ class LayerCache:
         Args:
             k, v: (B, H, n, Dk) and (B, H, n, Dv), of one dtype and device, any strides; copied.
             position: the tokens' positions, (n,) when the rows are alike, or (B, n) with -1 for
-                padding. None continues every row where it stands.
+                padding, whose queries see what the row's last token before them sees. None
+                continues every row where it stands.
 
         Returns:
             Everything kept and the new tokens; valid until the next change.
@@ -103,10 +104,13 @@ class LayerCache:
             self._aside = planes
         else:
             self.storage.append(planes)
-        self.fed += n
         if position.dim() == 2 or self._pads is not None:
-            pads = (position.expand(k.shape[0], -1) < 0).sum(dim=1)
-            self._pads = pads if self._pads is None else self._pads + pads
+            position = position.to(k.device).expand(k.shape[0], -1)
+            before = self._pads if self._pads is not None else position.new_zeros(k.shape[0])
+            self._pads = before + (position < 0).sum(dim=1)
+            last = self.fed - 1 - before[:, None]
+            position = torch.maximum(position.cummax(dim=1).values, last)
+        self.fed += n
         return self._view(position)
 
     def settle(self, observation: Observation | None = None) -> None:
@@ -309,8 +313,6 @@ class LayerCache:
         if self._aside is not None:
             runs.append(self._aside)
         segments = tuple(Segment(planes, self.key_codec, self.value_codec) for planes in runs)
-        if self._pads is not None and position.dim() == 1:
-            position = position[None]
         reaches = self._reaches(position.shape[-1])
         return View(segments, position, ragged=self._pads is not None, reaches=reaches)
 

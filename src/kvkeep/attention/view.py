@@ -58,13 +58,13 @@ class View:
     """The slots that one chunk of queries attends to. Nothing in it is a copy of the past.
 
     A query at position t sees a slot at position p when 0 <= p <= t and every `reach` allows it.
-    A query at position -1 is padding: it sees nothing and its output is zero.
+    A query at position -1 sees nothing and its output is zero.
 
     Args:
         segments: in any order of positions, except that the chunk's own n slots are the last of
             the last segment, in the order of the queries.
         position: the queries' positions, (n,) when all rows share them or (B, n).
-        ragged: whether any slot may be empty or any query padding. False promises that every
+        ragged: whether any slot may be empty or any query see nothing. False promises that every
             slot is live and that the slots before the chunk's own are older than all queries.
         reaches: the limits that matter; one that excludes nothing need not be named.
     """

@@ -1,0 +1,98 @@
+"""Tiny random models of every supported family, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as tf
+from transformers import PreTrainedModel
+
+WINDOW = 8
+"""Sliding window of the families that have one; the tests' texts are longer."""
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-sliding": (
+        "Qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-moe": ("Qwen3Moe", {**_MOE, "head_dim": 8}),
+    "phi": ("Phi", {"num_key_value_heads": 4}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {**_HYBRID, "head_dim": 8, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3", {**_HYBRID, "head_dim": 8}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": ("Granite", {"attention_multiplier": 0.3}),
+    "olmo2": ("Olmo2", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "cohere": ("Cohere", {}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt2": ("GPT2", {}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt-oss": ("GptOss", {**_HYBRID, "head_dim": 8, "num_local_experts": 4}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+_MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+_CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig"}
+
+
+def config(name: str, **overrides: Any) -> Any:
+    """A tiny config of a family."""
+    prefix, options = FAMILIES[name]
+    cls = getattr(tf, _CONFIG_CLASS.get(prefix, f"{prefix}Config"))
+    return cls(**{**_BASE, **options, **overrides})
+
+
+def tiny(name: str, **overrides: Any) -> PreTrainedModel:
+    """A tiny model with weights large enough that its attention and its text vary."""
+    prefix, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    cls = getattr(tf, _MODEL_CLASS.get(prefix, f"{prefix}ForCausalLM"))
+    model: PreTrainedModel = cls(config(name, **overrides)).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                weight.normal_(0.0, 1.5 * min(weight.shape) ** -0.5)
+            elif "sink" in key or "bias" in key:
+                weight.normal_(0.0, 0.5)
+    return model

@@ -1,0 +1,163 @@
+"""Every supported family: cached text equals uncached text. Every other one is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, tiny
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep.errors import UnsupportedError
+
+PROMPT, NEW = 20, 16
+PADS = (6, 1, 0)
+SPECS = ("keep_all", "keep_all@fixed", "keep_all@concat", "window:100,sinks=2")
+
+
+def batch(side: str) -> dict[str, torch.Tensor]:
+    """Three rows of different lengths, padded on one side."""
+    ids = torch.randint(2, 96, (len(PADS), PROMPT), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate(PADS):
+        columns = slice(0, pads) if side == "left" else slice(PROMPT - pads, PROMPT)
+        mask[row, columns] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generate(model, inputs, **options):
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return tiny(request.param)
+
+
+def prompts():
+    left = batch("left")
+    single = {name: x[2:] for name, x in left.items()}
+    return {"single": single, "left": left, "right": batch("right")}
+
+
+@pytest.fixture(scope="module")
+def uncached(model):
+    return {name: generate(model, x, use_cache=False) for name, x in prompts().items()}
+
+
+def test_text_of_the_oracle_varies(uncached):
+    assert uncached["single"][0, PROMPT:].unique().numel() >= 2
+
+
+def skip_if_windowed(model, padding):
+    """transformers counts padding columns as distance within a sliding window; kvkeep does not."""
+    if padding == "right" and any(kvkeep.Cache(model).is_sliding):
+        pytest.skip("see test_right_padded_rows_equal_rows_alone")
+
+
+@pytest.mark.parametrize("padding", ["single", "left", "right"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_attached(model, uncached, padding, spec):
+    skip_if_windowed(model, padding)
+    with kvkeep.attach(model) as attachment:
+        assert attachment.layers == model.config.num_hidden_layers
+        cache = kvkeep.Cache(model, spec)
+        text = generate(model, prompts()[padding], past_key_values=cache)
+    assert text.equal(uncached[padding])
+    assert cache.fed == PROMPT + NEW - 1
+
+
+@pytest.mark.parametrize("padding", ["single", "left", "right"])
+def test_attached_default_and_foreign_cache(model, uncached, padding):
+    skip_if_windowed(model, padding)
+    with kvkeep.attach(model):
+        output = generate(model, prompts()[padding], return_dict_in_generate=True)
+        foreign = DynamicCache(config=model.config)
+        other = generate(model, prompts()[padding], past_key_values=foreign)
+        none = generate(model, prompts()[padding], use_cache=False)
+    assert isinstance(output.past_key_values, kvkeep.Cache)
+    assert output.sequences.equal(uncached[padding])
+    assert other.equal(uncached[padding])
+    assert none.equal(uncached[padding])
+
+
+@torch.no_grad()
+def test_right_padded_rows_equal_rows_alone(model):
+    inputs = prompts()["right"]
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    more = torch.randint(2, 96, (len(PADS), 5))
+    lengths = mask.sum(dim=1, keepdim=True)
+    with kvkeep.attach(model) as attachment:
+        cache = kvkeep.Cache(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        going_on = {
+            "attention_mask": torch.cat([mask, torch.ones_like(more)], dim=1),
+            "position_ids": lengths + torch.arange(5),
+        }
+        logits = model(more, past_key_values=cache, **going_on).logits
+    if attachment.attention:
+        assert cache.seen.tolist() == (lengths[:, 0] + 5).tolist()
+    for row, length in enumerate(lengths[:, 0].tolist()):
+        alone = torch.cat([ids[row, :length], more[row]])[None]
+        expected = model(alone, use_cache=False).logits[0, -5:]
+        torch.testing.assert_close(logits[row], expected, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("padding", ["single", "left", "right"])
+@pytest.mark.parametrize("storage", ["growing", "fixed", "concat"])
+def test_unattached(model, uncached, padding, storage):
+    cache = kvkeep.Cache(model, f"keep_all@{storage}")
+    assert generate(model, prompts()[padding], past_key_values=cache).equal(uncached[padding])
+
+
+def test_logits(model):
+    ids = prompts()["single"]["input_ids"]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with kvkeep.attach(model):
+            cache = kvkeep.Cache(model)
+            chunks = [model(c, past_key_values=cache).logits for c in ids.split([1, 7, 12], dim=1)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=2e-5, rtol=2e-4)
+
+
+def test_a_sliding_layer_keeps_its_window_only(model):
+    cache = kvkeep.Cache(model)
+    with kvkeep.attach(model):
+        generate(model, prompts()["left"], past_key_values=cache)
+    for layer in cache.layers:
+        assert layer.length == (cache.fed if layer.window is None else layer.window)
+
+
+REFUSED = {
+    "t5": (tf.T5Config, tf.T5ForConditionalGeneration, "encoder-decoder"),
+    "mamba": (tf.MambaConfig, tf.MambaForCausalLM, "mamba"),
+    "bloom": (tf.BloomConfig, tf.BloomForCausalLM, "AttentionInterface"),
+    "falcon": (tf.FalconConfig, tf.FalconForCausalLM, "AttentionInterface"),
+    "llama4_text": (tf.Llama4TextConfig, tf.Llama4ForCausalLM, "chunked_attention"),
+    "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM, "linear_attention"),
+    "gemma3n_text": (tf.Gemma3nTextConfig, tf.Gemma3nForCausalLM, "reuse"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_by_name_with_the_reason(family):
+    config_class, model_class, reason = REFUSED[family]
+    with torch.device("meta"):
+        model = model_class(config_class())
+    implementation, state = model.config._attn_implementation, set(model.__dict__)
+    with pytest.raises(UnsupportedError, match=reason) as error:
+        kvkeep.attach(model)
+    assert family.split("_")[0] in str(error.value).lower()
+    assert model.config._attn_implementation == implementation
+    assert set(model.__dict__) == state
+
+
+def test_latent_attention_takes_exact_caches_only():
+    model = tiny("deepseek-v3")
+    with kvkeep.attach(model) as attachment:
+        assert attachment.attention == 0
+        cache = kvkeep.Cache(model, "window:4")
+        with pytest.raises(UnsupportedError, match="keep_all only"):
+            generate(model, prompts()["single"], past_key_values=cache)
+    assert cache.fed == 0
