@@ -11,7 +11,17 @@ from kvkeep.attention import Segment, View, attend
 from kvkeep.chunk import check_chunk, check_queries, empty_like
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.planes import POSITION, Planes, Reach, concatenated, joined, slot_count, survivors, take
+from kvkeep.planes import (
+    POSITION,
+    Planes,
+    Reach,
+    concatenated,
+    joined,
+    plane_bytes,
+    slot_count,
+    survivors,
+    take,
+)
 from kvkeep.policy import Need, Observation, Policy
 from kvkeep.storage import Storage
 
@@ -68,7 +78,7 @@ class LayerCache:
         self.fed = 0
         self._pads: Tensor | None = None  # (B,) padding fed per row; None while there was none
         self._floor = 0  # the fewest tokens fed to which a crop can return
-        self._aside: Planes | None = None  # a chunk that does not fit until the policy has chosen
+        self._aside: Planes | None = None  # what does not fit until the policy has chosen
         self._like: tuple[Tensor, Tensor] | None = None  # empty k and v of this layer's geometry
 
     # -- the step ---------------------------------------------------------------------------
@@ -100,7 +110,10 @@ class LayerCache:
         planes = self._encoded(k, v, position)
         if self._like is None:
             self._like = (empty_like(k), empty_like(v))
-        if self.storage.limit is not None and self.storage.length + n > self.storage.limit:
+        limit = self.storage.limit
+        if self._aside is not None:
+            self._aside = concatenated(self._aside, planes)
+        elif limit is not None and self.storage.length + n > limit:
             self._aside = planes
         else:
             self.storage.append(planes)
@@ -116,10 +129,9 @@ class LayerCache:
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget.
 
-        While `record_past` is set nothing is evicted, so that the next `crop` can take the step
-        back; a chunk larger than the storage is the exception.
+        While `record_past` is set nothing is evicted, so that the next `crop` can take steps back.
         """
-        if self.policy.budget is not None and (self._aside or not self.record_past):
+        if self.policy.budget is not None and not self.record_past:
             self._evict(self.length - self.policy.budget, observation)
 
     def step(
@@ -217,8 +229,8 @@ class LayerCache:
         self.require_rollback(-tokens)
         if tokens < 0:
             if self._pads is not None:
-                tail = self.storage.read()[POSITION][:, 0, tokens:]
-                self._pads = self._pads - (tail < 0).sum(dim=1)
+                position = self._everything()[POSITION][:, 0, tokens:]
+                self._pads = self._pads - (position < 0).sum(dim=1)
             self._drop(-tokens)
         if self.record_past and self.policy.budget is not None:
             self._evict(self.length - self.policy.budget)
@@ -264,12 +276,12 @@ class LayerCache:
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, every plane included."""
-        return self.storage.length * self.storage.slot_bytes
+        return self.storage.length * self.storage.slot_bytes + plane_bytes(self._aside or {})
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU those never written take no memory."""
-        return self.storage.nbytes
+        return self.storage.nbytes + plane_bytes(self._aside or {})
 
     def stats(self) -> LayerStats:
         return LayerStats(
@@ -288,8 +300,6 @@ class LayerCache:
             self.storage.require(self.storage.length + n)
 
     def _check(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
-        if self._aside is not None:
-            raise StateError("extend was called twice without settle; call settle() after attend")
         check_chunk(k, v, position, self._like)
         wants_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
         if wants_grad and not self.storage.differentiable:
@@ -340,8 +350,7 @@ class LayerCache:
         if self._aside is None:
             self.storage.evict(self.policy.victims(count, self.storage.read(), observation))
         else:
-            past = self.storage.read() if self.storage.length else None
-            planes = self._aside if past is None else concatenated(past, self._aside)
+            planes = self._everything()
             victims = self.policy.victims(count, planes, observation)
             kept = take(planes, survivors(victims, slot_count(planes)))
             self._aside = None
@@ -349,10 +358,20 @@ class LayerCache:
             self.storage.append(kept)
         self._floor = self.fed
 
+    def _everything(self) -> Planes:
+        """All slots, what was set aside included; a view where nothing was."""
+        if self._aside is None:
+            return self.storage.read()
+        if not self.storage.length:
+            return self._aside
+        return concatenated(self.storage.read(), self._aside)
+
     def _drop(self, n: int) -> None:
         """Take back the newest n tokens, which no eviction has followed."""
-        if self._aside is not None:
-            self._aside = None
+        aside = slot_count(self._aside or {})
+        if self._aside is not None and n < aside:
+            self._aside = {name: p[:, :, : aside - n] for name, p in self._aside.items()}
         else:
-            self.storage.truncate(self.storage.length - n)
+            self._aside = None
+            self.storage.truncate(self.storage.length - (n - aside))
         self.fed -= n

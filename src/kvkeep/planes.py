@@ -94,6 +94,6 @@ def slot_count(planes: Planes) -> int:
     return 0
 
 
-def slot_bytes(planes: Planes) -> int:
-    """Bytes that one slot takes in all rows, heads and planes together."""
-    return sum(p.element_size() * p.numel() // max(1, p.shape[2]) for p in planes.values())
+def plane_bytes(planes: Planes) -> int:
+    """Bytes of all slots in all rows, heads and planes together."""
+    return sum(plane.element_size() * plane.numel() for plane in planes.values())

@@ -33,13 +33,14 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
     if not _gives_lse(q, view) and (len(view.segments) > 1 or options.sinks is not None):
-        return "torch gives the log-sum-exp that merges parts on the CPU only, for Dk = Dv"
+        return "torch gives the log-sum-exp that merges parts on the CPU, for Dk = Dv, undifferentiated"
     return None
 
 
 def _gives_lse(q: Tensor, view: View) -> bool:
-    width = view.segments[-1].planes["v"].shape[-1]
-    return q.device.type == "cpu" and width == q.shape[-1]
+    k, v = view.segments[-1].planes["k"], view.segments[-1].planes["v"]
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return q.device.type == "cpu" and v.shape[-1] == q.shape[-1] and not wants_grad
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:

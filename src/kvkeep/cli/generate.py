@@ -18,7 +18,9 @@ def generate(
     model: Annotated[
         str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
     ] = DEFAULT_MODEL,
-    cache: Annotated[str, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")] = "keep_all",
+    cache: Annotated[
+        str, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
+    ] = "keep_all",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")

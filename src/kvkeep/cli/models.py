@@ -42,7 +42,8 @@ def list_models(json: JsonFlag = False) -> None:
 
 @models.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="A name from `kvkeep models`.")], json: JsonFlag = False
+    name: Annotated[str, typer.Argument(help="A name from `kvkeep models`.")],
+    json: JsonFlag = False,
 ) -> None:
     """Download a known model and convert it, once."""
     with reported():

@@ -163,7 +163,8 @@ def _prepare_cache(model: PreTrainedModel) -> Any:
         built = model_kwargs.get("past_key_values")
         if given is None and type(built) is DynamicCache and not built.offloading:
             attachment: Attachment = getattr(model, _ATTRIBUTE)
-            cache = Cache(model, attachment.spec, capacity=max_cache_length)
+            drafted = generation_config.prompt_lookup_num_tokens or 0  # may overshoot the end
+            cache = Cache(model, attachment.spec, capacity=max_cache_length + drafted)
             cache._record_past(bool(generation_config.is_assistant))
             model_kwargs["past_key_values"] = cache
 

@@ -59,8 +59,7 @@ def attention_over(original: str) -> AttentionFunction:
                     if handed is None
                     else "uses a mask of its own"
                 )
-                + ", or the cache was built for another model; build it as kvkeep.Cache(model), "
-                "or use it with kvkeep.detach(model)"
+                + "; use the cache with kvkeep.detach(model)"
             )
         if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
             raise StateError(

@@ -25,6 +25,7 @@ class MaskLength(int):
     """The key length of a mask request, carrying the layer it is for to the mask function."""
 
     layer: LayerCache
+    routed: bool
 
 
 class Handed(NamedTuple):
@@ -139,7 +140,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx]
         kept = layer.reachable
         length = MaskLength(kept + query_length)
-        length.layer = layer
+        length.layer, length.routed = layer, is_routed(self.config)
         return length, layer.fed - kept
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

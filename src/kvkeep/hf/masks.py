@@ -45,6 +45,10 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 **request,
             )
             return passed_on
+        if not kv_length.routed:
+            raise UnsupportedError(
+                "the cache was built for another model; build it as kvkeep.Cache(model)"
+            )
         layer = kv_length.layer
         if use_vmap or not allow_is_causal_skip:
             raise UnsupportedError(

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.errors import CapacityError
-from kvkeep.planes import Planes, slot_bytes, slot_count
+from kvkeep.planes import Planes, plane_bytes, slot_count
 
 
 class Storage(ABC):
@@ -85,9 +85,9 @@ class Storage(ABC):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot in all rows, heads and planes; 0 before the first append."""
-        return slot_bytes(self._planes)
+        return plane_bytes(self._planes) // max(1, self.capacity)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, slots not in use included."""
-        return self.capacity * self.slot_bytes
+        return plane_bytes(self._planes)

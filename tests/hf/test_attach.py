@@ -1,0 +1,257 @@
+"""attach and detach, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as tf
+from families import tiny
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture
+def attached(model):
+    with kvkeep.attach(model):
+        yield model
+
+
+def ids(rows: int = 1, n: int = 6) -> torch.Tensor:
+    return torch.randint(2, 96, (rows, n), generator=torch.Generator().manual_seed(3))
+
+
+def test_report_and_undo(model):
+    implementation = model.config._attn_implementation
+    state, hooks = set(model.__dict__), len(model.model._forward_pre_hooks)
+    attachment = kvkeep.attach(model, "window:64,sinks=4")
+    assert attachment.layers == attachment.attention == 2
+    assert "2 layers of LlamaForCausalLM" in str(attachment)
+    assert model.config._attn_implementation != implementation
+    kvkeep.detach(model)
+    assert model.config._attn_implementation == implementation
+    assert set(model.__dict__) == state
+    assert len(model.model._forward_pre_hooks) == hooks
+    output = model.generate(ids(), max_new_tokens=2, return_dict_in_generate=True)
+    assert type(output.past_key_values) is DynamicCache
+
+
+def test_twice_is_an_error(attached):
+    with pytest.raises(StateError, match="detach"):
+        kvkeep.attach(attached)
+
+
+def test_detach_of_an_unattached_model(model):
+    with pytest.raises(StateError, match="attach"):
+        kvkeep.detach(model)
+
+
+@pytest.mark.parametrize("spec", ["windw:3", ["keep_all"], {"sliding_attention": "keep_all"}])
+def test_a_bad_spec_leaves_the_model_alone(model, spec):
+    state = set(model.__dict__)
+    with pytest.raises(SpecError):
+        kvkeep.attach(model, spec)
+    assert set(model.__dict__) == state
+    assert not model.config._attn_implementation.startswith("kvkeep")
+
+
+def test_not_a_transformers_model():
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers model"):
+        kvkeep.attach(torch.nn.Linear(2, 2))
+
+
+def test_import_is_cheap_and_changes_nothing():
+    code = (
+        "import sys, kvkeep; assert 'torch' not in sys.modules; "
+        "assert 'transformers' not in sys.modules; kvkeep.CacheSpec; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_only_the_text_model_of_a_composite_is_routed():
+    text = tiny("gemma3").config
+    vision = tf.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    model = tf.Gemma3ForConditionalGeneration(
+        tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids(1, 14), use_cache=False, **options)
+    with kvkeep.attach(model):
+        assert model.config.text_config._attn_implementation.startswith("kvkeep")
+        assert not model.config.vision_config._attn_implementation.startswith("kvkeep")
+        output = model.generate(ids(1, 14), return_dict_in_generate=True, **options)
+    assert isinstance(output.past_key_values, kvkeep.Cache)
+    assert output.sequences.equal(expected)
+
+
+@torch.no_grad()
+def unchanged_by(cache, error, match, call):
+    """`call` raises, and afterwards the cache is what it was, down to its bytes."""
+    before = (
+        cache.stats(),
+        [{k: p.clone() for k, p in x.storage.read().items()} for x in cache.layers],
+    )
+    with pytest.raises(error, match=match):
+        call()
+    assert cache.stats() == before[0]
+    for layer, planes in zip(cache.layers, before[1], strict=True):
+        for name, plane in layer.storage.read().items():
+            assert plane.equal(planes[name])
+
+
+@pytest.fixture
+def cache(attached):
+    cache = kvkeep.Cache(attached)
+    with torch.no_grad():
+        attached(ids(2), past_key_values=cache)
+    return cache
+
+
+def test_4d_mask(attached, cache):
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    unchanged_by(
+        cache,
+        UnsupportedError,
+        "mask of its own",
+        lambda: attached(ids(2, 1), attention_mask=mask, past_key_values=cache),
+    )
+
+
+def test_mask_of_the_wrong_width(attached, cache):
+    unchanged_by(
+        cache,
+        ShapeError,
+        "give 7 columns",
+        lambda: attached(ids(2, 1), attention_mask=torch.ones(2, 5), past_key_values=cache),
+    )
+
+
+def test_rows_changed_without_select(attached, cache):
+    unchanged_by(cache, ShapeError, "select", lambda: attached(ids(3, 1), past_key_values=cache))
+
+
+def test_cache_of_another_model(attached):
+    cache = kvkeep.Cache(tiny("llama"))
+    unchanged_by(
+        cache, UnsupportedError, "another model", lambda: attached(ids(), past_key_values=cache)
+    )
+
+
+def test_attention_dropout_in_training_mode():
+    model = tiny("llama", attention_dropout=0.5).train()
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        unchanged_by(cache, StateError, "dropout", lambda: model(ids(), past_key_values=cache))
+
+
+def test_gradients_through_an_in_place_cache(attached):
+    cache = kvkeep.Cache(attached)
+    with pytest.raises(StateError, match="concat"):
+        attached(ids(), past_key_values=cache)
+    assert cache.fed == 0
+
+
+def test_gradients_through_concat_equal_uncached(attached):
+    gradients = []
+    for chunks in ([6], [2, 4]):
+        attached.zero_grad()
+        cache = kvkeep.Cache(attached, "keep_all@concat")
+        logits = [attached(c, past_key_values=cache).logits for c in ids().split(chunks, dim=1)]
+        torch.cat(logits, dim=1).square().mean().backward()
+        gradients.append(attached.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    attached.zero_grad()
+    attached(ids(), use_cache=False).logits.square().mean().backward()
+    expected = attached.model.layers[0].self_attn.k_proj.weight.grad
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_a_row_of_padding_is_finite_and_leaves_the_others_alone(attached):
+    mask = torch.tensor([[0] * 6, [1] * 6])
+    both = attached(ids(2), attention_mask=mask, past_key_values=kvkeep.Cache(attached)).logits
+    alone = attached(ids(2)[1:], past_key_values=kvkeep.Cache(attached)).logits
+    assert both.isfinite().all()
+    torch.testing.assert_close(both[1:], alone, atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_filled_in_the_other_mode(model):
+    cache = kvkeep.Cache(model)
+    model(ids(), past_key_values=cache)
+    with kvkeep.attach(model):
+        unchanged_by(
+            cache,
+            StateError,
+            "before it was attached",
+            lambda: model(ids(), past_key_values=cache),
+        )
+        cache.reset()
+        model(ids(), past_key_values=cache)
+    with pytest.raises(StateError, match="while it was attached"):
+        model(ids(), past_key_values=cache)
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_a_full_layer_stops_the_forward_before_any_layer_changed(model, attach):
+    cache = kvkeep.Cache(model, ["keep_all", "keep_all@fixed:8"])
+    if attach:
+        kvkeep.attach(model)
+    with torch.no_grad():
+        model(ids(), past_key_values=cache)
+        unchanged_by(
+            cache,
+            CapacityError,
+            "9 slots needed.*fixed at 8",
+            lambda: model(ids(1, 3), past_key_values=cache),
+        )
+        model(ids(1, 2), past_key_values=cache)
+    if attach:
+        kvkeep.detach(model)
+
+
+@torch.no_grad()
+def test_an_interrupted_forward_is_noticed(attached, cache):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = attached.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        attached(ids(2, 1), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(StateError, match="interrupted"):
+        attached(ids(2, 1), past_key_values=cache)
+    cache.reset()
+    attached(ids(2), past_key_values=cache)
+    assert cache.fed == 6
+
+
+def test_per_layer_specs():
+    model = tiny("gemma3")
+    named = kvkeep.Cache(
+        model, {"sliding_attention": "keep_all@fixed", "full_attention": "window:12,sinks=2"}
+    )
+    listed = kvkeep.Cache(model, ["keep_all@fixed", "window:12,sinks=2"])
+    options = {"max_new_tokens": 20, "do_sample": False}
+    with kvkeep.attach(model):
+        texts = [model.generate(ids(1, 14), past_key_values=c, **options) for c in (named, listed)]
+    assert texts[0].equal(texts[1])
+    assert [layer.length for layer in named.layers] == [8, 14]
+    assert [layer.capacity for layer in named.layers] == [8, named.layers[1].capacity]

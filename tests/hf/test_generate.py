@@ -1,0 +1,186 @@
+"""Every way of generating, with an attached model, gives what transformers' own cache gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import WINDOW, tiny
+from transformers import DynamicCache, StaticCache
+
+import kvkeep
+
+PROMPT, NEW = 14, 12
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3"])
+def model(request):
+    return tiny(request.param)
+
+
+@pytest.fixture
+def attached(model):
+    with kvkeep.attach(model):
+        yield model
+
+
+def ids(rows: int = 1, n: int = PROMPT) -> torch.Tensor:
+    return torch.randint(2, 96, (rows, n), generator=torch.Generator().manual_seed(3))
+
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "return_sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beams_returned": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "beam_sampling": {"do_sample": True, "num_beams": 2},
+    "prompt_lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "chunked_prefill": {"do_sample": False, "prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spec", ["keep_all@growing", "keep_all@fixed", "keep_all@concat"])
+def test_mode(model, mode, spec):
+    rows = 1 if mode == "prompt_lookup" else 2
+    options = {"max_new_tokens": NEW, **MODES[mode]}
+    torch.manual_seed(5)
+    expected = model.generate(ids(rows), **options)
+    with kvkeep.attach(model, spec):
+        torch.manual_seed(5)
+        output = model.generate(ids(rows), return_dict_in_generate=True, **options)
+    assert isinstance(output.past_key_values, kvkeep.Cache)
+    assert output.sequences.equal(expected)
+
+
+@pytest.mark.parametrize("attach_draft", [True, False])
+def test_assisted_generation(attached, attach_draft):
+    draft = copy.deepcopy(tiny(attached.config.model_type.split("_")[0]))
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.mul_(1 + 0.2 * torch.randn_like(weight))  # so that some drafts are rejected
+    options = {"max_new_tokens": 24, "do_sample": False}
+    expected = attached.generate(ids(), use_cache=False, **options)
+    if attach_draft:
+        kvkeep.attach(draft)
+    assert attached.generate(ids(), assistant_model=draft, **options).equal(expected)
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "keep_all@fixed:64", "window:60"])
+def test_conversation_goes_on(attached, spec):
+    cache = kvkeep.Cache(attached, spec)
+    text = ids()
+    for _ in range(3):
+        options = {"max_new_tokens": 6, "do_sample": False}
+        expected = attached.generate(text, use_cache=False, **options)
+        text = attached.generate(text, past_key_values=cache, **options)
+        assert text.equal(expected)
+        text = torch.cat([text, torch.tensor([[7, 8, 9]])], dim=1)
+    assert cache.fed == text.shape[1] - 4
+
+
+def test_conversation_goes_on_from_a_padded_batch(attached):
+    prompt = ids(2)
+    mask = torch.ones_like(prompt)
+    mask[0, :5] = 0
+    cache = kvkeep.Cache(attached)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    text = attached.generate(prompt, attention_mask=mask, past_key_values=cache, **options)
+    text = torch.cat([text, torch.tensor([[7, 8], [9, 7]])], dim=1)
+    mask = torch.cat([mask, torch.ones(2, 8, dtype=mask.dtype)], dim=1)
+    second = attached.generate(text, attention_mask=mask, past_key_values=cache, **options)
+    expected = attached.generate(text, attention_mask=mask, use_cache=False, **options)
+    assert second.equal(expected)
+    assert cache.seen.tolist() == [second.shape[1] - 6, second.shape[1] - 1]
+
+
+@torch.no_grad()
+def test_plain_loop_without_a_cache_gets_one(attached):
+    output = attached(ids())
+    assert isinstance(output.past_key_values, kvkeep.Cache)
+    expected = attached(torch.cat([ids(), torch.tensor([[5]])], 1), use_cache=False).logits[:, -1]
+    step = attached(torch.tensor([[5]]), past_key_values=output.past_key_values).logits[:, -1]
+    torch.testing.assert_close(step, expected, atol=2e-5, rtol=2e-4)
+
+
+def test_cache_goes_on_after_inference_mode(attached):
+    cache = kvkeep.Cache(attached, "keep_all@growing")
+    with torch.inference_mode():
+        attached(ids(), past_key_values=cache)
+    with torch.no_grad():
+        step = attached(torch.tensor([[5]]), past_key_values=cache).logits[:, -1]
+        whole = torch.cat([ids(), torch.tensor([[5]])], dim=1)
+        expected = attached(whole, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(step, expected, atol=2e-5, rtol=2e-4)
+
+
+def test_training_forward_is_unchanged(model):
+    model.train()
+    grads = []
+    for attach in (False, True):
+        if attach:
+            kvkeep.attach(model)
+        model.zero_grad()
+        model(ids(2), labels=ids(2)).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    kvkeep.detach(model)
+    model.eval()
+    for before, after in zip(*grads, strict=True):
+        assert before.equal(after)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, StaticCache])
+def test_foreign_caches_run_as_before(attached, make):
+    kwargs = {"max_cache_len": PROMPT + NEW} if make is StaticCache else {}
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = attached.generate(ids(), use_cache=False, **options)
+    foreign = make(config=attached.config, **kwargs)
+    output = attached.generate(
+        ids(), past_key_values=foreign, return_dict_in_generate=True, **options
+    )
+    assert output.past_key_values is foreign
+    assert output.sequences.equal(expected)
+    static = attached.generate(ids(), cache_implementation="static", **options)
+    assert static.equal(expected)
+
+
+def test_device_map(model):
+    from accelerate import dispatch_model
+
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(ids(), use_cache=False, **options)
+    spread = dispatch_model(
+        copy.deepcopy(model), device_map={"": "cpu"}, main_device="cpu", force_hooks=True
+    )
+    with kvkeep.attach(spread):
+        output = spread.generate(ids(), return_dict_in_generate=True, **options)
+        assert isinstance(output.past_key_values, kvkeep.Cache)
+        assert output.sequences.equal(expected)
+
+
+def test_peft_model(model):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(model), lora)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = adapted.generate(input_ids=ids(), use_cache=False, **options)
+    with kvkeep.attach(adapted):
+        output = adapted.generate(input_ids=ids(), return_dict_in_generate=True, **options)
+    assert isinstance(output.past_key_values, kvkeep.Cache)
+    assert output.sequences.equal(expected)
+
+
+def test_speculation_frees_what_the_window_dropped(attached):
+    cache = kvkeep.Cache(attached)
+    attached.generate(
+        ids(), past_key_values=cache, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=3
+    )
+    sliding = [layer.length for layer in cache.layers if layer.window is not None]
+    assert all(length <= WINDOW for length in sliding)
+    attached.generate(ids(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert not any(layer.record_past for layer in cache.layers)
+    assert all(x.length <= WINDOW for x in cache.layers if x.window is not None)

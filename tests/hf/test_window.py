@@ -1,0 +1,111 @@
+"""A window policy equals the model with a window mask, however the tokens are split into chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tiny
+
+import kvkeep
+from kvkeep.errors import UnsupportedError
+
+LENGTH, PADS = 80, 20
+WINDOWS = [(16, 0), (16, 4)]
+
+
+def window_mask(length: int, size: int, sinks: int) -> torch.Tensor:
+    """Additive (1, 1, length, length): causal, within `size` or among the first `sinks`."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    seen = (key <= query) & ((query - key < size) | (key < sinks))
+    return torch.zeros(1, 1, length, length).masked_fill(~seen, -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(2, 96, (2, LENGTH + PADS), generator=torch.Generator().manual_seed(2))
+
+
+def reference(model, ids, size, sinks):
+    mask = window_mask(ids.shape[1], size, sinks)
+    return model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 7, 64, LENGTH])
+@pytest.mark.parametrize("storage", ["growing", "fixed", "concat"])
+@pytest.mark.parametrize(("size", "sinks"), WINDOWS)
+def test_one_row(model, ids, size, sinks, storage, chunk):
+    row = ids[:1, :LENGTH]
+    expected = reference(model, row, size, sinks)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model, f"window:{size},sinks={sinks}@{storage}")
+        logits = [model(c, past_key_values=cache).logits for c in row.split(chunk, dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-5, rtol=1e-5)
+    assert cache.length == size + sinks
+    if storage == "fixed":
+        assert cache.capacity == size + sinks
+        assert cache.reallocations == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 7, 64, LENGTH + PADS])
+@pytest.mark.parametrize("storage", ["growing", "fixed", "concat"])
+@pytest.mark.parametrize(("size", "sinks"), WINDOWS)
+def test_ragged_batch_equals_its_rows_alone(model, ids, size, sinks, storage, chunk):
+    mask = torch.ones_like(ids)
+    mask[0, :PADS] = 0
+    position = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model, f"window:{size},sinks={sinks}@{storage}")
+        logits = []
+        for start in range(0, ids.shape[1], chunk):
+            stop = min(start + chunk, ids.shape[1])
+            output = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=position[:, start:stop],
+                past_key_values=cache,
+            )
+            logits.append(output.logits)
+    both = torch.cat(logits, dim=1)
+    alone = reference(model, ids[:1, PADS:], size, sinks), reference(model, ids[1:], size, sinks)
+    torch.testing.assert_close(both[0, PADS:], alone[0][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(both[1], alone[1][0], atol=1e-5, rtol=1e-5)
+    assert cache.seen.tolist() == [LENGTH, LENGTH + PADS]
+
+
+@torch.no_grad()
+def test_unattached_is_right_or_raises(model, ids):
+    row = ids[:1, :40]
+    cache = kvkeep.Cache(model, "window:16,sinks=4")
+    model(row[:, :16], past_key_values=cache)
+    steps = [model(row[:, i : i + 1], past_key_values=cache).logits for i in range(16, 40)]
+    expected = reference(model, row, 16, 4)[:, 16:]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UnsupportedError, match="attach"):
+        model(row[:, :2], past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="attach"):
+        model(ids, past_key_values=kvkeep.Cache(model, "window:16"))
+    assert cache.fed == 40
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+@pytest.mark.parametrize("storage", ["growing", "fixed"])
+def test_smollm2(smollm2, chunk, storage):
+    model, tokenizer = smollm2
+    text = "The tide went out at noon, and the boats lay on the sand like sleeping dogs. " * 12
+    row = tokenizer(text, return_tensors="pt").input_ids[:, :200]
+    expected = reference(model, row, 48, 4)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model, f"window:48,sinks=4@{storage}")
+        logits = [model(c, past_key_values=cache).logits for c in row.split(chunk, dim=1)]
+    scale = expected.abs().max()
+    torch.testing.assert_close(
+        torch.cat(logits, dim=1) / scale, expected / scale, atol=1e-5, rtol=0
+    )
