@@ -89,8 +89,8 @@ class LayerCache:
         Args:
             k, v: (B, H, n, Dk) and (B, H, n, Dv), of one dtype and device, any strides; copied.
             position: the tokens' positions, (n,) when the rows are alike, or (B, n) with -1 for
-                padding, whose queries see what the row's last token before them sees. None
-                continues every row where it stands.
+                padding. None continues every row where it stands. A padding query sees the row's
+                tokens before it, as far as they are kept; a policy's reach does not wait for it.
 
         Returns:
             Everything kept and the new tokens; valid until the next change.

@@ -15,7 +15,7 @@ PROMPTS = (
     "Once upon a time, in a village by the sea, there lived a clockmaker who",
     "1, 1, 2, 3, 5, 8,",
     "Dear Sir or Madam,\nI am writing to complain about",
-    "Water boils at 100 degrees because the molecules, once they are given enough energy, can leave",
+    "Water boils at 100 degrees because the molecules, once they have enough energy, can leave",
 )
 CACHES = ("keep_all@growing", "keep_all@fixed", "keep_all@concat", "dynamic")
 INPUTS = (*range(len(PROMPTS)), "left", "right")

@@ -107,11 +107,11 @@ def attend(
 
 def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
     key = view.segments[-1].planes["k"]
-    if q.dim() != 4 or q.shape[2] != view.chunk or q.shape[2] == 0:
+    if q.dim() != 4 or q.shape[2] != view.chunk or 0 in q.shape:
         raise ShapeError(
             f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"
         )
-    if q.shape[1] % key.shape[1] or q.shape[0] % key.shape[0]:
+    if q.shape[1] % key.shape[1] or key.shape[0] not in (1, q.shape[0]):
         raise ShapeError(
             f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
             "of the kv heads, and the rows the same"

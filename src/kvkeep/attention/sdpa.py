@@ -28,12 +28,13 @@ class Partial(NamedTuple):
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
+    """Why torch's kernels cannot do this call, or None."""
     if options.softcap is not None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
     if not _gives_lse(q, view) and (len(view.segments) > 1 or options.sinks is not None):
-        return "torch gives the log-sum-exp that merges parts on the CPU, for Dk = Dv, undifferentiated"
+        return "torch gives a log-sum-exp to merge by on the CPU, for Dk = Dv, without gradients"
     return None
 
 

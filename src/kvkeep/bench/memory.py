@@ -62,19 +62,19 @@ def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]
     model, tokenizer = load(name)
     ids = tokenizer(_text(), return_tensors="pt").input_ids[:, :prompt]
     decode(model, ids, new_cache("hf-dynamic", model), 2)  # so that lazy set-up is not counted
-    cache = new_cache(system, model)
+    held = [new_cache(system, model)]  # the only reference, so that it can be dropped
     baseline = _resident()
     peaks: list[int] = []
 
     def after_step() -> None:
-        peaks.append(_peak() - baseline - live_bytes(cache))
+        peaks.append(_peak() - baseline - live_bytes(held[0]))
         _reset_peak()
 
-    decode(model, ids, cache, tokens - ids.shape[1], after_step)
-    live = live_bytes(cache)
-    held = _resident()
-    del cache
-    resident = held - _resident()
+    decode(model, ids, held[0], tokens - ids.shape[1], after_step)
+    live = live_bytes(held[0])
+    resident = _resident()
+    held.clear()
+    resident -= _resident()
     return {
         "system": system,
         "tokens": tokens,

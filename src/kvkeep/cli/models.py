@@ -16,6 +16,7 @@ models = typer.Typer(
 
 @models.callback()
 def default(context: typer.Context) -> None:
+    """List the models when no command is given."""
     if context.invoked_subcommand is None:
         list_models()
 

@@ -14,7 +14,10 @@ from kvkeep.planes import Planes, PlaneSpec
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Stateless; fields are the options of its spec. Plane names are what follows `k` or `v`: "" is the main plane, "_scale" another."""
+    """Stateless; fields are the options of its spec.
+
+    Plane names are what follows `k` or `v`: "" is the main plane, "_scale" another.
+    """
 
     name: ClassVar[str]
     rewritable: ClassVar[bool] = True

@@ -121,7 +121,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that builds a cache of its own when it is given none."""
-    decoder: PreTrainedModel | None = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder: PreTrainedModel | None = model.get_decoder()
     return model if decoder is None else decoder
 
 

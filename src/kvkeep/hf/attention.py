@@ -1,4 +1,4 @@
-"""The attention function of attached models: one step of the layer that the keys are tagged with."""
+"""The attention function of attached models: one step of the layer its keys are tagged with."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def generate(
 
     streamer = _Streamer(tokenizer, collect)
     start = time.perf_counter()
-    output = model.generate(
+    run: Any = model.generate
+    output = run(
         **inputs,
         **sampling,
         past_key_values=kept,

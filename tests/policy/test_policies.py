@@ -1,0 +1,49 @@
+"""Policies, as small literal tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import POSITION, Reach
+from kvkeep.policy import KeepAll, Window
+
+
+def victims(policy, count, *rows):
+    planes = {POSITION: torch.tensor(rows, dtype=torch.int32)[:, None]}
+    return policy.victims(count, planes, None)[:, 0].sort(dim=1).values.tolist()
+
+
+def test_window_evicts_the_oldest_first_wherever_it_lies():
+    assert victims(Window(4), 2, [5, 2, 4, 3, 6]) == [[1, 3]]
+
+
+def test_window_evicts_empty_slots_before_any_token():
+    assert victims(Window(4), 2, [-1, 0, 1, -1], [3, 0, 1, 2]) == [[0, 3], [1, 2]]
+
+
+def test_window_spares_its_sinks():
+    assert victims(Window(2, sinks=2), 2, [0, 1, 2, 3, 4]) == [[2, 3]]
+
+
+def test_window_budget_and_reach():
+    assert Window(1024, sinks=4).budget == 1028
+    assert Window(1024, sinks=4).reach == Reach(1024, 4)
+
+
+@pytest.mark.parametrize(("size", "sinks"), [(0, 0), (-1, 0), (1, -1)])
+def test_window_of_nothing(size, sinks):
+    with pytest.raises(SpecError, match="at least 1"):
+        Window(size, sinks)
+
+
+def test_on_a_layer_with_its_own_window():
+    assert KeepAll().within(8) == Window(8)
+    assert Window(4, 2).within(8) == Window(4, 2)
+    assert Window(100, 2).within(8) == Window(8)
+
+
+def test_keep_all_has_no_budget():
+    assert KeepAll().budget is None
+    assert KeepAll().reach is None

@@ -1,0 +1,247 @@
+"""Storages, as small literal tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from kvkeep.errors import CapacityError, SpecError
+from kvkeep.storage import Concat, Fixed, Growing, buffer
+
+STORAGES = {"concat": Concat, "growing": Growing, "fixed": lambda: Fixed(16)}
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    return STORAGES[request.param]()
+
+
+@pytest.fixture(params=["growing", "fixed"])
+def in_place(request):
+    return STORAGES[request.param]()
+
+
+def planes(*numbers: float, rows: int = 1, heads: int = 1) -> dict[str, torch.Tensor]:
+    """One plane `k` (rows, heads, n, 1) of these numbers, and a shared `position`."""
+    k = torch.tensor(numbers, dtype=torch.float32).view(1, 1, -1, 1).expand(rows, heads, -1, 1)
+    return {"k": k, "position": torch.tensor(numbers).int().view(1, 1, -1).expand(rows, 1, -1)}
+
+
+def content(storage, plane: str = "k") -> list:
+    return storage.read()[plane].flatten(start_dim=2).tolist()
+
+
+def test_append(storage):
+    assert storage.append(planes(0, 1)) == slice(0, 2)
+    assert storage.append(planes(2)) == slice(2, 3)
+    assert content(storage) == [[[0, 1, 2]]]
+    assert content(storage, "position") == [[[0, 1, 2]]]
+    assert storage.length == 3
+    assert storage.capacity >= 3
+
+
+def test_append_takes_strided_input(storage):
+    k = torch.arange(12.0).view(1, 3, 2, 2).transpose(1, 2)  # (B, H, n, D) as a model gives it
+    storage.append({"k": k})
+    storage.append({"k": k[:, :, ::2]})
+    assert storage.read()["k"].equal(torch.cat([k, k[:, :, ::2]], dim=2))
+
+
+def test_append_copies(storage):
+    given = planes(0, 1)["k"].clone()
+    storage.append({"k": given})
+    given.zero_()
+    assert content(storage) == [[[0, 1]]]
+
+
+def test_write_overwrites_the_named_slots(storage):
+    storage.append({"k": planes(0, 1, 2, heads=2)["k"]})
+    storage.write(torch.tensor([[[2], [0]]]), {"k": torch.full((1, 2, 1, 1), 7.0)})
+    assert content(storage) == [[[0, 1, 7], [7, 1, 2]]]
+
+
+def test_evict_frees_the_victims_and_keeps_the_rest(storage):
+    storage.append(planes(*range(6)))
+    storage.evict(torch.tensor([[[4, 0]]]))
+    assert storage.length == 4
+    assert sorted(content(storage)[0][0]) == [1, 2, 3, 5]
+    assert content(storage) == [[list(map(float, content(storage, "position")[0][0]))]]
+
+
+def test_evict_moves_only_what_must_fill_holes(in_place):
+    in_place.append(planes(*range(6)))
+    in_place.evict(torch.tensor([[[4, 0]]]))
+    assert content(in_place) == [[[5, 1, 2, 3]]]  # 5 fills the hole at 0; 1, 2, 3 stay
+
+
+def test_evict_differs_by_row_and_head(storage):
+    storage.append({"k": planes(*range(4), rows=2, heads=2)["k"]})
+    storage.evict(torch.tensor([[[0], [1]], [[2], [3]]]))
+    kept = storage.read()["k"].flatten(start_dim=2).sort(dim=2).values.tolist()
+    assert kept == [[[1, 2, 3], [0, 2, 3]], [[0, 1, 3], [0, 1, 2]]]
+
+
+def test_evict_everything(storage):
+    storage.append(planes(0, 1))
+    storage.evict(torch.tensor([[[1, 0]]]))
+    assert storage.length == 0
+    storage.append(planes(5))
+    assert content(storage) == [[[5]]]
+
+
+def test_truncate_and_go_on(storage):
+    storage.append(planes(0, 1, 2))
+    storage.truncate(1)
+    storage.append(planes(9))
+    assert content(storage) == [[[0, 9]]]
+
+
+def test_rows(storage):
+    storage.append({"k": torch.tensor([[[[0.0]]], [[[1.0]]]])})
+    storage.rows(torch.tensor([1, 1, 0]))
+    assert content(storage) == [[[1]], [[1]], [[0]]]
+    storage.append({"k": torch.full((3, 1, 1, 1), 5.0)})
+    assert content(storage) == [[[1, 5]], [[1, 5]], [[0, 5]]]
+
+
+def test_reset_then_another_shape(storage):
+    storage.append(planes(0, 1))
+    storage.reset()
+    assert storage.length == 0
+    storage.append(planes(3, rows=2, heads=3))
+    assert content(storage) == [[[3]] * 3] * 2
+
+
+def test_bytes(storage):
+    storage.append(planes(0, 1, 2, rows=2, heads=3))
+    assert storage.slot_bytes == 2 * 3 * 4 + 2 * 4
+    assert storage.nbytes == storage.capacity * storage.slot_bytes
+
+
+def test_the_view_is_the_buffer_and_no_past_byte_is_copied(in_place, monkeypatch):
+    in_place.append(planes(0, 1))
+    before = in_place.read()["k"]
+    copied = count_copied_bytes(monkeypatch)
+    in_place.append(planes(2))
+    after = in_place.read()["k"]
+    assert after.data_ptr() == before.data_ptr()
+    assert after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    assert copied == [4, 4]  # one float and one position
+    after[0, 0, 0] = 9.0
+    assert content(in_place) == [[[9, 1, 2]]]
+    assert before[0, 0, 0] == 9.0
+
+
+def count_copied_bytes(monkeypatch) -> list[int]:
+    copied: list[int] = []
+    original = torch.Tensor.copy_
+
+    def copy_(self, source, *args, **kwargs):
+        copied.append(self.numel() * self.element_size())
+        return original(self, source, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    return copied
+
+
+def test_growing_reallocates_seldom():
+    storage = Growing()
+    for token in range(1024):
+        storage.append(planes(token))
+    assert storage.reallocations <= 12
+    assert content(storage) == [[[*range(1024)]]]
+
+
+def test_growing_copies_the_past_only_when_it_grows(monkeypatch):
+    storage = Growing()
+    copied = count_copied_bytes(monkeypatch)
+    for token in range(1024):
+        storage.append(planes(token))
+    assert sum(copied) < 3 * 1024 * storage.slot_bytes  # amortised: the new, and twice at most
+
+
+def test_growing_holds_one_plane_twice_at_most(monkeypatch):
+    """While it grows: the live slots' new buffers, and the old one of the plane being copied."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    peaks: list[int] = []
+    reserve = buffer.reserve
+
+    def counting(shape, dtype, device):
+        fresh = reserve(shape, dtype, device)
+        alive.add(fresh)
+        peaks.append(sum(x.numel() * x.element_size() for x in alive))
+        return fresh
+
+    monkeypatch.setattr(buffer, "reserve", counting)
+    storage, plane = Growing(), torch.zeros(1, 1, 64, 256)
+    for _ in range(20):
+        storage.append({"k": plane, "v": plane})
+    new, old = storage.nbytes, storage.nbytes // 2
+    assert storage.reallocations >= 3
+    assert new < max(peaks) <= new + old // 2
+
+
+def test_growing_gives_back_what_a_large_eviction_freed():
+    storage = Growing()
+    storage.append(planes(*range(1000)))
+    storage.evict(torch.arange(900).view(1, 1, -1))
+    assert storage.capacity <= 4 * storage.length
+    assert sorted(content(storage)[0][0]) == [*range(900, 1000)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, float("nan")])
+def test_growing_must_grow(factor):
+    with pytest.raises(SpecError, match="above 1"):
+        Growing(factor)
+
+
+def test_fixed_keeps_its_addresses_and_refuses_what_does_not_fit():
+    storage = Fixed(4)
+    storage.append(planes(0, 1, 2))
+    address = storage.read()["k"].data_ptr()
+    with pytest.raises(CapacityError, match=r"5 slots needed.*fixed at 4.*@fixed:5"):
+        storage.append(planes(3, 4))
+    assert content(storage) == [[[0, 1, 2]]]
+    storage.append(planes(3))
+    storage.reset()
+    storage.append(planes(7))
+    assert storage.read()["k"].data_ptr() == address
+    assert storage.capacity == 4
+    assert storage.reallocations == 0
+
+
+def test_fixed_needs_a_slot():
+    with pytest.raises(SpecError, match="at least 1"):
+        Fixed(0)
+
+
+def test_concat_is_differentiable():
+    k = torch.ones(1, 1, 2, 1, requires_grad=True)
+    storage = Concat()
+    storage.append({"k": k})
+    storage.append({"k": k * 2})
+    storage.evict(torch.tensor([[[0]]]))
+    storage.read()["k"].sum().backward()
+    assert k.grad is not None
+    assert k.grad.flatten().tolist() == [2, 3]
+
+
+def test_buffers_outlive_inference_mode(in_place):
+    with torch.inference_mode():
+        in_place.append(planes(0, 1))
+    in_place.append(planes(2))
+    in_place.evict(torch.tensor([[[0]]]))
+    assert sorted(content(in_place)[0][0]) == [1, 2]
+
+
+def test_untouched_capacity_is_not_resident():
+    import psutil
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    storage = Fixed(1 << 20)
+    storage.append({"k": torch.zeros(1, 1, 1, 64)})  # a buffer of 256 MiB
+    assert process.memory_info().rss - before < 16 << 20
+    assert storage.nbytes == 256 << 20

@@ -1,0 +1,313 @@
+"""LayerCache: extend, attend, settle, and what leaves it unchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvkeep.layer
+from kvkeep.attention import attend
+from kvkeep.errors import CapacityError, RollbackError, ShapeError, StateError
+from kvkeep.planes import POSITION, Reach
+from kvkeep.spec import CacheSpec
+from kvkeep.testing import OracleLayer, check_layer, example_planes
+
+SPECS = ("keep_all", "keep_all@fixed:32", "keep_all@concat", "window:4,sinks=1", "window:6@fixed")
+
+
+def new(spec="keep_all", **options):
+    return CacheSpec.parse(spec).layer(**options)
+
+
+def kv(n, rows=1, heads=2, dim=4, **options):
+    return torch.randn(rows, heads, n, dim, **options), torch.randn(rows, heads, n, dim, **options)
+
+
+def positions(layer):
+    return layer.storage.read()[POSITION][:, 0].tolist()
+
+
+def test_extend_returns_everything_kept_and_the_new():
+    layer = new()
+    k, v = kv(3)
+    view = layer.extend(k, v)
+    assert view.slots == 3
+    assert view.dense
+    assert view.position.tolist() == [0, 1, 2]
+    layer.settle()
+    more, w = kv(1)
+    view = layer.extend(more, w)
+    (segment,) = view.segments
+    assert segment.keys(torch.float32).equal(torch.cat([k, more], dim=2))
+    assert segment.values(torch.float32).equal(torch.cat([v, w], dim=2))
+    assert view.position.tolist() == [3]
+
+
+def test_the_past_is_not_copied_for_strided_input():
+    layer = new()
+    layer.extend(*kv(3))
+    before = layer.storage.read()["k"].data_ptr()
+    k = torch.randn(1, 5, 2, 4).transpose(1, 2)[:, :, ::2]
+    assert not k.is_contiguous()
+    view = layer.extend(k, k)
+    assert view.segments[0].planes["k"].data_ptr() == before
+    assert view.segments[0].keys(torch.float32)[:, :, 3:].equal(k)
+
+
+def test_ragged_rows_count_their_own_tokens():
+    layer = new()
+    layer.extend(*kv(3, rows=2), torch.tensor([[-1, -1, 0], [0, 1, 2]]))
+    assert layer.seen.tolist() == [1, 3]
+    assert layer.length == layer.fed == 3
+    layer.extend(*kv(2, rows=2))
+    assert positions(layer) == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    layer.crop(-4)
+    assert layer.seen.tolist() == [0, 1]
+    layer.extend(*kv(1, rows=2))
+    assert positions(layer) == [[-1, 0], [0, 1]]
+
+
+def test_next_positions():
+    layer = new()
+    layer.extend(*kv(2, rows=2), torch.tensor([[-1, 0], [0, 1]]))
+    cpu = torch.device("cpu")
+    assert layer.next_positions(2, cpu).tolist() == [[1, 2], [2, 3]]
+    real = torch.tensor([[True, False], [False, True]])
+    assert layer.next_positions(2, cpu, real).tolist() == [[1, -1], [-1, 2]]
+
+
+def test_a_window_drops_what_no_query_can_reach():
+    layer = new("window:3,sinks=1")
+    q = torch.randn(1, 2, 1, 4)
+    for _ in range(9):
+        layer.step(q, *kv(1), scale=1.0)
+    assert layer.length == 4
+    assert sorted(positions(layer)[0]) == [0, 6, 7, 8]
+
+
+def test_a_full_window_needs_no_mask_for_one_token():
+    layer = new("window:3")
+    layer.extend(*kv(3))
+    layer.settle()
+    assert layer.extend(*kv(1)).dense
+    layer.settle()
+    assert layer.extend(*kv(2)).reaches == (Reach(3),)
+
+
+def test_the_ring_takes_a_chunk_of_any_length():
+    layer, oracle = new("window:6@fixed"), OracleLayer(reach=Reach(6))
+    k, v = kv(50)
+    q = torch.randn(1, 4, 50, 4)
+    for part in (slice(0, 20), slice(20, 22), slice(22, 50)):
+        out = layer.step(q[:, :, part], k[:, :, part], v[:, :, part], scale=0.5)
+        place = torch.arange(part.start, part.stop)[None]
+        expected = oracle.step(q[:, :, part], k[:, :, part], v[:, :, part], place, scale=0.5)
+        torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+        check_layer(layer, oracle)
+    assert layer.capacity == layer.length == 6
+    assert layer.storage.reallocations == 0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rollback_limit_is_honest(spec):
+    layer = new(spec)
+    layer.extend(*kv(3))
+    layer.settle()
+    assert layer.rollback_limit == 3
+    layer.extend(*kv(9))
+    layer.settle()
+    limit = 12 if spec.startswith("keep_all") else 0
+    assert layer.rollback_limit == limit
+    planes = example_planes(layer)
+    for wrong in (-limit - 1, 1):
+        with pytest.raises(RollbackError, match=f"{limit} can be taken back"):
+            layer.crop(wrong)
+    assert all(plane.equal(planes[n]) for n, plane in layer.storage.read().items())
+
+
+@pytest.mark.parametrize("spec", ["window:4", "window:4@fixed", "window:4@concat"])
+def test_recording_keeps_what_a_crop_needs(spec):
+    layer, oracle = new(spec), OracleLayer(reach=Reach(4))
+    layer.record_past = True
+
+    def step(n):
+        q, (k, v) = torch.randn(1, 2, n, 4), kv(n)
+        place = torch.arange(layer.fed, layer.fed + n)[None]
+        out = layer.step(q, k, v, scale=0.5)
+        expected = oracle.step(q, k, v, place, scale=0.5)
+        torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+
+    step(10)
+    step(1)
+    step(1)
+    assert layer.rollback_limit == 12
+    layer.crop(-3)
+    oracle.crop(-3)
+    assert layer.length == 4
+    step(5)
+    layer.crop(0)
+    assert layer.length == 4
+    layer.record_past = False
+    step(1)
+    check_layer(layer, oracle)
+
+
+def test_the_layers_own_window_limits_any_policy():
+    layer, oracle = new("window:8,sinks=3", window=4), OracleLayer(window=4)
+    q, (k, v) = torch.randn(1, 2, 20, 4), kv(20)
+    out = layer.step(q, k, v, scale=0.5)
+    expected = oracle.step(q, k, v, torch.arange(20)[None], scale=0.5)
+    torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+    assert layer.length == 4
+
+
+def test_in_order_is_a_view_until_something_moved():
+    layer = new("window:3")
+    k, v = kv(3)
+    view = layer.extend(k, v)
+    keys, _ = layer.in_order(view)
+    assert keys.data_ptr() == view.segments[0].planes["k"].data_ptr()
+    layer.settle()
+    for token in range(5):
+        new_k = torch.full((1, 2, 1, 4), float(token))
+        keys, _ = layer.in_order(layer.extend(new_k, new_k))
+        layer.settle()
+    assert keys[0, 0, :, 0].tolist() == [2, 3, 4]
+
+
+def test_take_rows():
+    layer = new()
+    k, v = kv(2, rows=2)
+    layer.extend(k, v, torch.tensor([[-1, 0], [0, 1]]))
+    layer.take_rows(torch.tensor([1, 0, 0]))
+    assert layer.seen.tolist() == [2, 1, 1]
+    assert layer.storage.read()["k"].equal(k[[1, 0, 0]])
+    layer.extend(*kv(1, rows=3))
+    assert positions(layer) == [[0, 1, 2], [-1, 0, 1], [-1, 0, 1]]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_reset_forgets_the_geometry_too(spec):
+    layer = new(spec)
+    layer.extend(*kv(3, rows=2), torch.tensor([[-1, 0, 1], [0, 1, 2]]))
+    layer.settle()
+    layer.reset()
+    assert (layer.fed, layer.length, layer.seen.tolist()) == (0, 0, [])
+    layer.extend(*kv(2, rows=1, heads=3, dim=8, dtype=torch.float64))
+    assert positions(layer) == [[0, 1]]
+
+
+def test_stats():
+    layer = new("keep_all@fixed:8")
+    layer.extend(*kv(3, rows=2))
+    per_slot = 2 * (2 * 2 * 4 * 4) + 2 * 4  # keys and values, positions; B 2, H 2, D 4
+    stats = layer.stats()
+    assert (stats.length, stats.capacity, stats.reallocations) == (3, 8, 0)
+    assert (stats.live_bytes, stats.nbytes) == (3 * per_slot, 8 * per_slot)
+
+
+BAD = {
+    "three dimensions": (lambda k, v: (k[0], v[0]), "give \\(B, H, n, Dk\\)"),
+    "no tokens": (lambda k, v: (k[:, :, :0], v[:, :, :0]), "n of at least 1"),
+    "keys and values of other lengths": (lambda k, v: (k, v[:, :, :1]), "give"),
+    "mixed dtypes": (lambda k, v: (k, v.double()), "make them alike"),
+    "mixed devices": (lambda k, v: (k, v.to("meta")), "make them alike"),
+    "integers": (lambda k, v: (k.int(), v.int()), "floating-point"),
+    "another dtype": (lambda k, v: (k.double(), v.double()), "holds torch.float32"),
+    "another device": (lambda k, v: (k.to("meta"), v.to("meta")), "holds .* on cpu"),
+    "other heads": (lambda k, v: (k[:, :1], v[:, :1]), "2 heads"),
+    "other rows": (lambda k, v: (k[:1], v[:1]), "2 rows.*select"),
+    "another width": (lambda k, v: (k[..., :2], v), "width 4"),
+    "positions of another shape": (lambda k, v: (k, v, torch.zeros(3, 2).int()), "give integers"),
+    "float positions": (lambda k, v: (k, v, torch.zeros(2)), "give integers"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("spec", SPECS)
+def test_bad_input_changes_nothing(spec, what):
+    make, message = BAD[what]
+    layer = new(spec)
+    layer.extend(*kv(5, rows=2))
+    layer.settle()
+    stats, planes = layer.stats(), example_planes(layer)
+    with pytest.raises(ShapeError, match=message):
+        layer.extend(*make(*kv(2, rows=2)))
+    assert layer.stats() == stats
+    assert all(plane.equal(planes[n]) for n, plane in layer.storage.read().items())
+
+
+def test_a_full_fixed_cache_changes_nothing():
+    layer = new("keep_all@fixed:4")
+    layer.extend(*kv(3))
+    with pytest.raises(CapacityError, match=r"5 slots needed.*fixed at 4"):
+        layer.extend(*kv(2))
+    assert (layer.length, layer.fed) == (3, 3)
+    layer.extend(*kv(1))
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:4@fixed"])
+def test_a_step_whose_attention_fails_changes_nothing(spec, monkeypatch):
+    layer = new(spec)
+    position = torch.tensor([[-1, 0], [0, 1]])
+    layer.step(torch.randn(2, 2, 2, 4), *kv(2, rows=2), position, scale=1.0)
+    stats, seen, planes = layer.stats(), layer.seen, example_planes(layer)
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvkeep.layer, "attend", fail)
+        with pytest.raises(MemoryError):
+            layer.step(torch.randn(2, 2, 6, 4), *kv(6, rows=2), scale=1.0)
+    assert layer.stats() == stats
+    assert layer.seen.equal(seen)
+    assert all(plane.equal(planes[n]) for n, plane in layer.storage.read().items())
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        torch.randn(1, 3, 2, 4),
+        torch.randn(1, 2, 1, 4),
+        torch.randn(1, 2, 2, 5),
+        torch.randn(2, 2, 2, 4),
+        torch.randn(1, 2, 2, 4).double(),
+    ],
+)
+def test_queries_that_do_not_fit_change_nothing(q):
+    layer = new()
+    with pytest.raises(ShapeError):
+        layer.step(q, *kv(2), scale=1.0)
+    assert layer.length == 0
+
+
+def test_gradients_need_concat():
+    k, v = kv(2)
+    with pytest.raises(StateError, match="@concat"):
+        new().extend(k.requires_grad_(), v)
+    with torch.no_grad():
+        new().extend(k, v)
+
+
+def test_gradients_through_concat():
+    q, (k, v) = torch.randn(1, 2, 5, 4, dtype=torch.float64), kv(5, dtype=torch.float64)
+
+    def run(q, k, v):
+        layer = new("keep_all@concat")
+        parts = (slice(0, 3), slice(3, 4), slice(4, 5))
+        return torch.cat(
+            [layer.step(q[:, :, p], k[:, :, p], v[:, :, p], scale=0.5) for p in parts], dim=2
+        )
+
+    torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)])
+
+
+def test_three_calls_are_one_step():
+    one, three = new("window:3"), new("window:3")
+    for n in (4, 1, 2):
+        q, (k, v) = torch.randn(1, 4, n, 4), kv(n)
+        view = three.extend(k, v)
+        out, _ = attend(q, view, scale=0.5)
+        three.settle()
+        assert out.equal(one.step(q, k, v, scale=0.5))

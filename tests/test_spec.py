@@ -1,0 +1,97 @@
+"""Specs as text, both ways, and the nearest right one for a wrong one."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvkeep.codec import Plain
+from kvkeep.errors import SpecError
+from kvkeep.policy import KeepAll, Window
+from kvkeep.spec import CacheSpec, StorageSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "canonical"),
+    [
+        ("keep_all", CacheSpec(KeepAll()), "keep_all+plain@growing"),
+        (
+            "window:1024,sinks=4",
+            CacheSpec(Window(1024, 4)),
+            "window:1024,sinks=4+plain@growing",
+        ),
+        (
+            " window:size=7+plain/plain@fixed:9 ",
+            CacheSpec(Window(7), Plain(), Plain(), StorageSpec("fixed", (("capacity", 9),))),
+            "window:7+plain@fixed:9",
+        ),
+        (
+            "keep_all@growing:1.5",
+            CacheSpec(KeepAll(), storage=StorageSpec("growing", (("factor", 1.5),))),
+            "keep_all+plain@growing:1.5",
+        ),
+        (
+            "keep_all@concat",
+            CacheSpec(KeepAll(), storage=StorageSpec("concat")),
+            "keep_all+plain@concat",
+        ),
+    ],
+)
+def test_literal(text, spec, canonical):
+    assert CacheSpec.parse(text) == spec
+    assert str(spec) == canonical
+
+
+policies = st.one_of(
+    st.just(KeepAll()), st.builds(Window, st.integers(1, 10**6), st.integers(0, 100))
+)
+storages = st.one_of(
+    st.sampled_from([StorageSpec("growing"), StorageSpec("concat"), StorageSpec("fixed")]),
+    st.builds(lambda n: StorageSpec("fixed", (("capacity", n),)), st.integers(1, 10**6)),
+    st.builds(
+        lambda f: StorageSpec("growing", (("factor", f),)),
+        st.floats(1.0, 16.0, exclude_min=True, allow_nan=False),
+    ),
+)
+
+
+@given(policies, storages)
+def test_parse_and_print_are_inverse(policy, storage):
+    spec = CacheSpec(policy, storage=storage)
+    assert CacheSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keepall", "did you mean 'keep_all'"),
+        ("windw:3", "did you mean 'window'"),
+        ("", "there is keep_all, window"),
+        ("@fixed", "there is keep_all, window"),
+        ("h2o:64", "no policy 'h2o'.*there is"),
+        ("keep_all:3", "takes no options"),
+        ("window", "lacks 'size'; write window:1024"),
+        ("window:x", "'x'.*whole number"),
+        ("window:1.5", "'1.5'.*whole number"),
+        ("window:0", "at least 1"),
+        ("window:4,sink=2", "did you mean 'sinks'"),
+        ("window:4,5", "write key=value"),
+        ("keep_all+plian", "no codec 'plian'.*did you mean 'plain'"),
+        ("keep_all+", "no codec ''"),
+        ("keep_all@fxed", "did you mean 'fixed'"),
+        ("keep_all@", "no storage ''"),
+        ("keep_all@fixed:0", "at least 1"),
+        ("keep_all@growing:1", "above 1"),
+    ],
+)
+def test_wrong(text, message):
+    with pytest.raises(SpecError, match=message):
+        CacheSpec.parse(text)
+
+
+def test_fixed_takes_its_capacity_from_the_budget_or_the_caller():
+    assert CacheSpec.parse("window:8,sinks=2@fixed").layer(capacity=99).storage.limit == 10
+    assert CacheSpec.parse("keep_all@fixed").layer(capacity=99).storage.limit == 99
+    assert CacheSpec.parse("keep_all@fixed:7").layer(capacity=99).storage.limit == 7
+    assert CacheSpec.parse("keep_all@fixed").layer(window=5, capacity=99).storage.limit == 5
