@@ -105,6 +105,7 @@ class LayerCache:
         self.require(n)
         if position is None:
             position = self.next_positions(n, k.device)
+        position = position.to(k.device)
         # What no query from here on can reach makes room first: the ring of a window.
         self._evict(self.length - self.reachable)
         planes = self._encoded(k, v, position)
@@ -118,7 +119,7 @@ class LayerCache:
         else:
             self.storage.append(planes)
         if position.dim() == 2 or self._pads is not None:
-            position = position.to(k.device).expand(k.shape[0], -1)
+            position = position.expand(k.shape[0], -1)
             before = self._pads if self._pads is not None else position.new_zeros(k.shape[0])
             self._pads = before + (position < 0).sum(dim=1)
             last = self.fed - 1 - before[:, None]
@@ -211,7 +212,9 @@ class LayerCache:
 
     def require_rollback(self, tokens: int) -> None:
         """Raise RollbackError when the newest `tokens` tokens cannot be taken back."""
-        if not 0 <= tokens <= self.rollback_limit:
+        if tokens < 0:
+            raise RollbackError(f"crop({-tokens}): to take back {-tokens} tokens, crop({tokens})")
+        if tokens > self.rollback_limit:
             raise RollbackError(
                 f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly "
                 f"(policy {self.policy.name}, {self.fed} tokens fed); reset() and feed again, or "
@@ -243,6 +246,8 @@ class LayerCache:
         self.storage.rows(index)
         k, v = self._like
         self._like = (k.index_select(0, index), v.index_select(0, index))
+        if self._aside is not None:
+            self._aside = {name: p.index_select(0, index) for name, p in self._aside.items()}
         if self._pads is not None:
             self._pads = self._pads.index_select(0, index)
 
@@ -284,6 +289,7 @@ class LayerCache:
         return self.storage.nbytes + plane_bytes(self._aside or {})
 
     def stats(self) -> LayerStats:
+        """All figures at once."""
         return LayerStats(
             self.length,
             self.capacity,
@@ -311,7 +317,7 @@ class LayerCache:
     def _encoded(self, k: Tensor, v: Tensor, position: Tensor) -> Planes:
         rows, heads, n, _ = k.shape
         planes = joined(self.key_codec.encode(k), "k") | joined(self.value_codec.encode(v), "v")
-        place = position.to(device=k.device, dtype=torch.int32).reshape(-1, 1, n)
+        place = position.to(torch.int32).reshape(-1, 1, n)
         planes[POSITION] = place.expand(rows, heads if self.policy.per_head else 1, n)
         for name, spec in self.policy.planes.items():
             shape = (rows, 1 if spec.shared else heads, n, *spec.shape)

@@ -76,14 +76,18 @@ def concatenated(first: Planes, second: Planes) -> Planes:
     return {name: torch.cat([plane, second[name]], dim=2) for name, plane in first.items()}
 
 
+def marked(slots: Tensor, length: int) -> Tensor:
+    """Slot indices (B|1, H|1, n) as a bool mask (B|1, H|1, length)."""
+    mask = torch.zeros(*slots.shape[:2], length, dtype=torch.bool, device=slots.device)
+    return mask.scatter_(2, slots, True)
+
+
 def survivors(victims: Tensor, length: int) -> Tensor:
     """Slots that are not victims, in slot order.
 
     `victims` is int64 (B|1, H|1, c) without repeats; returns int64 (B|1, H|1, length - c).
     """
-    gone = torch.zeros(*victims.shape[:2], length, dtype=torch.bool, device=victims.device)
-    gone.scatter_(2, victims, True)
-    order = torch.sort(gone.to(torch.uint8), dim=2, stable=True).indices
+    order = torch.sort(marked(victims, length).to(torch.uint8), dim=2, stable=True).indices
     return order[:, :, : length - victims.shape[2]]
 
 

@@ -95,6 +95,14 @@ def test_unattached_is_right_or_raises(model, ids):
 
 
 @torch.no_grad()
+def test_unattached_window_as_large_as_the_layers_own_but_with_sinks(ids):
+    model = tiny("mistral")
+    cache = kvkeep.Cache(model, "window:6,sinks=2")  # 8 slots, like the layer's window of 8
+    with pytest.raises(UnsupportedError, match="attach"):
+        model(ids[:1], past_key_values=cache)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 @pytest.mark.parametrize("storage", ["growing", "fixed"])
 def test_smollm2(smollm2, chunk, storage):

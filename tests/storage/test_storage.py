@@ -191,6 +191,21 @@ def test_growing_gives_back_what_a_large_eviction_freed():
     assert sorted(content(storage)[0][0]) == [*range(900, 1000)]
 
 
+def test_growing_gives_back_what_a_large_crop_freed():
+    storage = Growing()
+    storage.append(planes(*range(1000)))
+    storage.truncate(100)
+    assert storage.capacity <= 4 * storage.length
+    assert content(storage) == [[[*range(100)]]]
+
+
+def test_reordering_rows_keeps_the_addresses(in_place):
+    in_place.append(planes(0, 1, rows=2))
+    address = in_place.read()["k"].data_ptr()
+    in_place.rows(torch.tensor([1, 0]))
+    assert in_place.read()["k"].data_ptr() == address
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5, float("nan")])
 def test_growing_must_grow(factor):
     with pytest.raises(SpecError, match="above 1"):

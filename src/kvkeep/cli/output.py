@@ -62,7 +62,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool =
     """Rows of equal keys as a table; numbers to three significant digits."""
     table = Table(title=title)
     for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+        left = isinstance(rows[0][key], str)
+        table.add_column(key, justify="left" if left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     Console(stderr=stderr).print(table)

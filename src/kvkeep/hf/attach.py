@@ -175,11 +175,13 @@ def _supply_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A cached forward without a cache gets kvkeep's; one with gradients is left alone."""
+    if kwargs.get("past_key_values") is not None or torch.is_grad_enabled():
+        return None
     given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
     use_cache = given.get("use_cache")
     if use_cache is None:
         use_cache = decoder.config.use_cache
-    if not use_cache or torch.is_grad_enabled() or given.get("past_key_values") is not None:
+    if not use_cache or given.get("past_key_values") is not None:
         return None
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)

@@ -11,8 +11,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
 from kvkeep.errors import SpecError, StateError, UnsupportedError
-from kvkeep.hf.config import LayerKind, decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.hf.config import (
+    LayerKind,
+    base_config,
+    decoder_config,
+    is_latent,
+    is_routed,
+    layer_kinds,
+)
 from kvkeep.layer import LayerCache
+from kvkeep.planes import Reach
 from kvkeep.spec import CacheSpec, as_spec
 
 Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
@@ -60,7 +68,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         *,
         capacity: int | None = None,
     ) -> None:
-        config = model if isinstance(model, PreTrainedConfig) else model.config
+        config = base_config(model)
         self.config = decoder_config(config)
         self._kinds = layer_kinds(config)
         self.specs = _per_layer(spec, self._kinds)
@@ -111,7 +119,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         self, layer: LayerCache, index: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         policy = layer.policy
-        exact = policy.budget is None or policy.budget == layer.window
+        exact = policy.budget is None or (
+            layer.window is not None and policy.reach == Reach(layer.window)
+        )
         if not exact and layer.fed + k.shape[2] > (policy.budget or 0):
             if is_latent(self.config):
                 raise UnsupportedError(

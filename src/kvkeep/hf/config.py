@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -21,6 +22,14 @@ class LayerKind:
 
     name: str
     window: int | None
+
+
+def base_config(model: Any) -> PreTrainedConfig:
+    """The config of a model, of a PEFT model's base, or the config itself."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    config: PreTrainedConfig = getattr(model, "config", model)
+    return config
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -46,7 +46,7 @@ class _Streamer(TextStreamer):
         if self._prompt_passed:
             self.times.append(time.perf_counter())
         self._prompt_passed = True
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.on_text(text)

@@ -142,7 +142,7 @@ def load(
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
-    model.eval().to(device=place)  # type: ignore[call-overload, arg-type]
+    model.eval().to(device=place)
     return model, tokenizer
 
 

@@ -72,7 +72,7 @@ class Storage(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Free the slots from `length` on, in O(1)."""
+        """Free the slots from `length` on."""
 
     @abstractmethod
     def rows(self, index: Tensor) -> None:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvkeep.planes import Planes, along_slots, slot_count
+from kvkeep.planes import Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.memory import reserve
 
@@ -56,8 +56,7 @@ class Buffer(Storage):
         # victims sorted, and the slots behind `kept` sorted survivors first, hole i takes
         # survivor i; what is left over pairs freed slots with freed slots, which harms nobody.
         holes = victims.sort(dim=2).values
-        behind = torch.arange(kept, self._length, device=victims.device)
-        freed = (behind[None, None, :, None] == victims[:, :, None, :]).any(dim=3)
+        freed = marked(victims, self._length)[:, :, kept:]
         movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
         for plane in self._planes.values():
             moved = plane.gather(2, along_slots(movers, plane))
@@ -70,6 +69,9 @@ class Buffer(Storage):
     def rows(self, index: Tensor) -> None:
         for name, plane in list(self._planes.items()):
             live = plane.narrow(2, 0, self._length)
+            if len(index) == plane.shape[0]:
+                live.copy_(live.index_select(0, index))
+                continue
             shape = (len(index), *plane.shape[1:])
             self._planes[name] = fresh = reserve(shape, plane.dtype, plane.device)
             fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))

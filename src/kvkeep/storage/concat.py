@@ -48,7 +48,8 @@ class Concat(Storage):
         self._planes = take(self._planes, survivors(victims, self.length))
 
     def truncate(self, length: int) -> None:
-        self._planes = {name: plane[:, :, :length] for name, plane in self._planes.items()}
+        # A copy, so that what was cut off is freed.
+        self._planes = {name: plane[:, :, :length].clone() for name, plane in self._planes.items()}
 
     def rows(self, index: Tensor) -> None:
         self._planes = {

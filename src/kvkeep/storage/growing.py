@@ -16,8 +16,8 @@ _FIRST_SLOTS = 64
 class Growing(Buffer):
     """Written in place; multiplies its capacity by `factor` when full. The default.
 
-    On the CPU spare capacity costs address space only (see `storage.memory`). Slots freed by an
-    eviction are given back once they outnumber those in use and their spare part.
+    On the CPU spare capacity costs address space only (see `storage.memory`). Freed slots are
+    given back once they outnumber those in use and their spare part.
     """
 
     name: ClassVar[str] = "growing"
@@ -35,6 +35,13 @@ class Growing(Buffer):
 
     def evict(self, victims: Tensor) -> None:
         super().evict(victims)
+        self._give_back()
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._give_back()
+
+    def _give_back(self) -> None:
         capacity = self._capacity_for(self._length)
         if self.capacity > 2 * capacity:
             self._reallocate(capacity, self._planes)
