@@ -7,12 +7,14 @@ so one function moves them all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
-Planes = dict[str, Tensor]
+Planes = Mapping[str, Tensor]
 """Plane name -> tensor (B, H|1, S, ...)."""
 
 Slots = slice | Tensor
@@ -45,16 +47,34 @@ class Reach:
     sinks: int = 0
 
 
+@final
+class Front(Planes):
+    """The first `length` slots of larger planes, each a view made when it is asked for."""
+
+    def __init__(self, planes: Planes, length: int) -> None:
+        self._planes = dict(planes)
+        self.length = length
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._planes[name].narrow(2, 0, self.length)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._planes)
+
+    def __len__(self) -> int:
+        return len(self._planes)
+
+
 def part(planes: Planes, prefix: str) -> Planes:
     """The planes of one encoded tensor: `k` and `k_*` for prefix "k", keyed by what follows it."""
     return {
-        name[len(prefix) :]: plane
-        for name, plane in planes.items()
+        name[len(prefix) :]: planes[name]
+        for name in planes
         if name == prefix or name.startswith(prefix + "_")
     }
 
 
-def joined(planes: Planes, prefix: str) -> Planes:
+def joined(planes: Planes, prefix: str) -> dict[str, Tensor]:
     """The inverse of `part`: each plane's name with the prefix in front."""
     return {prefix + name: plane for name, plane in planes.items()}
 
@@ -66,12 +86,12 @@ def along_slots(index: Tensor, plane: Tensor) -> Tensor:
     return index.expand(plane.shape[0], plane.shape[1], -1, *trailing)
 
 
-def take(planes: Planes, index: Tensor) -> Planes:
+def take(planes: Planes, index: Tensor) -> dict[str, Tensor]:
     """Copy the slots `index` (B|1, H|1, n) out of every plane, in that order."""
     return {name: plane.gather(2, along_slots(index, plane)) for name, plane in planes.items()}
 
 
-def concatenated(first: Planes, second: Planes) -> Planes:
+def concatenated(first: Planes, second: Planes) -> dict[str, Tensor]:
     """Both sets of slots, `first` before `second`, as new tensors."""
     return {name: torch.cat([plane, second[name]], dim=2) for name, plane in first.items()}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.bench.environment import environment
 from kvkeep.bench.timing import interleaved, median_ratio
 from kvkeep.layer import LayerCache
 from kvkeep.spec import CacheSpec
@@ -45,7 +46,7 @@ def run(
     return {
         "benchmark": "append",
         "shape": {"dtype": "float32", "B": 1, "H": HEADS, "D": DIM},
-        "threads": torch.get_num_threads(),
+        "environment": environment(),
         "turns": turns,
         "rows": rows,
     }

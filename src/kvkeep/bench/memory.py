@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from kvkeep.bench.environment import environment
 from kvkeep.errors import UnsupportedError
 
 SYSTEMS = ("keep_all@growing", "hf-dynamic")
@@ -52,7 +53,13 @@ def run(
             progress(f"{system}, {tokens} tokens")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             rows.append(pool.submit(_measure, system, model, tokens, prompt).result())
-    return {"benchmark": "memory", "model": model, "dtype": "float32", "rows": rows}
+    return {
+        "benchmark": "memory",
+        "environment": environment(),
+        "model": model,
+        "dtype": "float32",
+        "rows": rows,
+    }
 
 
 def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]:

@@ -68,14 +68,20 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
 def _positions(
     layer: LayerCache, n: int, attention_mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Positions of the next n tokens, continuing each row; only the mask's last n columns are
-    read, for what was fed before is known."""
+    """Positions of the next n tokens, continuing each row."""
     if attention_mask is None:
         return layer.next_positions(n, device)
     if attention_mask.shape[-1] not in (n, layer.fed + n):
         raise ShapeError(
             f"attention mask {tuple(attention_mask.shape)} for {n} new tokens after {layer.fed}; "
             f"give {layer.fed + n} columns"
+        )
+    before = attention_mask[:, :-n].sum(dim=1).cpu()
+    if layer.fed and attention_mask.shape[-1] != n and not before.equal(layer.seen):
+        raise ShapeError(
+            f"the attention mask shows {before.tolist()} of the {layer.fed} tokens before this "
+            f"call, but the cache was fed {layer.seen.tolist()}; what was fed cannot be masked or "
+            "shown later: reset() the cache and feed the whole text"
         )
     real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
     return layer.next_positions(n, device, None if real.all() else real)

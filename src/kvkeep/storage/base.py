@@ -28,7 +28,7 @@ class Storage(ABC):
     """How often slots that were already stored had to be copied to make room."""
 
     def __init__(self) -> None:
-        self._planes: Planes = {}  # (B, H|1, capacity, ...)
+        self._planes: dict[str, Tensor] = {}  # (B, H|1, capacity, ...)
 
     def require(self, slots: int) -> None:
         """Raise CapacityError when `slots` slots can never fit."""

@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvkeep.planes import Planes, along_slots, marked, slot_count
+from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.memory import reserve
 
@@ -48,7 +48,7 @@ class Buffer(Storage):
             plane.scatter_(2, index, planes[name].expand(index.shape))
 
     def read(self) -> Planes:
-        return {name: plane.narrow(2, 0, self._length) for name, plane in self._planes.items()}
+        return Front(self._planes, self._length)
 
     def evict(self, victims: Tensor) -> None:
         kept = self._length - victims.shape[2]

@@ -1,0 +1,35 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor, threads, memory and accelerator of this machine."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "python": platform.python_version(),
+        "kvkeep": version("kvkeep"),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cpu": f"{_processor()}, {os.cpu_count()} cores",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerator": "none" if accelerator is None else str(accelerator),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
