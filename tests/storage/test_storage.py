@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 
 import pytest
@@ -249,6 +250,17 @@ def test_buffers_outlive_inference_mode(in_place):
     in_place.append(planes(2))
     in_place.evict(torch.tensor([[[0]]]))
     assert sorted(content(in_place)[0][0]) == [1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_has_a_copy_of_its_own(in_place):
+    in_place.append({"k": torch.zeros(1, 1, 8, 1 << 16)})  # large enough to be a mapping
+    child = os.fork()
+    if not child:
+        in_place.read()["k"].fill_(1.0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert in_place.read()["k"].eq(0).all()
 
 
 def test_untouched_capacity_is_not_resident():

@@ -24,7 +24,10 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     with torch.inference_mode(False):
         if device.type != "cpu" or nbytes < _PAGES_WORTH_MAPPING:
             return torch.empty(shape, dtype=dtype, device=device)
-        pages = mmap.mmap(-1, nbytes)
+        if not hasattr(mmap, "MAP_PRIVATE"):
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+        # Private, for the default would share a forked child's writes with its parent.
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             pages.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
