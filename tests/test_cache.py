@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -90,7 +93,10 @@ def test_rows():
         lambda c: c.select([]),
         lambda c: c.select([-1]),
         lambda c: c.select([[0]]),
+        lambda c: c.select([0.0]),
+        lambda c: c.select([True]),
         lambda c: c.repeat(0),
+        lambda c: c.repeat(2.0),
     ],
 )
 def test_rows_that_do_not_exist(call):
@@ -122,11 +128,23 @@ def test_admit():
         cache.admit(1)
 
 
-def test_a_layer_never_fed_takes_no_part():
+def test_an_interrupted_first_forward_is_noticed():
     cache = new("keep_all", "keep_all")
-    cache.layers[1].extend(torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4))
-    cache.admit(1)
-    cache.crop(-1)
-    cache.select([1])
-    assert (cache.fed, cache.rows) == (2, 1)
-    assert cache.layers[0].fed == 0
+    cache.layers[0].extend(torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4))
+    with pytest.raises(StateError, match=r"\[0, 3\]"):
+        cache.admit(1)
+
+
+def test_a_deep_copy_holds_what_is_live():
+    cache = new("keep_all", "keep_all@fixed:100000")
+    feed(cache, 5)
+    clone = copy.deepcopy(cache)
+    feed(cache, 1)
+    assert (clone.fed, clone.length) == (5, 5)
+    for layer, original in zip(clone.layers, cache.layers, strict=True):
+        keys = layer.storage.read()["k"]
+        assert keys.equal(original.storage.read()["k"][:, :, :5])
+        assert layer.capacity == original.capacity
+    assert len(pickle.dumps(clone)) < 10_000
+    feed(clone, 2)
+    assert clone.length == 7

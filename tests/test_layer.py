@@ -295,6 +295,24 @@ def test_queries_that_do_not_fit_change_nothing(q):
     assert layer.length == 0
 
 
+def test_sinks_that_do_not_fit_evict_nothing():
+    layer = new("window:4")
+    layer.step(torch.randn(1, 2, 4, 4), *kv(4), scale=1.0)
+    before = layer.length, layer.rollback_limit
+    with pytest.raises(ShapeError, match="one logit per query head"):
+        layer.step(torch.randn(1, 2, 1, 4), *kv(1), scale=1.0, sinks=torch.zeros(7))
+    assert (layer.length, layer.rollback_limit) == before
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_cropped_to_nothing_is_as_new(spec):
+    layer = new(spec)
+    layer.extend(*kv(3, rows=2))
+    layer.crop(-3)
+    assert (layer.fed, layer.seen.tolist(), layer.rollback_limit) == (0, [], 0)
+    layer.extend(*kv(2, rows=1, heads=3, dim=8, dtype=torch.float64))
+
+
 def test_gradients_need_concat():
     k, v = kv(2)
     with pytest.raises(StateError, match="@concat"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from kvkeep.codec import Plain
 from kvkeep.errors import SpecError
 from kvkeep.policy import KeepAll, Window
-from kvkeep.spec import CacheSpec, StorageSpec
+from kvkeep.spec import CacheSpec, StorageSpec, as_spec
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,11 @@ def test_parse_and_print_are_inverse(policy, storage):
         ("keep_all@", "no storage ''"),
         ("keep_all@fixed:0", "at least 1"),
         ("keep_all@growing:1", "above 1"),
+        ("keep_all@growing:inf", "at most 16"),
+        ("keep_all@fixed:99999999999", "below 2"),
+        ("window:8,sinks=3000000000", "below 2"),
+        ("window:4,size=9", "'size' twice"),
+        ("keep_all+plain/plain/plain", "3 codecs"),
     ],
 )
 def test_wrong(text, message):
@@ -95,3 +100,12 @@ def test_fixed_takes_its_capacity_from_the_budget_or_the_caller():
     assert CacheSpec.parse("keep_all@fixed").layer(capacity=99).storage.limit == 99
     assert CacheSpec.parse("keep_all@fixed:7").layer(capacity=99).storage.limit == 7
     assert CacheSpec.parse("keep_all@fixed").layer(window=5, capacity=99).storage.limit == 5
+
+
+def test_spaces_after_commas():
+    assert CacheSpec.parse("window:10, sinks=2") == CacheSpec.parse("window:10,sinks=2")
+
+
+def test_what_is_no_spec():
+    with pytest.raises(SpecError, match="spec 5"):
+        as_spec(5)

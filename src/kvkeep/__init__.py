@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvkeep.attention import attend
     from kvkeep.cache import CacheStats
-    from kvkeep.errors import KVKeepError
+    from kvkeep.errors import (
+        CapacityError,
+        KVKeepError,
+        RollbackError,
+        ShapeError,
+        SpecError,
+        StateError,
+        UnsupportedError,
+    )
     from kvkeep.hf.attach import attach, detach
     from kvkeep.hf.cache import Cache
     from kvkeep.layer import LayerCache
@@ -24,8 +32,14 @@ __all__ = [
     "Cache",
     "CacheSpec",
     "CacheStats",
+    "CapacityError",
     "KVKeepError",
     "LayerCache",
+    "RollbackError",
+    "ShapeError",
+    "SpecError",
+    "StateError",
+    "UnsupportedError",
     "attach",
     "attend",
     "detach",
@@ -35,8 +49,14 @@ _HOME = {
     "Cache": "kvkeep.hf.cache",
     "CacheSpec": "kvkeep.spec",
     "CacheStats": "kvkeep.cache",
+    "CapacityError": "kvkeep.errors",
     "KVKeepError": "kvkeep.errors",
     "LayerCache": "kvkeep.layer",
+    "RollbackError": "kvkeep.errors",
+    "ShapeError": "kvkeep.errors",
+    "SpecError": "kvkeep.errors",
+    "StateError": "kvkeep.errors",
+    "UnsupportedError": "kvkeep.errors",
     "attach": "kvkeep.hf.attach",
     "attend": "kvkeep.attention",
     "detach": "kvkeep.hf.attach",

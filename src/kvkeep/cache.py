@@ -34,8 +34,7 @@ class CacheStats:
 class Cache:
     """A model's layers, for any loop: `cache.layers[i].step(q, k, v, scale=...)`.
 
-    Layers may differ in policy, codec, storage, widths and device. A layer that is never fed
-    (shared, or skipped by an early exit) takes no part.
+    Layers may differ in policy, codec, storage, widths and device. Every forward feeds all.
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
@@ -52,7 +51,7 @@ class Cache:
             CapacityError: a layer is full.
             StateError: the layers were not fed alike.
         """
-        fed = {layer.fed for layer in self.layers if layer.fed}
+        fed = {layer.fed for layer in self.layers}
         if len(fed) > 1:
             raise StateError(
                 f"layers have been fed {sorted(fed)} tokens: a forward was interrupted; reset() "
@@ -72,15 +71,15 @@ class Cache:
         Raises:
             RollbackError: positive, or some layer cannot; no layer is changed then.
         """
-        for layer in self._fed_layers:
+        for layer in self.layers:
             layer.require_rollback(-tokens)
-        for layer in self._fed_layers:
+        for layer in self.layers:
             layer.crop(tokens)
 
     @property
     def rollback_limit(self) -> int:
         """How many of the newest tokens `crop` can take back exactly."""
-        return min((layer.rollback_limit for layer in self._fed_layers), default=0)
+        return min((layer.rollback_limit for layer in self.layers), default=0)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Make row i a copy of the former row index[i], as beam search does.
@@ -102,8 +101,8 @@ class Cache:
         Raises:
             ShapeError: `times` below 1.
         """
-        if times < 1:
-            raise ShapeError(f"repeat {times} times; at least 1, or reset() to forget the rows")
+        if not isinstance(times, int) or times < 1:
+            raise ShapeError(f"repeat {times} times; give a whole number of at least 1")
         self._take_rows(torch.arange(self.rows).repeat_interleave(times))
 
     def select(self, index: Tensor | Sequence[int]) -> None:
@@ -113,7 +112,14 @@ class Cache:
             ShapeError: an index that is not a row, or none at all.
         """
         index = torch.as_tensor(index)
-        self._take_rows(index.nonzero().flatten() if index.dtype == torch.bool else index)
+        if index.dtype == torch.bool:
+            if self.rows and index.shape != (self.rows,):
+                raise ShapeError(
+                    f"select from {self.rows} rows by a mask {tuple(index.shape)}; give one bool "
+                    "for each row"
+                )
+            index = index.nonzero().flatten()
+        self._take_rows(index)
 
     @property
     def rows(self) -> int:
@@ -123,12 +129,12 @@ class Cache:
     @property
     def seen(self) -> Tensor:
         """Tokens ever fed, int64 (B,), padding not counted."""
-        return next((layer.seen for layer in self._fed_layers), torch.zeros(0, dtype=torch.int64))
+        return self.layers[0].seen if self.layers else torch.zeros(0, dtype=torch.int64)
 
     @property
     def fed(self) -> int:
         """Columns ever fed, padding included: what has passed through the model."""
-        return next((layer.fed for layer in self._fed_layers), 0)
+        return self.layers[0].fed if self.layers else 0
 
     @property
     def length(self) -> int:
@@ -167,13 +173,11 @@ class Cache:
             layers=tuple(layer.stats() for layer in self.layers),
         )
 
-    @property
-    def _fed_layers(self) -> list[LayerCache]:
-        return [layer for layer in self.layers if layer.fed]
-
     def _take_rows(self, index: Tensor) -> None:
         rows = self.rows
-        if rows and (index.dim() != 1 or not len(index) or index.min() < 0 or index.max() >= rows):
+        if index.dim() != 1 or index.is_floating_point() or index.is_complex():
+            raise ShapeError(f"row indices {index.tolist()}; give whole numbers (B,)")
+        if rows and (not len(index) or index.min() < 0 or index.max() >= rows):
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
-        for layer in self._fed_layers:
+        for layer in self.layers:
             layer.take_rows(index)

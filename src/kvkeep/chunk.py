@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
@@ -38,8 +39,8 @@ def check_chunk(
             )
 
 
-def check_queries(q: Tensor, k: Tensor) -> None:
-    """Queries (B, Hq, n, Dk) fit the keys (B, H, n, Dk) of their own tokens.
+def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
+    """Queries (B, Hq, n, Dk) fit the keys (B, H, n, Dk) of their own tokens, and sinks (Hq,).
 
     Raises:
         ShapeError: they do not.
@@ -54,6 +55,22 @@ def check_queries(q: Tensor, k: Tensor) -> None:
         raise ShapeError(
             f"queries are {q.dtype} on {q.device}, keys {k.dtype} on {k.device}; make them alike"
         )
+    check_sinks(q, sinks)
+
+
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """One sink logit for each query head of q (B, Hq, n, Dk).
+
+    Raises:
+        ShapeError: there are more or fewer.
+    """
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ShapeError(f"sinks {tuple(sinks.shape)}: one logit per query head, ({q.shape[1]},)")
+
+
+def wants_gradients(*tensors: Tensor) -> bool:
+    """Whether gradients of any of them are being recorded."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, View, attend
-from kvkeep.chunk import check_chunk, check_queries, empty_like
+from kvkeep.chunk import check_chunk, check_queries, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.planes import (
@@ -100,7 +100,8 @@ class LayerCache:
             CapacityError: the tokens do not fit and the policy evicts nothing.
             StateError: gradients are wanted but the storage writes in place.
         """
-        self._check(k, v, position)
+        check_chunk(k, v, position, self._like)
+        self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
         if position is None:
@@ -148,9 +149,11 @@ class LayerCache:
     ) -> Tensor:
         """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`.
 
-        If anything raises, the layer is as it was before.
+        Arguments that do not fit raise before anything is changed; if attention itself fails, the
+        new tokens are taken back.
         """
-        check_queries(q, k)
+        check_queries(q, k, sinks)
+        self.check_gradients(q, k, v)
         pads = self._pads
         view = self.extend(k, v, position)
         try:
@@ -181,6 +184,16 @@ class LayerCache:
         seen = self.fed if self._pads is None else self.fed - self._pads.to(device)[:, None]
         following = seen + real.cumsum(dim=1) - 1
         return following.masked_fill(~real, -1).to(torch.int32)
+
+    def was_fed(self, real: Tensor) -> bool:
+        """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False.
+
+        Only known, and False only, while nothing was evicted.
+        """
+        if self._pads is None or self.length != self.fed:
+            return True
+        position = self._everything()[POSITION][:, 0]
+        return bool((position >= 0).equal(real.to(position.device)))
 
     def in_order(self, view: View) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view in the order of their positions.
@@ -305,10 +318,9 @@ class LayerCache:
         if self.policy.budget is None:
             self.storage.require(self.storage.length + n)
 
-    def _check(self, k: Tensor, v: Tensor, position: Tensor | None) -> None:
-        check_chunk(k, v, position, self._like)
-        wants_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        if wants_grad and not self.storage.differentiable:
+    def check_gradients(self, *tensors: Tensor) -> None:
+        """Raise StateError when gradients are wanted of tensors this layer cannot keep them for."""
+        if not self.storage.differentiable and wants_gradients(*tensors):
             raise StateError(
                 f"{self.storage.name} storage writes in place, so gradients cannot flow through "
                 "it; use torch.no_grad(), or @concat to train through the cache"
@@ -381,3 +393,5 @@ class LayerCache:
             self._aside = None
             self.storage.truncate(self.storage.length - (n - aside))
         self.fed -= n
+        if not self.fed:
+            self.reset()

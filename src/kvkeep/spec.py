@@ -58,7 +58,10 @@ class CacheSpec:
         name, options = _component("policy", policy_text, POLICIES, text)
         codecs = [Plain.name] * 2
         if codec_text or "+" in rest:
-            codecs = (codec_text.split("/") * 2)[:2]
+            codecs = codec_text.split("/")
+            if len(codecs) > 2:
+                raise SpecError(f"{len(codecs)} codecs in {text!r}; give one, or keys/values")
+            codecs = (codecs * 2)[:2]
         storage = StorageSpec()
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
@@ -103,7 +106,13 @@ class CacheSpec:
 
 
 def as_spec(spec: str | CacheSpec) -> CacheSpec:
-    """Text or object -> object."""
+    """Text or object -> object.
+
+    Raises:
+        SpecError: neither, or text that is no spec.
+    """
+    if not isinstance(spec, str | CacheSpec):
+        raise SpecError(f"spec {spec!r}; give text such as 'keep_all', or a CacheSpec")
     return CacheSpec.parse(spec) if isinstance(spec, str) else spec
 
 
@@ -119,7 +128,7 @@ def _component(
         raise SpecError(f"{kind} {name} takes no options in {whole!r}; write {name}")
     options: dict[str, int | float] = {}
     for index, item in enumerate(rest.split(",") if colon else ()):
-        key, equals, value = item.partition("=")
+        key, equals, value = item.strip().partition("=")
         if not equals:
             key, value = next(iter(parameters)), item
             if index:
@@ -128,6 +137,8 @@ def _component(
             raise SpecError(
                 f"{kind} {name} has no option {key!r} in {whole!r}; {_nearest(key, parameters)}"
             )
+        if key in options:
+            raise SpecError(f"{kind} {name} is given {key!r} twice in {whole!r}; give it once")
         options[key] = _number(value, parameters[key].annotation, f"{name} {key}", whole)
     missing = [
         key

@@ -190,6 +190,25 @@ def test_the_path_of_other_devices(monkeypatch, n, window, ragged):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides(backend, n, window):
+    q, k, v = qkv(n=n)
+    expected, _ = attend(q, dense(k, v, n), scale=0.4, window=window, backend="reference")
+
+    def column_major(x):
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+    def spaced(x):
+        return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
+
+    for strided in (column_major, spaced):
+        view = dense(strided(k), strided(v), n)
+        out, _ = attend(strided(q), view, scale=0.4, window=window, backend=backend)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_sees_nothing_gets_zero(backend):
     q, k, v = qkv(slots=3, n=3)

@@ -86,7 +86,44 @@ def test_bad_input_is_one_clear_error(arguments, message):
 def test_a_directory_without_a_model(tmp_path):
     result = run("generate", "hello", "--model", str(tmp_path))
     assert result.exit_code == 2
+    assert "no config.json" in result.stderr
+    (tmp_path / "config.json").write_text("{}")
+    result = run("generate", "hello", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "no tokenizer" in result.stderr
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = run("generate", "hello", "--model", str(tmp_path))
+    assert result.exit_code == 2
     assert "cannot load" in result.stderr
+
+
+def test_a_prompt_that_is_not_text(tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes(b"caf\xe9")
+    for result in (
+        run("generate", "--prompt-file", str(prompt)),
+        run("generate", "-", input=b"caf\xe9"),
+    ):
+        assert result.exit_code == 2
+        assert "not UTF-8" in result.stderr
+
+
+def test_an_unexpected_error_is_one_line_unless_asked(monkeypatch):
+    def fail(*_):
+        raise IndexError("index out of\nrange")
+
+    monkeypatch.setattr("kvkeep.hf.models.load", fail)
+    result = run("generate", "hello")
+    assert result.exit_code == 1
+    assert "error: IndexError: index out of range" in result.stderr
+    monkeypatch.setenv("KVKEEP_TRACEBACK", "1")
+    assert isinstance(run("generate", "hello").exception, IndexError)
+
+
+def test_version():
+    assert run("--version").stdout.startswith("kvkeep 0.")
+    command = [sys.executable, "-m", "kvkeep", "--version"]
+    assert b"kvkeep 0." in subprocess.run(command, check=True, capture_output=True).stdout
 
 
 @pytest.mark.usefixtures("_model")
@@ -94,6 +131,7 @@ def test_models():
     (model,) = last_line(run("models", "list", "--json"))["models"]
     assert model["name"] == "smollm2-135m"
     assert model["fetched"] is is_fetched("smollm2-135m") is True
+    assert last_line(run("models", "--json"))["models"] == [model]
     assert "smollm2-135m" in run("models").stdout
     assert last_line(run("models", "fetch", "smollm2-135m", "--json"))["path"].startswith(
         str(home())

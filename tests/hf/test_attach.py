@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -26,6 +28,11 @@ def attached(model):
         yield model
 
 
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
 def ids(rows: int = 1, n: int = 6) -> torch.Tensor:
     return torch.randint(2, 96, (rows, n), generator=torch.Generator().manual_seed(3))
 
@@ -48,6 +55,75 @@ def test_report_and_undo(model):
 def test_twice_is_an_error(attached):
     with pytest.raises(StateError, match="detach"):
         kvkeep.attach(attached)
+
+
+def test_models_that_share_a_config(attached):
+    with pytest.raises(StateError, match="shares its config"):
+        kvkeep.attach(tf.LlamaForCausalLM(attached.config))
+
+
+def test_the_decoder_of_an_attached_model_and_the_reverse(model):
+    for first, second in ((model, model.model), (model.model, model)):
+        with kvkeep.attach(first), pytest.raises(StateError, match="detach"):
+            kvkeep.attach(second)
+        assert not model.config._attn_implementation.startswith("kvkeep")
+        assert not model.model._forward_pre_hooks
+
+
+def test_copies_and_pickles_of_an_attached_model(model):
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids(), use_cache=False, **options)
+    with kvkeep.attach(model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for clone in copies:
+        output = clone.generate(ids(), return_dict_in_generate=True, **options)
+        assert output.past_key_values.config is clone.config
+        assert output.sequences.equal(expected)
+        kvkeep.detach(clone)
+        assert not clone.model._forward_pre_hooks
+        assert clone.generate(ids(), **options).equal(expected)
+    assert model.generate(ids(), **options).equal(expected)
+
+
+@pytest.mark.parametrize("mask_is_object", [False, True])
+def test_an_attention_whose_masks_are_not_4d(mask_is_object):
+    """FlashAttention's masks are 2D, flex attention's are objects."""
+    sdpa = tf.AttentionInterface._global_mapping["sdpa"]
+
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        attention.masks.append(attention_mask)
+        return sdpa(module, query, key, value, None, **kwargs)
+
+    def mask(attention_mask=None, **_):
+        return Box(attention_mask) if mask_is_object else attention_mask
+
+    attention.masks = []
+    tf.AttentionInterface.register("odd", attention)
+    tf.AttentionMaskInterface.register("odd", mask)
+    model = tiny("llama")
+    model.config._attn_implementation = "odd"
+    padded = torch.ones(2, 6, dtype=torch.long)
+    with kvkeep.attach(model), torch.no_grad():
+        for cache in ({"use_cache": False}, {"past_key_values": DynamicCache()}):
+            model(ids(2), attention_mask=padded, **cache)
+            given = attention.masks.pop()
+            assert (given.value if mask_is_object else given).equal(padded)
+        attention.masks.clear()
+        model(ids(2), attention_mask=padded)
+        assert not attention.masks
+    assert model.config._attn_implementation == "odd"
+
+
+@torch.no_grad()
+def test_a_forward_that_no_cache_could_serve_gets_none():
+    model = tiny("llama", attention_dropout=0.5)
+    model.set_attn_implementation("eager")
+    square = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -1e9)
+    plain = model(ids()).logits
+    with kvkeep.attach(model):
+        torch.testing.assert_close(model(ids(), attention_mask=square).logits, plain)
+        model.train()
+        assert not isinstance(model(ids()).past_key_values, kvkeep.Cache)
 
 
 def test_detach_of_an_unattached_model(model):
@@ -158,6 +234,31 @@ def test_rows_changed_without_select(attached, cache):
     unchanged_by(cache, ShapeError, "select", lambda: attached(ids(3, 1), past_key_values=cache))
 
 
+def test_a_mask_that_shows_other_tokens_than_were_fed(attached):
+    cache = kvkeep.Cache(attached)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        attached(ids(), attention_mask=mask, past_key_values=cache)
+    moved = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    unchanged_by(
+        cache,
+        ShapeError,
+        "others of them",
+        lambda: attached(ids(1, 1), attention_mask=moved, past_key_values=cache),
+    )
+
+
+@torch.no_grad()
+def test_cache_of_an_attached_model_in_another(attached):
+    cache, other = kvkeep.Cache(attached), tiny("llama")
+    with pytest.raises(StateError, match="not the attached one"):
+        other(ids(), past_key_values=cache)
+    assert cache.fed == 0
+    cache.reset()
+    attached(ids(), past_key_values=cache)
+    assert cache.fed == 6
+
+
 def test_cache_of_another_model(attached):
     cache = kvkeep.Cache(tiny("llama"))
     unchanged_by(
@@ -172,11 +273,23 @@ def test_attention_dropout_in_training_mode():
         unchanged_by(cache, StateError, "dropout", lambda: model(ids(), past_key_values=cache))
 
 
-def test_gradients_through_an_in_place_cache(attached):
-    cache = kvkeep.Cache(attached)
+@pytest.mark.parametrize("spec", ["keep_all", ["keep_all@concat", "keep_all"]])
+def test_gradients_through_an_in_place_cache(attached, spec):
+    cache = kvkeep.Cache(attached, spec)
     with pytest.raises(StateError, match="concat"):
         attached(ids(), past_key_values=cache)
-    assert cache.fed == 0
+    assert [layer.fed for layer in cache.layers] == [0, 0]
+
+
+def test_gradients_of_the_queries_alone():
+    model = tiny("llama")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layers.0.self_attn.q_proj" in name)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        with pytest.raises(StateError, match="concat"):
+            model(ids(), past_key_values=cache)
+    assert [layer.fed for layer in cache.layers] == [0, 0]
 
 
 def test_gradients_through_concat_equal_uncached(attached):
@@ -239,10 +352,13 @@ def test_a_full_layer_stops_the_forward_before_any_layer_changed(model, attach):
 
 
 @torch.no_grad()
-def test_an_interrupted_forward_is_noticed(attached, cache):
+@pytest.mark.parametrize("empty", [False, True])
+def test_an_interrupted_forward_is_noticed(attached, cache, empty):
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    if empty:
+        cache.reset()
     hook = attached.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         attached(ids(2, 1), past_key_values=cache)

@@ -184,3 +184,53 @@ def test_speculation_frees_what_the_window_dropped(attached):
     attached.generate(ids(1, 60), past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert not any(layer.record_past for layer in cache.layers)
     assert all(x.length <= WINDOW for x in cache.layers if x.window is not None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attach", [True, False])
+def test_recording_ends_with_speculation(model, attach):
+    if attach:
+        kvkeep.attach(model)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    cache = kvkeep.Cache(model)
+    text = model.generate(ids(), past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    text = torch.cat([text, ids(1, 20)], dim=1)
+    logits = [
+        model(text[:, i : i + 1], past_key_values=cache).logits
+        for i in range(cache.fed, text.shape[1])
+    ]
+    assert all(x.length <= WINDOW for x in cache.layers if x.window is not None)
+    expected = model(text, use_cache=False).logits[:, -len(logits) :]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=2e-5, rtol=2e-4)
+    if attach:
+        kvkeep.detach(model)
+
+
+def test_assisted_generation_on_fixed_storage(model):
+    draft = copy.deepcopy(model)
+    draft.generation_config.num_assistant_tokens = 8
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids(), use_cache=False, **options)
+    with kvkeep.attach(model, "keep_all@fixed"), kvkeep.attach(draft, "keep_all@fixed"):
+        assert model.generate(ids(), assistant_model=draft, **options).equal(expected)
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_on_alone(attached):
+    """Copying the cache of a prompt for each continuation is transformers' own recipe."""
+    prompt = kvkeep.Cache(attached)
+    attached(ids(), past_key_values=prompt)
+    for token in (5, 6):
+        cache = copy.deepcopy(prompt)
+        step = attached(torch.tensor([[token]]), past_key_values=cache).logits
+        whole = torch.cat([ids(), torch.tensor([[token]])], dim=1)
+        expected = attached(whole, use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(step, expected, atol=2e-5, rtol=2e-4)
+    assert prompt.fed == PROMPT
+
+
+def test_compiled_training_of_an_attached_model(model):
+    with kvkeep.attach(model):
+        eager = model(ids(), use_cache=False).logits
+        compiled = torch.compile(model, backend="eager")(ids(), use_cache=False).logits
+    torch.testing.assert_close(compiled, eager)

@@ -82,16 +82,20 @@ def test_ragged_batch_equals_its_rows_alone(model, ids, size, sinks, storage, ch
 @torch.no_grad()
 def test_unattached_is_right_or_raises(model, ids):
     row = ids[:1, :40]
-    cache = kvkeep.Cache(model, "window:16,sinks=4")
+    cache = kvkeep.Cache(model, "window:16")
     model(row[:, :16], past_key_values=cache)
     steps = [model(row[:, i : i + 1], past_key_values=cache).logits for i in range(16, 40)]
-    expected = reference(model, row, 16, 4)[:, 16:]
+    expected = reference(model, row, 16, 0)[:, 16:]
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(UnsupportedError, match="attach"):
         model(row[:, :2], past_key_values=cache)
     with pytest.raises(UnsupportedError, match="attach"):
         model(ids, past_key_values=kvkeep.Cache(model, "window:16"))
     assert cache.fed == 40
+    with_sinks = kvkeep.Cache(model, "window:16,sinks=4")  # the columns of padding would be sinks
+    model(row[:, :20], past_key_values=with_sinks)
+    with pytest.raises(UnsupportedError, match="attach"):
+        model(row[:, 20:21], past_key_values=with_sinks)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from kvkeep.attention import reference, sdpa
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Segment, View
+from kvkeep.chunk import check_sinks
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.planes import Reach
 
@@ -116,5 +117,4 @@ def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
             f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
             "of the kv heads, and the rows the same"
         )
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ShapeError(f"sinks {tuple(sinks.shape)}: one logit per query head, ({q.shape[1]},)")
+    check_sinks(q, sinks)

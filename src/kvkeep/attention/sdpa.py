@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
+from kvkeep.chunk import wants_gradients
 
 _MASKED_SCORES = 1 << 22
 """Most mask elements built at once; longer chunks are computed in blocks of queries."""
@@ -40,8 +41,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
 
 def _gives_lse(q: Tensor, view: View) -> bool:
     k, v = view.segments[-1].planes["k"], view.segments[-1].planes["v"]
-    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return q.device.type == "cpu" and v.shape[-1] == q.shape[-1] and not wants_grad
+    fits = q.device.type == "cpu" and v.shape[-1] == q.shape[-1]
+    return fits and not wants_gradients(q, k, v)
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
@@ -101,6 +102,8 @@ def _kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m); the public function keeps the lse."""
+    # The kernel reads along the width as if its stride were 1, and does not look.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )

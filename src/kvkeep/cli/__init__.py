@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from kvkeep.cli.bench import bench
@@ -16,6 +19,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvkeep {version('kvkeep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Its version.")
+    ] = False,
+) -> None:
+    """The KV cache for PyTorch language models."""
+
+
 app.command()(generate)
 app.command()(doctor)
 app.add_typer(models, name="models")

@@ -53,6 +53,6 @@ def _show(title: str, result: dict[str, Any], json: bool) -> None:
 
 def _whole_numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r}: give whole numbers above 0, e.g. 256,1024")
     return [int(part) for part in parts]

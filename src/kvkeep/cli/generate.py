@@ -99,9 +99,16 @@ def _prompt(prompt: str, prompt_file: Path | None) -> str:
     if prompt_file is not None and prompt:
         raise typer.BadParameter("give a prompt or --prompt-file, not both")
     if prompt_file is not None:
-        return prompt_file.read_text(encoding="utf-8")
-    if prompt == "-":
-        return sys.stdin.read()
+        prompt = _decoded(prompt_file.read_bytes(), str(prompt_file))
+    elif prompt == "-" or not (prompt or sys.stdin.isatty()):
+        prompt = _decoded(sys.stdin.buffer.read(), "stdin")
     if not prompt.strip():
         raise typer.BadParameter("give a prompt, - for stdin, or --prompt-file")
     return prompt
+
+
+def _decoded(text: bytes, source: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{source} is not UTF-8 text: {error}") from None

@@ -15,10 +15,10 @@ models = typer.Typer(
 
 
 @models.callback()
-def default(context: typer.Context) -> None:
+def default(context: typer.Context, json: JsonFlag = False) -> None:
     """List the models when no command is given."""
     if context.invoked_subcommand is None:
-        list_models()
+        list_models(json)
 
 
 @models.command("list")

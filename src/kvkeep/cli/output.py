@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -20,13 +21,26 @@ JsonFlag = Annotated[
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn kvkeep's errors into one line on stderr and exit code 2."""
+    """Turn errors into one line on stderr: exit code 2 for kvkeep's own, 1 for any other, whose
+    traceback comes with KVKEEP_TRACEBACK=1."""
     try:
         yield
-    except KVKeepError as error:
-        Console(stderr=True).print("error:", style="bold red", end=" ")
-        typer.echo(str(error), err=True)
+    except (KVKeepError, typer.BadParameter, typer.Exit) as error:
+        if not isinstance(error, KVKeepError):
+            raise
+        _print_error(str(error))
         raise typer.Exit(2) from None
+    except Exception as error:
+        if os.environ.get("KVKEEP_TRACEBACK"):
+            raise
+        reason = " ".join(str(error).split())
+        _print_error(f"{type(error).__name__}: {reason} (traceback: KVKEEP_TRACEBACK=1)")
+        raise typer.Exit(1) from None
+
+
+def _print_error(message: str) -> None:
+    Console(stderr=True).print("error:", style="bold red", end=" ")
+    typer.echo(message, err=True)
 
 
 class Working:
@@ -63,7 +77,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool =
     table = Table(title=title)
     for key in rows[0]:
         left = isinstance(rows[0][key], str)
-        table.add_column(key, justify="left" if left else "right", overflow="fold")
+        table.add_column(key.replace("_", " "), justify="left" if left else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     Console(stderr=stderr).print(table)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache, Specs
-from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent
+from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attachment:
     """What `attach` did to a model. As a context manager it detaches on exit.
 
@@ -40,6 +41,8 @@ class Attachment:
         name = type(self.model).__name__
         return f"kvkeep: {self.layers} layers of {name}, attention of {self.attention}, {self.spec}"
 
+    __repr__ = __str__
+
     def __enter__(self) -> Attachment:
         return self
 
@@ -52,7 +55,7 @@ class Attachment:
         detach(self.model)
 
 
-def attach(model: PreTrainedModel, cache: Specs = DEFAULT_SPEC) -> Attachment:
+def attach(model: PreTrainedModel, spec: Specs = DEFAULT_SPEC) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
     Changes this model only: its attention implementation, one forward hook and the cache that
@@ -60,7 +63,7 @@ def attach(model: PreTrainedModel, cache: Specs = DEFAULT_SPEC) -> Attachment:
 
     Args:
         model: a decoder, or a model with one inside; a PEFT model is unwrapped.
-        cache: what caches built for it keep; see `kvkeep.Cache`.
+        spec: what caches built for it keep; see `kvkeep.Cache`.
 
     Returns:
         What was done; also a context manager.
@@ -71,22 +74,29 @@ def attach(model: PreTrainedModel, cache: Specs = DEFAULT_SPEC) -> Attachment:
         SpecError: the spec does not exist or does not fit the model.
     """
     model = _unwrapped(model)
-    if hasattr(model, _ATTRIBUTE):
-        raise StateError(
-            f"this {type(model).__name__} is attached; call kvkeep.detach(model) first"
-        )
-    layers = len(Cache(model, cache))
     text = decoder_config(model.config)
+    for part in (model, _decoder(model)):
+        if hasattr(part, _ATTRIBUTE):
+            raise StateError(
+                f"this {type(part).__name__} is attached; call kvkeep.detach(model) first"
+            )
+    if is_routed(text):
+        raise StateError(
+            f"this {type(model).__name__} shares its config with an attached model; give each "
+            "model a config of its own, copy.deepcopy(config)"
+        )
+    layers = len(Cache(model, spec))
     original = text._attn_implementation
     latent = is_latent(model.config)
     if not latent:
-        _route(model, ATTENTION_PREFIX + original, original)
+        # transformers takes a name with "flash" in it for a kernel to be imported.
+        _route(model, ATTENTION_PREFIX + original.replace("flash", "fa"), original)
     hook = _decoder(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
     _decoder(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
-        model, cache, layers, 0 if latent else layers, original, hook
+        model, spec, layers, 0 if latent else layers, original, hook
     )
     if hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = _prepare_cache(model)
+        model.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, model)
     return attachment
 
 
@@ -113,16 +123,18 @@ def _unwrapped(model: Any) -> PreTrainedModel:
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
-            f"{type(model).__name__} is not a transformers model; build kvkeep.LayerCache objects "
-            "for your own loop"
+            f"{type(model).__name__} is not a transformers model; attach the model inside it, or "
+            "build kvkeep.LayerCache objects for your own loop"
         )
     return model
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that builds a cache of its own when it is given none."""
-    decoder: PreTrainedModel | None = model.get_decoder()
-    return model if decoder is None else decoder
+    decoder: Any = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        decoder = model.base_model
+    return cast(PreTrainedModel, decoder)
 
 
 def _route(model: PreTrainedModel, name: str, original: str) -> None:
@@ -145,43 +157,52 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
-def _prepare_cache(model: PreTrainedModel) -> Any:
+def _prepare_cache(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
     """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build."""
-    prepare: Callable[..., None] = model._prepare_cache_for_generation  # type: ignore[assignment]
-
-    def prepare_cache(
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        given = model_kwargs.get("past_key_values")
-        if isinstance(given, Cache) and not generation_config.is_assistant:
-            given._record_past(False)
-        prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        built = model_kwargs.get("past_key_values")
-        if given is None and type(built) is DynamicCache and not built.offloading:
-            attachment: Attachment = getattr(model, _ATTRIBUTE)
-            drafted = generation_config.prompt_lookup_num_tokens or 0  # may overshoot the end
-            cache = Cache(model, attachment.spec, capacity=max_cache_length + drafted)
-            cache._record_past(bool(generation_config.is_assistant))
-            model_kwargs["past_key_values"] = cache
-
-    return prepare_cache
+    given = model_kwargs.get("past_key_values")
+    type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
+    built = model_kwargs.get("past_key_values")
+    if given is None and type(built) is DynamicCache and not built.offloading:
+        attachment: Attachment = getattr(model, _ATTRIBUTE)
+        drafting = bool(generation_config.is_assistant)
+        # A draft's length is known for its first round only; lookup may overshoot the end.
+        most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
+        cache = Cache(model, attachment.spec, capacity=None if drafting else most)
+        cache.drafting = drafting
+        if drafting:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
 
 
 def _supply_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A cached forward without a cache gets kvkeep's; one with gradients is left alone."""
-    if kwargs.get("past_key_values") is not None or torch.is_grad_enabled():
+    """A cached forward without a cache gets kvkeep's; one that it could not serve is left alone."""
+    if kwargs.get("past_key_values") is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
-    use_cache = given.get("use_cache")
-    if use_cache is None:
-        use_cache = decoder.config.use_cache
-    if not use_cache or given.get("past_key_values") is not None:
+    given |= given.pop("kwargs", {})
+
+    def wants(option: str) -> bool:
+        choice = given.get(option)
+        return bool(getattr(decoder.config, option) if choice is None else choice)
+
+    mask = given.get("attention_mask")
+    if (
+        not wants("use_cache")
+        or wants("output_attentions")
+        or given.get("past_key_values") is not None
+        or not (mask is None or (isinstance(mask, Tensor) and mask.dim() <= 2))
+    ):
         return None
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
+from kvkeep.hf.masks import MaskRequest
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -34,9 +36,9 @@ def attention_over(original: str) -> AttentionFunction:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        handed: Handed | None = key.__dict__.pop("kvkeep", None)
-        positions = attention_mask is not None and attention_mask.dim() <= 2
-        if handed is None and not positions:
+        handed: Handed | None = getattr(key, "kvkeep", None)
+        asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
+        if handed is None and asked is None:
             if softcap is not None:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
@@ -51,16 +53,12 @@ def attention_over(original: str) -> AttentionFunction:
                 dropout=dropout,
                 **kwargs,
             )
-        if handed is None or not positions:
+        reason = _unfit(handed, asked, attention_mask)
+        if handed is None or reason:
             raise UnsupportedError(
-                f"{type(module).__name__} "
-                + (
-                    "changes its keys after the cache"
-                    if handed is None
-                    else "uses a mask of its own"
-                )
-                + "; use the cache with kvkeep.detach(model)"
+                f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
             )
+        handed.taken = True
         if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
             raise StateError(
                 "attention through a kvkeep cache has no dropout, position bias or attention "
@@ -78,6 +76,22 @@ def attention_over(original: str) -> AttentionFunction:
         return out.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _unfit(handed: Handed | None, asked: MaskRequest | None, mask: Tensor | None) -> str:
+    """Why these keys and this mask cannot be one step of a layer; empty when they can.
+
+    A mask that another device's layer gets is a copy, which lacks the request it was made for.
+    """
+    if handed is None:
+        return "changes its keys after the cache"
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() > 2:
+        return "uses a mask of its own"
+    if asked is not None and asked.window != handed.layer.window:
+        return (
+            f"masks a window of {asked.window} tokens where its config says {handed.layer.window}"
+        )
+    return ""
 
 
 def _original(name: str, module: nn.Module) -> AttentionFunction:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from torch import Tensor
@@ -36,10 +38,12 @@ class MaskLength(int):
     routed: bool
 
 
-class Handed(NamedTuple):
+@dataclass
+class Handed:
     """What `update` tags the new keys with: the layer whose step the attention function runs."""
 
     layer: LayerCache
+    taken: bool = False
 
 
 class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
@@ -79,7 +83,12 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             for s, kind in zip(self.specs, self._kinds, strict=True)
         ]
         core.Cache.__init__(self, layers)
+        kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}
+        self._alike = len(kept) == len(set(self._kinds))
         self._routed: bool | None = None  # how the tokens in it were fed
+        self._handed: Handed | None = None  # the last keys tagged
+        self._uncropped = False  # whether a forward came since recording began, or the last crop
+        self.drafting = False  # a draft model's: several forwards come before each crop
 
     def __repr__(self) -> str:
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
@@ -95,16 +104,31 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         Attached: hands them through, tagged with their layer. Unattached: stores them and returns
         all keys and values in the order of their positions, as the model's own mask expects.
         """
+        if layer_idx >= len(self):
+            raise StateError(
+                f"a model of more than {len(self)} layers feeds a cache built for {len(self)}; "
+                "build it as kvkeep.Cache(model)"
+            )
         layer = self.layers[layer_idx]
+        if self._handed is not None and not self._handed.taken:
+            raise StateError(
+                "the last keys given to this cache were never attended to: the model is not the "
+                "attached one it was built for, or a forward was interrupted; reset() the cache, "
+                "and build it as kvkeep.Cache(model)"
+            )
         if layer_idx == 0:
-            self._begin(key_states.shape[2])
+            self._begin(key_states)
         if is_routed(self.config):
-            key_states.kvkeep = Handed(layer)  # type: ignore[attr-defined]
+            self._handed = key_states.kvkeep = Handed(layer)  # type: ignore[attr-defined]
             return key_states, value_states
         return self._update_unattached(layer, layer_idx, key_states, value_states)
 
-    def _begin(self, n: int) -> None:
+    def _begin(self, k: Tensor) -> None:
         """What must hold before the first layer of a forward is changed."""
+        self._end_recording()
+        self._uncropped = True
+        for layer in self.layers:
+            layer.check_gradients(k)
         routed = is_routed(self.config)
         if self.fed and routed != self._routed:
             raise StateError(
@@ -112,13 +136,18 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 + ("before it was attached" if routed else "while it was attached")
                 + "; reset() it, or finish with the model as it was"
             )
-        self.admit(n)
+        self.admit(k.shape[2])
         self._routed = routed
 
     def _update_unattached(
         self, layer: LayerCache, index: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         policy = layer.policy
+        if not self._alike:
+            raise UnsupportedError(
+                "layers of one type have different specs, but the model gives them one mask; call "
+                "kvkeep.attach(model) first"
+            )
         exact = policy.budget is None or (
             layer.window is not None and policy.reach == Reach(layer.window)
         )
@@ -128,7 +157,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                     f"{self.config.model_type} expands its latent cache itself, so it takes "
                     f"keep_all only, not {self.specs[index]}"
                 )
-            if k.shape[0] > 1 or k.shape[2] > 1 or policy.per_head:
+            contiguous = policy.reach is not None and not policy.reach.sinks
+            if k.shape[0] > 1 or k.shape[2] > 1 or not contiguous:
                 raise UnsupportedError(
                     f"{self.specs[index]} with {k.shape[0]} rows and {k.shape[2]} new tokens after "
                     f"{layer.fed}: the model's own mask knows neither which tokens are padding nor "
@@ -147,6 +177,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
+        self._end_recording()
         layer = self.layers[layer_idx]
         kept = layer.reachable
         length = MaskLength(kept + query_length)
@@ -166,10 +197,13 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """See `kvkeep.cache.Cache.crop`; what assisted generation calls after every step."""
         core.Cache.crop(self, int(tokens_to_remove))
+        self._uncropped = False
 
     def reset(self) -> None:
         """Forget every token."""
         core.Cache.reset(self)
+        self._handed = None
+        self._record_past(False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """`reorder`, as beam search calls it."""
@@ -184,12 +218,29 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         self.select(indices)
 
     def activate_past_recording(self) -> None:
-        """Keep what a crop may need, until that crop: eviction waits for it."""
+        """Keep what a crop may need: eviction waits for it. When two forwards come without a crop
+        between them, recording is over; a draft's cache waits longer."""
         self._record_past(True)
 
+    def _end_recording(self) -> None:
+        between_forwards = self.layers[0].fed == self.layers[-1].fed
+        if self._uncropped and not self.drafting and between_forwards:
+            self._record_past(False)
+
     def _record_past(self, on: bool) -> None:
+        self._uncropped = False
         for layer in self.layers:
-            layer.record_past = on
+            if layer.record_past != on:
+                layer.record_past = on
+                layer.settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        """A copy of the state, for the same model: the config is not copied."""
+        memo[id(self.config)] = self.config
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def is_compileable(self) -> bool:
@@ -232,6 +283,8 @@ def _per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
                 "each of them one spec"
             )
         return [as_spec(spec[kind.name]) for kind in kinds]
+    if not isinstance(spec, Sequence):
+        raise SpecError(f"spec {spec!r}; give text such as 'keep_all', a list or a mapping")
     if len(spec) != len(kinds):
         raise SpecError(f"{len(spec)} specs for {len(kinds)} layers; give one each, or one for all")
     return [as_spec(one) for one in spec]

@@ -28,7 +28,11 @@ def base_config(model: Any) -> PreTrainedConfig:
     """The config of a model, of a PEFT model's base, or the config itself."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    config: PreTrainedConfig = getattr(model, "config", model)
+    config = getattr(model, "config", model)
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedError(
+            f"{model!r} is neither a transformers model nor its config; kvkeep.Cache(model, spec)"
+        )
     return config
 
 
@@ -51,6 +55,8 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", 0)
     if shared:
         raise _refused(text, "some of its layers reuse another layer's keys and values")
+    if getattr(text, "cross_attention_layers", None):
+        raise _refused(text, "some of its layers attend to images and cache those")
     count = text.num_hidden_layers
     window = getattr(text, "sliding_window", None)
     names = getattr(text, "layer_types", None)

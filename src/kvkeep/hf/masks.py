@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.cache import MaskLength
 from kvkeep.layer import LayerCache
+
+
+class MaskRequest(NamedTuple):
+    """What a tensor of positions was asked for, and is tagged with: the mask of such a window."""
+
+    window: int | None
 
 
 def mask_over(original: str) -> Callable[..., Tensor | None]:
@@ -55,12 +61,9 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 "the model asks for a mask that is not causal, sliding or padding (image blocks, "
                 "packed sequences, ...); use the cache with kvkeep.detach(model)"
             )
-        if local_size != layer.window:
-            raise UnsupportedError(
-                f"the model masks a window of {local_size} tokens where its config says "
-                f"{layer.window}; use the cache with kvkeep.detach(model)"
-            )
-        return _positions(layer, q_length, attention_mask, torch.device(device))
+        positions = _positions(layer, q_length, attention_mask, torch.device(device))
+        positions.kvkeep = MaskRequest(local_size)  # type: ignore[attr-defined]
+        return positions
 
     return mask
 
@@ -76,12 +79,14 @@ def _positions(
             f"attention mask {tuple(attention_mask.shape)} for {n} new tokens after {layer.fed}; "
             f"give {layer.fed + n} columns"
         )
-    before = attention_mask[:, :-n].sum(dim=1).cpu()
-    if layer.fed and attention_mask.shape[-1] != n and not before.equal(layer.seen):
-        raise ShapeError(
-            f"the attention mask shows {before.tolist()} of the {layer.fed} tokens before this "
-            f"call, but the cache was fed {layer.seen.tolist()}; what was fed cannot be masked or "
-            "shown later: reset() the cache and feed the whole text"
-        )
+    if layer.fed and attention_mask.shape[-1] != n:
+        before = attention_mask[:, :-n].bool()
+        shown = before.sum(dim=1).cpu()
+        if not (shown.equal(layer.seen) and layer.was_fed(before)):
+            raise ShapeError(
+                f"the attention mask shows {shown.tolist()} of the {layer.fed} tokens before this "
+                f"call, but the cache was fed {layer.seen.tolist()}, or others of them; what was "
+                "fed cannot be masked or shown later: reset() the cache and feed the whole text"
+            )
     real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
     return layer.next_positions(n, device, None if real.all() else real)

@@ -82,7 +82,10 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
     if name not in KNOWN:
         raise ModelError(f"no model {name!r} to fetch; there is {', '.join(KNOWN)}")
     target = local_path(name)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot write {target.parent}: {error}; set KVKEEP_HOME") from error
     with FileLock(f"{target}.lock"):
         if not is_fetched(name):
             # Built beside its place and renamed, so that half a model never has the name.
@@ -134,13 +137,19 @@ def load(
     if torch_dtype is None:
         torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     path = resolve(name, progress)
+    directory = Path(path)
+    if directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise ModelError(f"no model in {path}: it has no config.json; see `kvkeep models`")
+        if not any(directory.glob("token*")) and not any(directory.glob("vocab*")):
+            raise ModelError(f"no tokenizer in {path}: save one with save_pretrained()")
     progress(f"loading {name}")
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # what libraries raise on a broken directory is of every kind
+        reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
     model.eval().to(device=place)
     return model, tokenizer

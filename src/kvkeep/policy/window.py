@@ -29,10 +29,10 @@ class Window(Policy):
     rollback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.sinks < 0:
+        if not (self.size >= 1 and self.sinks >= 0 and self.budget < 2**31):
             raise SpecError(
-                f"window of {self.size} tokens and {self.sinks} sinks: size must be at least 1 "
-                "and sinks at least 0; use window:1024,sinks=4"
+                f"window of {self.size} tokens and {self.sinks} sinks: size must be at least 1, "
+                "sinks at least 0, both together below 2**31; use window:1024,sinks=4"
             )
 
     @property

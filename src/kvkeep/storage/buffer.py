@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,18 @@ class Buffer(Storage):
     def reset(self) -> None:
         self._planes = {}
         self._length = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles of this storage hold: the slots in use, not the spare ones."""
+        live = {name: plane.clone() for name, plane in self.read().items()}
+        return self.__dict__ | {"_planes": live, "capacity": self.capacity}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        live, capacity = state["_planes"], state.pop("capacity")
+        self.__dict__.update(state, _planes={}, _length=0)
+        if live:
+            self._reallocate(capacity, live)
+            self.append(live)
 
     def _fits(self, planes: Planes) -> bool:
         """Whether the buffers are of these planes' names, rows, heads, widths, dtype and device."""

@@ -32,7 +32,10 @@ class Concat(Storage):
             self._planes = concatenated(self._planes, planes)
             self.reallocations += 1
         else:
-            self._planes = {name: plane.clone() for name, plane in planes.items()}
+            self._planes = {
+                name: plane.clone(memory_format=torch.contiguous_format)
+                for name, plane in planes.items()
+            }
         return slice(start, self.length)
 
     def write(self, slots: Tensor, planes: Planes) -> None:

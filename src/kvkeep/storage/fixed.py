@@ -19,8 +19,10 @@ class Fixed(Buffer):
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        if capacity < 1:
-            raise SpecError(f"fixed storage of {capacity} slots: at least 1; use @fixed:4096")
+        if not 1 <= capacity < 2**31:
+            raise SpecError(
+                f"fixed storage of {capacity} slots: at least 1, below 2**31; use @fixed:4096"
+            )
         self.limit = capacity
 
     def _capacity_for(self, slots: int) -> int:

@@ -10,6 +10,7 @@ from kvkeep.errors import SpecError
 from kvkeep.storage.buffer import Buffer
 
 _FIRST_SLOTS = 64
+_MOST_GROWTH = 16.0
 
 
 @final
@@ -24,9 +25,10 @@ class Growing(Buffer):
 
     def __init__(self, factor: float = 2.0) -> None:
         super().__init__()
-        if not factor > 1.0:
+        if not 1.0 < factor <= _MOST_GROWTH:
             raise SpecError(
-                f"growing storage with factor {factor}: it must be above 1; use @growing for 2"
+                f"growing storage with factor {factor}: it must be above 1 and at most "
+                f"{_MOST_GROWTH}; use @growing for 2"
             )
         self.factor = factor
 
