@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test check slow
 
 demo: .venv/installed
-	$(BIN)/kvkeep generate --model smollm2-135m "What is the sea, and why is it salty?"
+	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
 
 test: .venv/installed
 	$(BIN)/pytest -q
