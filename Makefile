@@ -21,7 +21,7 @@ check: .venv/installed
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"

@@ -14,7 +14,7 @@ from kvkeep.codec import Plain
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.planes import POSITION, Reach
 
-BACKENDS = [b.name for b in backends()]
+BACKENDS = [b.name for b in backends() if b.available]
 D = 8
 
 
@@ -248,7 +248,7 @@ def test_half_precision_is_about_torchs(dtype, n):
 
 def test_float64_is_exact():
     q, k, v = qkv(dtype=torch.float64, n=5)
-    fast, slow = (attend(q, dense(k, v, 5), scale=0.4, backend=b)[0] for b in BACKENDS)
+    fast, slow = (attend(q, dense(k, v, 5), scale=0.4, backend=b)[0] for b in ("sdpa", "reference"))
     torch.testing.assert_close(fast, slow, atol=1e-14, rtol=1e-13)
 
 
@@ -274,5 +274,5 @@ def test_a_backend_that_cannot():
     q, k, v = qkv(slots=6, n=2)
     with pytest.raises(UnsupportedError, match="softcap"):
         attend(q, dense(k, v, 2), scale=0.4, softcap=2.0, backend="sdpa")
-    with pytest.raises(UnsupportedError, match="there are sdpa, reference"):
+    with pytest.raises(UnsupportedError, match="there are native, sdpa, reference"):
         attend(q, dense(k, v, 2), scale=0.4, backend="cuda")

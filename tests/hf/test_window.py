@@ -11,6 +11,8 @@ from kvkeep.errors import UnsupportedError
 
 LENGTH, PADS = 80, 20
 WINDOWS = [(16, 0), (16, 4)]
+NEAR = {"atol": 2e-5, "rtol": 2e-4}
+"""The tiny model's large weights enlarge the rounding of both sides; SmolLM2 is held to 1e-5."""
 
 
 def window_mask(length: int, size: int, sinks: int) -> torch.Tensor:
@@ -45,7 +47,7 @@ def test_one_row(model, ids, size, sinks, storage, chunk):
     with kvkeep.attach(model):
         cache = kvkeep.Cache(model, f"window:{size},sinks={sinks}@{storage}")
         logits = [model(c, past_key_values=cache).logits for c in row.split(chunk, dim=1)]
-    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, **NEAR)
     assert cache.length == size + sinks
     if storage == "fixed":
         assert cache.capacity == size + sinks
@@ -74,8 +76,8 @@ def test_ragged_batch_equals_its_rows_alone(model, ids, size, sinks, storage, ch
             logits.append(output.logits)
     both = torch.cat(logits, dim=1)
     alone = reference(model, ids[:1, PADS:], size, sinks), reference(model, ids[1:], size, sinks)
-    torch.testing.assert_close(both[0, PADS:], alone[0][0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(both[1], alone[1][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(both[0, PADS:], alone[0][0], **NEAR)
+    torch.testing.assert_close(both[1], alone[1][0], **NEAR)
     assert cache.seen.tolist() == [LENGTH, LENGTH + PADS]
 
 
@@ -86,7 +88,7 @@ def test_unattached_is_right_or_raises(model, ids):
     model(row[:, :16], past_key_values=cache)
     steps = [model(row[:, i : i + 1], past_key_values=cache).logits for i in range(16, 40)]
     expected = reference(model, row, 16, 0)[:, 16:]
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, **NEAR)
     with pytest.raises(UnsupportedError, match="attach"):
         model(row[:, :2], past_key_values=cache)
     with pytest.raises(UnsupportedError, match="attach"):

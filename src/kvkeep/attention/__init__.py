@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvkeep.attention import reference, sdpa
+from kvkeep.attention import native, reference, sdpa
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Segment, View
@@ -35,6 +35,14 @@ class Backend:
 
 
 _TABLE = (
+    Backend(
+        "native",
+        native.run,
+        native.refuses,
+        limits="CPU; float32, bfloat16, float16; no gradients",
+        available=native.available,
+        reason=native.reason,
+    ),
     Backend(
         "sdpa",
         sdpa.run,

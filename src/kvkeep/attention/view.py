@@ -13,7 +13,11 @@ from kvkeep.planes import POSITION, Planes, Reach, part, slot_count
 
 
 class Decoder(Protocol):
-    """What attention needs of a codec."""
+    """What attention needs of a codec. A kernel that reads the planes itself goes by `name`."""
+
+    @property
+    def name(self) -> str:
+        """The codec's name in a spec."""
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""

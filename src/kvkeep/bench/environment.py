@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,15 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_bandwidth(mebibytes: int = 512) -> float:
+    """GB/s at which all threads together read memory that no processor cache holds: the best of
+    several sums over one large float32 tensor."""
+    x = torch.zeros(mebibytes * 2**18)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        x.sum()
+        best = min(best, time.perf_counter() - start)
+    return x.numel() * 4 / best / 1e9

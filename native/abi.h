@@ -1,0 +1,59 @@
+// The C interface of the kernel: pointers and strides, no torch types. Mirrored in
+// src/kvkeep/attention/native.py, which must change with it.
+#pragma once
+#include <cstdint>
+
+#define KV_PUBLIC __attribute__((visibility("default")))
+
+extern "C" {
+
+// What one element of a plane is.
+enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2 };
+
+// A tensor (rows, heads, slots or queries, width). Strides in elements; the width's is 1, and an
+// axis that is shared has stride 0. Any alignment.
+struct KvPlane {
+    const void* data;
+    int64_t row, head, slot;
+    int64_t type;  // KvType; positions are int32 whatever it says
+};
+
+// A run of slots with one encoding. `queries` are as these keys need them: a rotary offset turns
+// the queries, not the keys.
+struct KvSegment {
+    KvPlane k, v, position, queries;
+    int64_t slots;
+    int64_t shared;  // 1 when all rows read the same slots
+};
+
+// A query at position t sees a slot at position p if t - p < size or p < sinks.
+struct KvReach {
+    int64_t size, sinks;
+};
+
+struct KvCall {
+    const KvSegment* segments;
+    const KvReach* reaches;
+    const int32_t* position;  // the queries' positions
+    const float* sinks;       // (heads * group), or null
+    void* out;                // (rows, heads * group, queries, value_width), width contiguous
+    float* mass;              // (rows, heads, slots of all segments), zeroed, or null
+    int64_t segment_count, reach_count;
+    int64_t position_row;  // stride; 0 when the rows share them
+    int64_t out_row, out_head, out_query, out_type;
+    int64_t rows, heads, group, queries, key_width, value_width;
+    int64_t dense;  // 1: no positions; query i of n sees all but the last n - 1 - i slots
+    int64_t threads;
+    double scale;
+    double softcap;  // 0 for none
+};
+
+// 0, or 1 when scratch memory could not be had.
+KV_PUBLIC int kv_attend(const KvCall* call);
+
+// The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable".
+KV_PUBLIC const char* kv_instructions();
+
+// Take the instruction set `name` from now on; 0, or 1 when this processor lacks it.
+KV_PUBLIC int kv_use_instructions(const char* name);
+}

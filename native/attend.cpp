@@ -1,0 +1,357 @@
+// The scheduler: splits a call into runs, shares them out to threads, merges what they found.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include "kernel.h"
+#include "simd.h"
+
+namespace {
+
+// -- instruction sets ------------------------------------------------------------------------
+
+struct Instructions {
+    const char* name;
+    KvKernel* run;
+    bool (*here)();
+};
+
+const Instructions TABLE[] = {
+#if defined(KV_X86)
+    {"avx512bf16", kv_run_avx512bf16,
+     [] {
+         return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+     }},
+    {"avx512", kv_run_avx512,
+     [] {
+         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+     }},
+    // The processors with AVX2 and FMA have F16C.
+    {"avx2", kv_run_avx2,
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+    {"portable", kv_run_portable, [] { return true; }},
+};
+
+const Instructions* best() {
+    for (const Instructions& one : TABLE)
+        if (one.here()) return &one;
+    return nullptr;  // not reached: portable is always here
+}
+
+std::atomic<const Instructions*> in_use{nullptr};
+
+const Instructions& instructions() {
+    const Instructions* one = in_use.load();
+    if (!one) in_use = one = best();
+    return *one;
+}
+
+// -- threads ---------------------------------------------------------------------------------
+
+// A forked child has none of its parent's worker threads, and asking for them would wait for ever.
+std::atomic<bool> forked{false};
+
+[[maybe_unused]] const bool watching = [] {
+#if defined(__unix__) || defined(__APPLE__)
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+    return true;
+}();
+
+// A thread's scratch memory, in two pieces, kept for its next call.
+float* scratch(int piece, int64_t floats) {
+    static thread_local std::unique_ptr<float[]> memory[2];
+    static thread_local int64_t held[2] = {0, 0};
+    if (floats > held[piece]) {
+        memory[piece].reset(new (std::nothrow) float[floats + 16]);
+        held[piece] = memory[piece] ? floats : 0;
+    }
+    if (!memory[piece]) return nullptr;
+    return (float*)(((uintptr_t)memory[piece].get() + 63) & ~(uintptr_t)63);
+}
+
+// -- the plan --------------------------------------------------------------------------------
+
+constexpr int64_t FEWEST_SLOTS = 256;        // of a run, when a tile is split
+constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer to read, another thread costs more
+
+struct SegmentPlan {
+    int64_t rows, row_tiles, parts, first;  // rows of a tile; parts of a tile; index of its first run
+};
+
+struct Plan {
+    int64_t tokens, token_tiles, threads;
+    std::vector<SegmentPlan> segments;
+    std::vector<KvRun> runs;
+    int64_t records = 0;    // most of any run
+    bool alone = false;     // each tile is one run, which needs no merge
+
+    explicit Plan(const KvCall& call) {
+        tokens = std::clamp<int64_t>(KV_RECORDS / call.group, 1, call.queries);
+        token_tiles = (call.queries + tokens - 1) / tokens;
+        int64_t work = 0;  // slots to pass by, in all tiles
+        for (int64_t i = 0; i < call.segment_count; ++i) {
+            const KvSegment& segment = call.segments[i];
+            SegmentPlan plan;
+            plan.rows = segment.shared
+                            ? std::clamp<int64_t>(KV_RECORDS / (call.group * tokens), 1, call.rows)
+                            : 1;
+            plan.row_tiles = (call.rows + plan.rows - 1) / plan.rows;
+            work += plan.row_tiles * call.heads * token_tiles * segment.slots;
+            segments.push_back(plan);
+        }
+        const int64_t bytes = work * (call.key_width + call.value_width) * 2;
+        threads = std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, call.threads));
+        if (forked) threads = 1;
+        const int64_t share =
+            threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (4 * threads));
+        for (int64_t i = 0; i < call.segment_count; ++i) add_runs(call, i, share);
+        alone = call.segment_count == 1 && segments[0].parts == 1 && !call.mass;
+    }
+
+    void add_runs(const KvCall& call, int64_t index, int64_t share) {
+        const int64_t slots = call.segments[index].slots;
+        SegmentPlan& plan = segments[index];
+        plan.parts = slots > share ? (slots + share - 1) / share : 1;
+        plan.first = (int64_t)runs.size();
+        const int64_t blocks = (slots + KV_BLOCK - 1) / KV_BLOCK;
+        for (int64_t row_tile = 0; row_tile < plan.row_tiles; ++row_tile)
+            for (int64_t head = 0; head < call.heads; ++head)
+                for (int64_t tile = 0; tile < token_tiles; ++tile)
+                    for (int64_t part = 0; part < plan.parts; ++part) {
+                        KvRun run{};
+                        run.segment = index;
+                        run.head = head;
+                        run.row0 = row_tile * plan.rows;
+                        run.row1 = std::min(run.row0 + plan.rows, call.rows);
+                        // The latest tokens see most, so they go first.
+                        run.query0 = (token_tiles - 1 - tile) * tokens;
+                        run.query1 = std::min(run.query0 + tokens, call.queries);
+                        run.slot0 = blocks * part / plan.parts * KV_BLOCK;
+                        run.slot1 = std::min(blocks * (part + 1) / plan.parts * KV_BLOCK, slots);
+                        if (call.dense && index + 1 == call.segment_count)
+                            run.slot1 = std::min(run.slot1, slots - call.queries + run.query1);
+                        records = std::max(records, kv_records(call, run));
+                        runs.push_back(run);
+                    }
+    }
+
+    // The run of a part, and the record in it, for one row, head, query head of the group and token.
+    const KvRun& run_of(const KvCall& call, int64_t segment, int64_t part, int64_t row,
+                        int64_t head, int64_t token) const {
+        const SegmentPlan& plan = segments[segment];
+        const int64_t tile = token_tiles - 1 - token / tokens;
+        const int64_t row_tile = row / plan.rows;
+        return runs[plan.first +
+                    ((row_tile * call.heads + head) * token_tiles + tile) * plan.parts + part];
+    }
+};
+
+int64_t record_of(const KvCall& call, const KvRun& run, int64_t row, int64_t g, int64_t token) {
+    return ((row - run.row0) * call.group + g) * (run.query1 - run.query0) + token - run.query0;
+}
+
+// -- merging ---------------------------------------------------------------------------------
+
+// One element of the output, in its type.
+void put(const KvCall& call, int64_t index, float x) {
+    switch (call.out_type) {
+        case KV_F32: ((float*)call.out)[index] = x; break;
+        case KV_BF16: ((uint16_t*)call.out)[index] = BF16::narrow1(x); break;
+        default: ((uint16_t*)call.out)[index] = F16::narrow1(x); break;
+    }
+}
+
+// Merge `count` partial results of one query into the output; returns the log-sum-exp.
+float merge(const KvCall& call, const float* const* partial, int64_t count, int64_t row,
+            int64_t head, int64_t token) {
+    const int64_t width = call.value_width;
+    const float sink = call.sinks ? call.sinks[head] : -INFINITY;
+    float top = sink;
+    for (int64_t i = 0; i < count; ++i) top = std::max(top, partial[i][width]);
+    const float base = top == -INFINITY ? 0.0f : top;
+    float total = std::exp(sink - base);
+    for (int64_t i = 0; i < count; ++i)
+        total += std::exp(partial[i][width] - base) * partial[i][width + 1];
+    const int64_t at = row * call.out_row + head * call.out_head + token * call.out_query;
+    const float inverse = total == 0 ? 0.0f : 1.0f / total;
+    if (count == 1) {
+        const float weight = std::exp(partial[0][width] - base) * inverse;
+        for (int64_t d = 0; d < width; ++d) put(call, at + d, partial[0][d] * weight);
+    } else {
+        float* sum = scratch(0, width);
+        std::fill(sum, sum + width, 0.0f);
+        for (int64_t i = 0; i < count; ++i) {
+            const float weight = std::exp(partial[i][width] - base) * inverse;
+            for (int64_t d = 0; d < width; ++d) sum[d] += weight * partial[i][d];
+        }
+        for (int64_t d = 0; d < width; ++d) put(call, at + d, sum[d]);
+    }
+    return base + std::log(total);
+}
+
+// -- a call ----------------------------------------------------------------------------------
+
+struct Job {
+    const KvCall& call;
+    Plan plan;
+    KvKernel* kernel = instructions().run;
+    int64_t record_floats = call.value_width + 2;
+    std::vector<float> partials, scores, lse;
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+
+    explicit Job(const KvCall& call) : call(call), plan(call) {
+        if (!plan.alone) {
+            int64_t floats = 0;
+            for (const KvRun& run : plan.runs) floats += kv_records(call, run) * record_floats;
+            partials.resize(floats);
+            float* at = partials.data();
+            for (KvRun& run : plan.runs) {
+                run.partial = at;
+                at += kv_records(call, run) * record_floats;
+            }
+        }
+        if (call.mass) {
+            int64_t floats = 0;
+            for (const KvRun& run : plan.runs) floats += kv_records(call, run) * slots(run);
+            scores.resize(floats);
+            float* at = scores.data();
+            for (KvRun& run : plan.runs) {
+                run.scores = at;
+                at += kv_records(call, run) * slots(run);
+            }
+            lse.resize(call.rows * call.heads * call.group * call.queries);
+        }
+    }
+
+    static int64_t slots(const KvRun& run) { return run.slot1 - run.slot0; }
+
+    // Every thread: take runs until none is left.
+    void work() {
+        for (int64_t i; (i = next++) < (int64_t)plan.runs.size();) {
+            KvRun run = plan.runs[i];
+            const int64_t records = kv_records(call, run);
+            const int64_t own = kv_scratch(call, records);
+            float* memory = scratch(0, own + (plan.alone ? records * record_floats : 0));
+            if (!memory) {
+                failed = true;
+                return;
+            }
+            if (plan.alone) run.partial = memory + own;
+            kernel(call, run, memory);
+            if (!plan.alone) continue;
+            const float* partial = run.partial;
+            for (int64_t row = run.row0; row < run.row1; ++row)
+                for (int64_t g = 0; g < call.group; ++g)
+                    for (int64_t token = run.query0; token < run.query1; ++token) {
+                        merge(call, &partial, 1, row, run.head * call.group + g, token);
+                        partial += record_floats;
+                    }
+        }
+    }
+
+    // Merge all partial results of one row and query head.
+    void finish(int64_t row, int64_t query_head) {
+        const int64_t head = query_head / call.group, g = query_head % call.group;
+        int64_t most = 0;
+        for (const SegmentPlan& segment : plan.segments) most += segment.parts;
+        const float** partial = (const float**)scratch(1, most * 2);
+        if (!partial) {
+            failed = true;
+            return;
+        }
+        for (int64_t token = 0; token < call.queries; ++token) {
+            int64_t count = 0;
+            for (int64_t i = 0; i < call.segment_count; ++i)
+                for (int64_t part = 0; part < plan.segments[i].parts; ++part) {
+                    const KvRun& run = plan.run_of(call, i, part, row, head, token);
+                    partial[count++] =
+                        run.partial + record_of(call, run, row, g, token) * record_floats;
+                }
+            const float sum = merge(call, partial, count, row, query_head, token);
+            if (call.mass)
+                lse[(row * call.heads * call.group + query_head) * call.queries + token] = sum;
+        }
+    }
+
+    // Add up what each slot received from the queries of one row and kv head.
+    void add_mass(int64_t row, int64_t head) {
+        int64_t all_slots = 0;
+        for (int64_t i = 0; i < call.segment_count; ++i) all_slots += call.segments[i].slots;
+        float* mass = call.mass + (row * call.heads + head) * all_slots;
+        for (const KvRun& run : plan.runs) {
+            if (run.head != head || row < run.row0 || row >= run.row1) continue;
+            int64_t before = run.slot0;
+            for (int64_t i = 0; i < run.segment; ++i) before += call.segments[i].slots;
+            for (int64_t g = 0; g < call.group; ++g)
+                for (int64_t token = run.query0; token < run.query1; ++token) {
+                    const int64_t query = (row * call.heads + head) * call.group + g;
+                    const float sum = lse[query * call.queries + token];
+                    if (sum == -INFINITY) continue;  // sees nothing
+                    const float* score = run.scores + record_of(call, run, row, g, token) * slots(run);
+                    for (int64_t j = 0; j < slots(run); ++j)
+                        mass[before + j] += std::exp(score[j] - sum) / call.group;
+                }
+        }
+    }
+};
+
+// Call f(0), ..., f(count - 1), shared out to the job's threads.
+template <class F>
+void share(int64_t threads, int64_t count, F f) {
+#if defined(_OPENMP)
+    if (threads > 1) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+        for (int64_t i = 0; i < count; ++i) f(i);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; ++i) f(i);
+}
+
+}  // namespace
+
+int kv_attend(const KvCall* call) {
+    try {
+        Job job(*call);
+        const int64_t threads = job.plan.threads;
+        share(threads, threads, [&](int64_t) { job.work(); });
+        if (!job.plan.alone && !job.failed) {
+            const int64_t heads = call->heads * call->group;
+            // Few numbers: not worth another round of all threads.
+            const int64_t few = call->rows * heads * call->queries * call->value_width < (1 << 15);
+            share(few ? 1 : threads, call->rows * heads,
+                  [&](int64_t i) { job.finish(i / heads, i % heads); });
+        }
+        if (call->mass && !job.failed)
+            share(threads, call->rows * call->heads,
+                  [&](int64_t i) { job.add_mass(i / call->heads, i % call->heads); });
+        return job.failed;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+const char* kv_instructions() { return instructions().name; }
+
+int kv_use_instructions(const char* name) {
+    for (const Instructions& one : TABLE)
+        if (!strcmp(one.name, name) && one.here()) {
+            in_use = &one;
+            return 0;
+        }
+    return 1;
+}

@@ -1,0 +1,37 @@
+// What the scheduler (attend.cpp) and the kernels (kernel.cpp, one copy per instruction set) share.
+#pragma once
+#include "abi.h"
+
+// Queries of one head and some rows against a range of slots of one segment.
+struct KvRun {
+    int64_t segment, head;
+    int64_t row0, row1;      // rows, several only where they share the slots
+    int64_t query0, query1;  // tokens of the chunk
+    int64_t slot0, slot1;
+    // One record for each row, query head of the group and token, in that order: value_width sums
+    // of p v, then the largest score, then the sum of p.
+    float* partial;
+    // The scores themselves, for the mass: (record, slot1 - slot0), or null.
+    float* scores;
+};
+
+// `static`: see simd.h.
+static inline int64_t kv_records(const KvCall& call, const KvRun& run) {
+    return (run.row1 - run.row0) * call.group * (run.query1 - run.query0);
+}
+
+constexpr int64_t KV_BLOCK = 64;    // slots whose scores are held at once
+constexpr int64_t KV_RECORDS = 128;  // most records of a run, unless one token's group has more
+constexpr int64_t KV_WIDTH_STEP = 32;  // widths are padded to a multiple of this in scratch memory
+
+static inline int64_t kv_padded(int64_t width) {
+    return (width + KV_WIDTH_STEP - 1) / KV_WIDTH_STEP * KV_WIDTH_STEP;
+}
+
+// Floats of scratch memory a run needs.
+static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
+    return records * (kv_padded(call.key_width) + kv_padded(call.value_width) + 2 * KV_BLOCK + 3);
+}
+
+typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);
+KvKernel kv_run_portable, kv_run_avx2, kv_run_avx512, kv_run_avx512bf16;

@@ -1,0 +1,259 @@
+// Vectors of W floats for one instruction set, chosen by the flags this is compiled with. GCC's and
+// clang's vector extensions say what to compute; intrinsics only where those have no word for it.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define KV_LANES 16
+#else
+#define KV_LANES 8
+#endif
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+// Everything here is in an unnamed namespace: were it shared between the copies for different
+// instruction sets, the linker would keep one, and an old processor might meet the newest.
+#define KV_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int W = KV_LANES;
+typedef float vf __attribute__((vector_size(4 * KV_LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * KV_LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * KV_LANES)));
+
+template <class V>
+KV_INLINE V load(const void* from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V>
+KV_INLINE void store(void* to, V v) {
+    memcpy(to, &v, sizeof v);
+}
+
+KV_INLINE vf all(float x) { return x - vf{}; }  // not vf{} + x, which would have to turn -0 into 0
+KV_INLINE vf pick(vi mask, vf yes, vf no) {
+    return mask ? yes : no;
+}
+
+// -- reductions ------------------------------------------------------------------------------
+
+#if KV_LANES == 16
+KV_INLINE vf fold8(vf a, vf b) {  // halves: [a.lo + a.hi, b.lo + b.hi]
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+KV_INLINE vf fold4(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+KV_INLINE vf fold2(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+KV_INLINE vf fold1(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+}
+#else
+KV_INLINE vf fold4(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+KV_INLINE vf fold2(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+KV_INLINE vf fold1(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+#endif
+
+// Where the i-th of W sums must stand so that `sums` gives it in lane i: the last fold swaps the two
+// lowest bits.
+constexpr int place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
+
+// Lane i is the sum of the lanes of v[place(i)].
+KV_INLINE vf sums(vf (&v)[W]) {
+#if KV_LANES == 16
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) v[i] = fold8(v[i], v[i + 8]);
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) v[i] = fold4(v[i], v[i + 4]);
+    v[0] = fold2(v[0], v[2]);
+    v[1] = fold2(v[1], v[3]);
+    return fold1(v[0], v[1]);
+}
+
+// Lanes exchanged h apart, for folding a vector onto itself.
+#if KV_LANES == 16
+KV_INLINE vf swap8(vf v) {
+    return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+KV_INLINE vf swap4(vf v) {
+    return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+}
+KV_INLINE vf swap2(vf v) {
+    return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+}
+KV_INLINE vf swap1(vf v) {
+    return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+}
+#else
+KV_INLINE vf swap8(vf v) { return v; }  // not called
+KV_INLINE vf swap4(vf v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3); }
+KV_INLINE vf swap2(vf v) { return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5); }
+KV_INLINE vf swap1(vf v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6); }
+#endif
+
+KV_INLINE float sum(vf v) {
+    if (W == 16) v += swap8(v);
+    v += swap4(v);
+    v += swap2(v);
+    v += swap1(v);
+    return v[0];
+}
+
+KV_INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
+
+KV_INLINE float largest(vf v) {
+    if (W == 16) v = larger(swap8(v), v);
+    v = larger(swap4(v), v);
+    v = larger(swap2(v), v);
+    v = larger(swap1(v), v);
+    return v[0];
+}
+
+// -- exp and tanh ----------------------------------------------------------------------------
+
+// e^x for x <= 0, to about one unit in the last place; 0 below -87.3, NaN for NaN. The polynomial is
+// Cephes'.
+KV_INLINE vf exp_down(vf x) {
+    const vf magic = all(12582912.0f);
+    const vf shifted = x * 1.44269504088896341f + magic;
+    const vf n = shifted - magic;
+    const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vf p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const vi power = ((vi)shifted - (vi)magic + 127) << 23;
+    return pick(x < all(-87.3f), vf{}, p * (vf)power);
+}
+
+// tanh x; near zero by Cephes' polynomial, because (1 - e^-2x) / (1 + e^-2x) cancels there.
+KV_INLINE vf tanh(vf x) {
+    const vf size = (vf)((vi)x & 0x7fffffff);
+    const vf s = x * x;
+    vf p = all(-5.70498872745e-3f);
+    p = p * s + 2.06390887954e-2f;
+    p = p * s - 5.37397155531e-2f;
+    p = p * s + 1.33314422036e-1f;
+    p = p * s - 3.33332819422e-1f;
+    p = p * s * x + x;
+    const vf down = exp_down(size * -2.0f);
+    const vf far = (1.0f - down) / (1.0f + down);
+    const vf signed_far = (vf)((vi)far | ((vi)x & (int32_t)0x80000000));
+    return pick(size < all(0.625f), p, signed_far);
+}
+
+// -- elements --------------------------------------------------------------------------------
+
+// Two vectors from 2 W consecutive elements. Which element lands in which lane is the type's own
+// choice (`lane`), the same for every tensor of that type: dot products and sums over slots do not
+// mind, and what leaves the kernel is put in order.
+struct Pair {
+    vf a, b;
+};
+
+struct F32 {
+    typedef float Element;
+    static constexpr int lane(int i) { return i; }
+    KV_INLINE Pair widen(const float* x) { return {load<vf>(x), load<vf>(x + W)}; }
+    static float widen1(float x) { return x; }
+    static float narrow1(float x) { return x; }
+};
+
+struct BF16 {
+    typedef uint16_t Element;
+    // Even elements first: one shift and one mask widen them, with no shuffle.
+    static constexpr int lane(int i) { return (i & 1) * W + i / 2; }
+    KV_INLINE Pair widen(const uint16_t* x) {
+        const vi both = load<vi>(x);
+        return {(vf)(both << 16), (vf)(both & (int32_t)0xffff0000)};
+    }
+    static float widen1(uint16_t x) {
+        const uint32_t bits = (uint32_t)x << 16;
+        float f = 0;
+        memcpy(&f, &bits, 4);
+        return f;
+    }
+    static uint16_t narrow1(float x) {  // to nearest, ties to even; NaN stays NaN
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+        return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    }
+};
+
+struct F16 {
+    typedef uint16_t Element;
+    static constexpr int lane(int i) { return i; }
+    KV_INLINE vf widen_half(const uint16_t* x) {
+#if defined(__AVX512F__)
+        return (vf)_mm512_maskz_cvtph_ps(0xffff, (__m256i)load<vh>(x));
+#elif defined(__F16C__)
+        return (vf)_mm256_cvtph_ps((__m128i)load<vh>(x));
+#else
+        vf out;
+        for (int i = 0; i < W; ++i) out[i] = widen1(x[i]);
+        return out;
+#endif
+    }
+    KV_INLINE Pair widen(const uint16_t* x) { return {widen_half(x), widen_half(x + W)}; }
+    static float widen1(uint16_t x) {
+        const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
+        uint32_t bits = rest << 13;
+        float f = 0;
+        if (rest >= 0x7c00) {
+            bits |= 0x7f800000;  // infinity and NaN
+            memcpy(&f, &bits, 4);
+        } else {
+            memcpy(&f, &bits, 4);
+            f *= 0x1p112f;  // also makes subnormals what they are
+        }
+        memcpy(&bits, &f, 4);
+        bits |= sign;
+        memcpy(&f, &bits, 4);
+        return f;
+    }
+    static uint16_t narrow1(float x) {
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        const uint16_t sign = (uint16_t)(bits >> 16) & 0x8000;
+        bits &= 0x7fffffff;
+        if (bits > 0x7f800000) return sign | 0x7e00;
+        if (bits >= 0x47800000) return sign | 0x7c00;
+        if (bits < 0x38800000) {  // subnormal: the addition shifts and rounds
+            float f = 0;
+            memcpy(&f, &bits, 4);
+            f += 0.5f;
+            memcpy(&bits, &f, 4);
+            return sign | (uint16_t)(bits - 0x3f000000);
+        }
+        const uint32_t odd = (bits >> 13) & 1;
+        return sign | (uint16_t)((bits - 0x38000000 + 0xfff + odd) >> 13);
+    }
+};
+
+}  // namespace

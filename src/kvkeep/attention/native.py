@@ -1,0 +1,224 @@
+"""The native CPU backend: one pass of C++ over the slots where they lie.
+
+It reads keys and values of float32, bfloat16 and float16 through pointers and strides (see
+`native/abi.h`, which the structures below mirror), shares torch's OpenMP threads, and takes the
+best of AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and works all
+the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.options import Options
+from kvkeep.attention.view import Segment, View
+from kvkeep.chunk import wants_gradients
+from kvkeep.errors import UnsupportedError
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Plane(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("row", c_int64),
+        ("head", c_int64),
+        ("slot", c_int64),
+        ("type", c_int64),
+    )
+
+
+class _Segment(Structure):
+    _fields_ = (
+        ("k", _Plane),
+        ("v", _Plane),
+        ("position", _Plane),
+        ("queries", _Plane),
+        ("slots", c_int64),
+        ("shared", c_int64),
+    )
+
+
+class _Reach(Structure):
+    _fields_ = (("size", c_int64), ("sinks", c_int64))
+
+
+class _Call(Structure):
+    _fields_ = (
+        ("segments", POINTER(_Segment)),
+        ("reaches", POINTER(_Reach)),
+        ("position", c_void_p),
+        ("sinks", c_void_p),
+        ("out", c_void_p),
+        ("mass", c_void_p),
+        *(
+            (name, c_int64)
+            for name in (
+                "segment_count",
+                "reach_count",
+                "position_row",
+                "out_row",
+                "out_head",
+                "out_query",
+                "out_type",
+                "rows",
+                "heads",
+                "group",
+                "queries",
+                "key_width",
+                "value_width",
+                "dense",
+                "threads",
+            )
+        ),
+        ("scale", c_double),
+        ("softcap", c_double),
+    )
+
+
+def _path() -> Path | None:
+    """Beside this file, or where an editable install put it."""
+    beside = sorted(Path(__file__).parent.glob("_native.*"))
+    if beside:
+        return beside[0]
+    with suppress(PackageNotFoundError):
+        for file in files("kvkeep") or ():
+            if file.stem == "_native":
+                return Path(str(file.locate()))
+    return None
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, and the instruction set it uses, or why there is none."""
+    path = _path()
+    if path is None:
+        return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"cannot be loaded: {error}"
+    library.kv_attend.argtypes = (POINTER(_Call),)
+    library.kv_instructions.restype = c_char_p
+    library.kv_use_instructions.argtypes = (c_char_p,)
+    library.kv_use_instructions.restype = c_int
+    return library, library.kv_instructions().decode()
+
+
+_LIBRARY, reason = _load()
+available = _LIBRARY is not None
+
+
+def use_instructions(name: str) -> None:
+    """Take the instruction set `name` from now on, for tests and benchmarks.
+
+    Args:
+        name: "avx512bf16", "avx512", "avx2" or "portable".
+
+    Raises:
+        UnsupportedError: this processor or this build lacks it.
+    """
+    if _LIBRARY is None or _LIBRARY.kv_use_instructions(name.encode()):
+        raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")
+
+
+def instructions() -> str:
+    """The instruction set in use; empty without the library."""
+    return "" if _LIBRARY is None else _LIBRARY.kv_instructions().decode()
+
+
+def refuses(q: Tensor, view: View, options: Options) -> str | None:
+    """Why the kernel cannot do this call, or None."""
+    if q.device.type != "cpu":
+        return "the native kernel runs on the CPU"
+    if q.dtype not in _TYPES:
+        return f"the native kernel computes in float32, which is too little for {q.dtype}"
+    if torch.compiler.is_compiling():
+        return "the native kernel reads pointers, which tracing does not have"
+    for segment in view.segments:
+        k, v = segment.planes["k"], segment.planes["v"]
+        if segment.key_codec.name != "plain" or segment.value_codec.name != "plain":
+            return "the native kernel reads plain keys and values"
+        if k.dtype not in _TYPES or v.dtype not in _TYPES:
+            return f"the native kernel reads no {k.dtype}"
+        if wants_gradients(q, k, v):
+            return "the native kernel has no gradients"
+    return None
+
+
+def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
+    assert _LIBRARY is not None
+    rows, query_heads, n, key_width = q.shape
+    heads = view.segments[-1].planes["k"].shape[1]
+    value_width = view.segments[-1].planes["v"].shape[3]
+    out = q.new_empty(rows, n, query_heads, value_width)
+    mass = None
+    if options.need_mass:
+        mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
+    # Turned queries stay in float32, so that a rotary offset costs no precision.
+    turned = [q if s.rotation is None else s.queries(q.float()) for s in view.segments]
+    dense = view.dense
+    kept: list[Tensor] = []  # what the kernel reads and nobody else holds
+    segments = (_Segment * len(turned))(
+        *(_segment(s, x, dense, kept) for s, x in zip(view.segments, turned, strict=True))
+    )
+    position = None if dense else view.position.to(torch.int32).contiguous()
+    reaches = (_Reach * len(view.reaches))(*(_Reach(r.size, r.sinks) for r in view.reaches))
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    out_row, out_query, out_head, _ = out.stride()
+    call = _Call(
+        segments,
+        reaches,
+        None if position is None else position.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        None if mass is None else mass.data_ptr(),
+        len(segments),
+        len(reaches),
+        n if position is not None and position.dim() == 2 else 0,
+        out_row,
+        out_head,
+        out_query,
+        _TYPES[q.dtype],
+        rows,
+        heads,
+        query_heads // heads,
+        n,
+        key_width,
+        value_width,
+        dense,
+        torch.get_num_threads(),
+        options.scale,
+        options.softcap or 0.0,
+    )
+    if _LIBRARY.kv_attend(call):
+        raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
+    return out.transpose(1, 2), mass
+
+
+def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> _Segment:
+    k, v = segment.planes["k"], segment.planes["v"]
+    shared = k.shape[0] != q.shape[0]
+    position: tuple[int | None, ...] = (None, 0, 0, 0, 0)
+    if not dense:
+        place = segment.position
+        row, head, slot = place.stride()
+        row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
+        position = (place.data_ptr(), row, head, slot, 0)
+    planes = (_plane(k, shared, kept), _plane(v, shared, kept), position, _plane(q, False, kept))
+    return _Segment(*planes, k.shape[2], shared)
+
+
+def _plane(x: Tensor, shared: bool, kept: list[Tensor]) -> tuple[int | None, ...]:
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    kept.append(x)
+    row, head, slot, _ = x.stride()
+    return x.data_ptr(), 0 if shared else row, head, slot, _TYPES[x.dtype]

@@ -1,0 +1,284 @@
+"""The native kernel, on every instruction set this machine has, against the float64 reference."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.attention import Rotation, Segment, View, attend, native, reference
+from kvkeep.attention.options import Options
+from kvkeep.codec import Plain
+from kvkeep.errors import UnsupportedError
+from kvkeep.planes import POSITION, Reach
+
+pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
+
+# Largest error, as a share of the largest result.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def usable(name):
+    try:
+        native.use_instructions(name)
+    except UnsupportedError:
+        return False
+    return True
+
+
+BEST = native.instructions()
+SETS = [name for name in ("avx512bf16", "avx512", "avx2", "portable") if usable(name)]
+if native.available:
+    native.use_instructions(BEST)
+
+
+@pytest.fixture(autouse=True, params=SETS)
+def instructions(request):
+    native.use_instructions(request.param)
+    yield request.param
+    native.use_instructions(BEST)
+
+
+def segment(k, v, position, rotation=None):
+    place = torch.as_tensor(position, dtype=torch.int32)
+    place = place.view(-1 if k.shape[2] else 1, 1, k.shape[2]).expand(k.shape[0], 1, -1)
+    return Segment({"k": k, "v": v, POSITION: place}, Plain(), Plain(), rotation)
+
+
+def exactly(q, view, options):
+    """The reference in float64, on what the kernel was given."""
+
+    def double(x):
+        planes = {n: p.double() if n in "kv" else p for n, p in x.planes.items()}
+        return Segment(planes, x.key_codec, x.value_codec, x.rotation)
+
+    exact = View(tuple(map(double, view.segments)), view.position, view.ragged, view.reaches)
+    return reference.run(q.double(), exact, options)
+
+
+def check(q, view, options):
+    out, mass = native.run(q, view, options)
+    expected, expected_mass = exactly(q, view, options)
+    assert out.dtype == q.dtype
+    error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
+    assert error <= TOLERANCE[q.dtype], f"{error:.2e}"
+    if options.need_mass:
+        torch.testing.assert_close(mass, expected_mass, atol=3e-6, rtol=1e-5)
+    return out
+
+
+def dense(k, v, n):
+    place = torch.arange(k.shape[2])
+    return View((segment(k, v, place),), place[-n:], ragged=False)
+
+
+def qkv(rows=1, heads=2, group=2, slots=100, n=1, width=64, values=None, dtype=torch.float32):
+    return (
+        torch.randn(rows, heads * group, n, width, dtype=dtype),
+        torch.randn(rows, heads, slots, width, dtype=dtype),
+        torch.randn(rows, heads, slots, values or width, dtype=dtype),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12]),
+    past=st.sampled_from([0, 1, 17, 63, 64, 65, 300, 900]),
+    shared=st.sampled_from([0, 0, 1, 70, 200]),
+    n=st.sampled_from([1, 1, 1, 2, 5, 16, 40]),
+    pads=st.sampled_from([None, 0, 1, 5, 80]),
+    reach=st.sampled_from([None, (5, 0), (64, 3), (200, 4)]),
+    window=st.sampled_from([None, 33]),
+    softcap=st.sampled_from([None, 3.0, 30.0]),
+    with_sinks=st.booleans(),
+    rotated=st.booleans(),
+    need_mass=st.booleans(),
+    width=st.sampled_from([32, 40, 64, 80, 96, 128, 256, 7]),
+    values=st.sampled_from([32, 64, 72, 128, 9]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    threads=st.sampled_from([1, 2, 5]),
+)
+def test_every_feature(
+    seed,
+    rows,
+    heads,
+    group,
+    past,
+    shared,
+    n,
+    pads,
+    reach,
+    window,
+    softcap,
+    with_sinks,
+    rotated,
+    need_mass,
+    width,
+    values,
+    dtype,
+    threads,
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    length = past + n
+    position = torch.arange(shared, shared + length).expand(rows, -1).clone()
+    if pads:
+        position[0] -= pads
+        position[0, : min(pads, length)] = -1
+    segments = [
+        segment(random(rows, heads, length, width), random(rows, heads, length, values), position)
+    ]
+    if shared:
+        rotation = (
+            Rotation(11, 100.0 ** -torch.arange(0, 1, 2 / (width // 2 * 2))) if rotated else None
+        )
+        k, v = random(1, heads, shared, width), random(1, heads, shared, values)
+        segments.insert(0, segment(k, v, torch.arange(shared), rotation))
+    reaches = [Reach(*reach)] if reach else []
+    if window:
+        reaches.append(Reach(window))
+    own = position[:, past:]
+    view = View(
+        tuple(segments), own if pads is not None else own[0], pads is not None, tuple(reaches)
+    )
+    sinks = random(heads * group).float() if with_sinks else None
+    q = random(rows, heads * group, n, width)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(q, view, Options(width**-0.5, softcap, sinks, need_mass))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("n", "slots"), [(1, 20_000), (16, 4_000), (700, 900)])
+def test_long(dtype, n, slots):
+    q, k, v = qkv(heads=2, group=4, slots=slots, n=n, dtype=dtype)
+    check(q, dense(k, v, n), Options(0.125))
+
+
+def test_as_good_as_torch_in_bfloat16():
+    q, k, v = qkv(heads=4, group=4, slots=3000, width=128, dtype=torch.bfloat16)
+    expected, _ = exactly(q, dense(k, v, 1), Options(0.09))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    theirs = attention(q, k, v, scale=0.09, enable_gqa=True)
+    ours, _ = native.run(q, dense(k, v, 1), Options(0.09))
+    assert (ours - expected).abs().mean() <= 1.001 * (theirs - expected).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("n", [1, 3])
+def test_where_slots_lie(dtype, n):
+    """Spare slots behind, heads inside slots, rows of odd addresses, queries of any strides."""
+    q, k, v = qkv(rows=2, slots=90, n=n, dtype=dtype)
+
+    def in_buffer(x):
+        return torch.cat([x, torch.full_like(x, torch.nan)], dim=2)[:, :, :90]
+
+    def heads_inside(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def unaligned(x):
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+
+    def wide(x):
+        return torch.cat([x, x], dim=3)[..., : x.shape[3]]
+
+    for place in (in_buffer, heads_inside, unaligned, wide):
+        check(q, dense(place(k), place(v), n), Options(0.2))
+
+
+def test_what_it_refuses():
+    q, k, v = qkv(slots=20)
+    with pytest.raises(UnsupportedError, match="gradients"):
+        attend(q.requires_grad_(), dense(k, v, 1), scale=0.2, backend="native")
+    with pytest.raises(UnsupportedError, match="float64"):
+        attend(q.double(), dense(k.double(), v.double(), 1), scale=0.2, backend="native")
+
+
+def test_keys_and_values_of_another_type_than_the_queries():
+    for key, value in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
+        q, k, v = qkv(slots=70, n=3)
+        check(q, dense(k.to(key), v.to(value), 3), Options(0.2))
+
+
+def test_an_empty_segment():
+    q, k, v = qkv(slots=50, n=2)
+    none = segment(k[:, :, :0], v[:, :, :0], torch.arange(0))
+    (own,) = dense(k, v, 2).segments
+    view = View((none, own), torch.arange(48, 50), ragged=False)
+    expected = check(q, dense(k, v, 2), Options(0.2))
+    assert native.run(q, view, Options(0.2))[0].equal(expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_bad_keys_as_in_the_reference(bad, ragged):
+    q, k, v = qkv(rows=2, slots=200, n=2)
+    k[0, :, 130] = bad
+    place = torch.arange(200)
+    view = View((segment(k, v, place),), place[-2:], ragged=ragged)
+    out, _ = native.run(q, view, Options(0.2))
+    expected, _ = exactly(q, view, Options(0.2))
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5, equal_nan=True)
+
+
+def test_who_sees_nothing_gets_zero():
+    q, k, v = qkv(rows=2, slots=100, n=2)
+    place = torch.arange(100).repeat(2, 1)
+    place[0] = -1
+    view = View((segment(k, v, place),), place[:, -2:])
+    out, mass = native.run(q, view, Options(0.2, need_mass=True))
+    assert out[0].eq(0).all()
+    assert mass[0].eq(0).all()
+    assert not out[1].eq(0).any()
+
+
+def test_huge_scores():
+    q, k, v = qkv(slots=300)
+    check(q, dense(k, v, 1), Options(300.0))
+
+
+def test_several_python_threads():
+    inputs = [qkv(slots=500 + i, n=1 + i % 3, group=3) for i in range(12)]
+
+    def one(x):
+        q, k, v = x
+        return native.run(q, dense(k, v, q.shape[2]), Options(0.2))[0]
+
+    expected = [one(x) for x in inputs]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(one, inputs), expected))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_after_first_use():
+    q, k, v = qkv(heads=8, slots=5000)
+    view, expected = dense(k, v, 1), None
+    expected = native.run(q, view, Options(0.2))[0]
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            out = native.run(q, view, Options(0.2))[0]
+            code = 0 if (out - expected).flatten()[0].abs() < 1e-6 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_instruction_set_that_is_not_here():
+    with pytest.raises(UnsupportedError, match="there is"):
+        native.use_instructions("mmx")
