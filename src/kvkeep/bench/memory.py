@@ -63,12 +63,20 @@ def run(
 
 
 def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]:
-    from kvkeep.hf.decode import decode, live_bytes, new_cache
+    from kvkeep.bench.text import tokens_of_text
+    from kvkeep.hf.decode import decode, new_cache, prepared
     from kvkeep.hf.models import load
 
     model, tokenizer = load(name)
-    ids = tokenizer(_text(), return_tensors="pt").input_ids[:, :prompt]
-    decode(model, ids, new_cache("hf-dynamic", model), 2)  # so that lazy set-up is not counted
+    with prepared(system, model):
+        ids = tokens_of_text(tokenizer, prompt)
+        decode(model, ids, new_cache(system, model), 2)  # so that lazy set-up is not counted
+        return _held_by(system, model, ids, tokens)
+
+
+def _held_by(system: str, model: Any, ids: Any, tokens: int) -> dict[str, Any]:
+    from kvkeep.hf.decode import decode, live_bytes, new_cache
+
     held = [new_cache(system, model)]  # the only reference, so that it can be dropped
     without: list[int] = []  # resident bytes apart from the live slots, after the prefill
     above: list[int] = []
@@ -93,13 +101,6 @@ def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]
         "ratio": resident / live,
         "peak_above_bytes": max(above),
     }
-
-
-def _text() -> str:
-    """Real text of some 100,000 tokens that every Python carries."""
-    from pydoc_data import topics
-
-    return "\n".join(topics.topics.values())
 
 
 def _resident() -> int:

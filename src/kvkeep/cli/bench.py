@@ -45,6 +45,88 @@ def memory(
     _show(f"Memory of {tokens} tokens, {model}, float32", result, json)
 
 
+@bench.command()
+def op(
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    queries: Annotated[int, typer.Option(min=1, help="New tokens in the call.")] = 1,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens held, comma-separated.")
+    ] = "256,2048,8192,32768",
+    turns: Annotated[int, typer.Option(min=1)] = 10,
+    json: JsonFlag = False,
+) -> None:
+    """Attention alone, on every backend and torch's own function."""
+    held = _whole_numbers(lengths)
+    if heads % kv_heads:
+        raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    if queries > min(held):
+        raise typer.BadParameter(f"--queries {queries} must be within --lengths {lengths}")
+    with reported(), Working("op") as working:
+        from kvkeep.bench.op import run
+        from kvkeep.hf.models import dtype_named
+
+        result = run(
+            dtype=dtype_named(dtype),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            queries=queries,
+            lengths=held,
+            turns=turns,
+            progress=working,
+        )
+    title = f"Attention of {queries} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; "
+    _show(title + f"memory reads at {result['read_gb_per_s']:.0f} GB/s", result, json)
+
+
+@bench.command()
+def decode(
+    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    contexts: Annotated[str, typer.Option(help="Tokens held, comma-separated.")] = "128,2048,7936",
+    against: Annotated[
+        str, typer.Option(help="hf-dynamic, hf-static (compiled); comma-separated.")
+    ] = "hf-dynamic",
+    turns: Annotated[int, typer.Option(min=1)] = 5,
+    json: JsonFlag = False,
+) -> None:
+    """Steps of a real model at several contexts; the slope is what a cache costs per token."""
+    held = _whole_numbers(contexts)
+    with reported(), Working("decode") as working:
+        from kvkeep.bench.decode import run
+
+        others = [name.strip() for name in against.split(",") if name.strip()]
+        result = run(
+            model, dtype=dtype, contexts=held, against=others, turns=turns, progress=working
+        )
+    _show(f"One decode step of {model}, {dtype}", result, json)
+    floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read it once"
+    slopes = result["slope_us_per_token"].items()
+    cost = ", ".join(f"{name} {slope:.2f}" for name, slope in slopes if slope is not None)
+    if not json and cost:
+        typer.echo(f"microseconds per token held: {cost}; {floor}")
+
+
+@bench.command()
+def prefill(
+    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "2000,7900",
+    turns: Annotated[int, typer.Option(min=1)] = 3,
+    json: JsonFlag = False,
+) -> None:
+    """A whole prompt at once, beside transformers with sdpa."""
+    fed = _whole_numbers(lengths)
+    with reported(), Working("prefill") as working:
+        from kvkeep.bench.prefill import run
+
+        result = run(model, dtype=dtype, lengths=fed, turns=turns, progress=working)
+    _show(f"Prefill of {model}, {dtype}", result, json)
+
+
 def _show(title: str, result: dict[str, Any], json: bool) -> None:
     print_table(title, result["rows"], stderr=json)
     if json:

@@ -1,25 +1,37 @@
-"""The plain greedy loop, for measuring: one cache of any system, one step at a time."""
+"""Systems side by side, for measuring: one greedy step at a time through a cache of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import base_config, decoder_config
+
+DYNAMIC, STATIC = "hf-dynamic", "hf-static"
+"""transformers' default cache, and its static one under `torch.compile(fullgraph=True)`."""
 
 
-def new_cache(system: str, model: PreTrainedModel) -> Any:
-    """An empty cache: "hf-dynamic" is transformers' default, anything else a kvkeep spec, for
-    which the model is attached."""
-    if system == "hf-dynamic":
+def new_cache(system: str, model: PreTrainedModel, capacity: int | None = None) -> Any:
+    """An empty cache: `DYNAMIC`, `STATIC` (of `capacity` tokens), or a kvkeep spec."""
+    if system == DYNAMIC:
         return DynamicCache(config=model.config)
-    attach(model, system)
-    return Cache(model, system)
+    if system == STATIC:
+        return StaticCache(config=model.config, max_cache_len=capacity or 0)
+    return Cache(model, system, capacity=capacity)
+
+
+@contextmanager
+def prepared(system: str, model: PreTrainedModel) -> Iterator[None]:
+    """The model as this system needs it: attached for a kvkeep spec."""
+    with nullcontext() if system in (DYNAMIC, STATIC) else attach(model, system):
+        yield
 
 
 def live_bytes(cache: Any) -> int:
@@ -27,6 +39,14 @@ def live_bytes(cache: Any) -> int:
     if isinstance(cache, Cache):
         return cache.live_bytes
     return sum(x.numel() * x.element_size() for keys, values, _ in cache for x in (keys, values))
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of one token's keys and values in all layers, which a step must read at least."""
+    config = decoder_config(base_config(model))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads: int = config.num_key_value_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
 
 
 @torch.inference_mode()
@@ -50,3 +70,11 @@ def decode(
     model(fed, past_key_values=cache, logits_to_keep=1)
     after_step()
     return torch.cat(tokens, dim=1)
+
+
+def filled_from(full: Cache, cache: Any) -> Any:
+    """Copy what `full` holds, in order, into an empty cache of another system; returns that."""
+    for index, layer in enumerate(full.layers):
+        planes = layer.storage.read()
+        cache.update(planes["k"], planes["v"], index)
+    return cache

@@ -132,7 +132,7 @@ def load(
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
     """
-    torch_dtype = None if dtype == "auto" else _dtype(dtype)
+    torch_dtype = None if dtype == "auto" else dtype_named(dtype)
     place = _device(device)
     if torch_dtype is None:
         torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
@@ -166,7 +166,12 @@ _DTYPES = {
 }
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """float32, bf16, ... as torch's own.
+
+    Raises:
+        ModelError: there is none of that name.
+    """
     if name not in _DTYPES:
         raise ModelError(f"no dtype {name!r}; there is auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -1,0 +1,68 @@
+"""Feeding a whole prompt at once, beside transformers with scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvkeep.bench.environment import environment
+from kvkeep.bench.text import tokens_of_text
+from kvkeep.bench.timing import interleaved
+from kvkeep.hf.attach import attach
+from kvkeep.hf.decode import DYNAMIC, new_cache
+from kvkeep.hf.models import load
+
+SPEC = "keep_all"
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "bfloat16",
+    lengths: Sequence[int] = (2000, 7900),
+    turns: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Time the forward of prompts of real text into an empty cache, one row.
+
+    Returns:
+        `rows`: per length and system `median_s`, and `ratio`, transformers' median over this one.
+    """
+    loaded, tokenizer = load(model, dtype)
+    shared = {id(weight): weight for weight in loaded.parameters()}
+    models = {SPEC: loaded, DYNAMIC: copy.deepcopy(loaded, shared)}
+    attach(loaded)
+    rows = []
+    for length in lengths:
+        if progress is not None:
+            progress(f"{length} tokens")
+        ids = tokens_of_text(tokenizer, length)
+
+        def prefill(system: str, ids: torch.Tensor = ids) -> None:
+            cache = new_cache(system, loaded)
+            with torch.inference_mode():
+                models[system](ids, past_key_values=cache, logits_to_keep=1)
+
+        calls = {system: (lambda s=system: prefill(s)) for system in models}
+        seconds = interleaved(calls, turns=turns, burst=1)
+        medians = {system: statistics.median(times) for system, times in seconds.items()}
+        rows += [
+            {
+                "system": system,
+                "length": length,
+                "median_s": median,
+                "ratio": medians[DYNAMIC] / median,
+            }
+            for system, median in medians.items()
+        ]
+    return {
+        "benchmark": "prefill",
+        "model": model,
+        "dtype": dtype,
+        "environment": environment(),
+        "rows": rows,
+    }
