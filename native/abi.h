@@ -1,5 +1,5 @@
-// The C interface of the kernel: pointers and strides, no torch types. Mirrored in
-// src/kvkeep/attention/native.py, which must change with it.
+// The C interface of the kernel: pointers and strides, no torch types. Every field has 8 bytes;
+// src/kvkeep/attention/native.py packs them in this order and must change with it.
 #pragma once
 #include <cstdint>
 
@@ -32,7 +32,7 @@ struct KvReach {
 };
 
 struct KvCall {
-    const KvSegment* segments;
+    const KvSegment* segments;  // these two are set by kv_attend
     const KvReach* reaches;
     const int32_t* position;  // the queries' positions
     const float* sinks;       // (heads * group), or null
@@ -49,7 +49,7 @@ struct KvCall {
 };
 
 // 0, or 1 when scratch memory could not be had.
-KV_PUBLIC int kv_attend(const KvCall* call);
+KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
 
 // The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();

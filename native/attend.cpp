@@ -324,7 +324,11 @@ void share(int64_t threads, int64_t count, F f) {
 
 }  // namespace
 
-int kv_attend(const KvCall* call) {
+int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* reaches) {
+    KvCall with_lists = *given;
+    with_lists.segments = segments;
+    with_lists.reaches = reaches;
+    const KvCall* call = &with_lists;
     try {
         Job job(*call);
         const int64_t threads = job.plan.threads;

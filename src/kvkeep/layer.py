@@ -106,7 +106,8 @@ class LayerCache:
         self.require(n)
         if position is None:
             position = self.next_positions(n, k.device)
-        position = position.to(k.device)
+        if position.device != k.device:
+            position = position.to(k.device)
         # What no query from here on can reach makes room first: the ring of a window.
         self._evict(self.length - self.reachable)
         planes = self._encoded(k, v, position)

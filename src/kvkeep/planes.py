@@ -49,14 +49,18 @@ class Reach:
 
 @final
 class Front(Planes):
-    """The first `length` slots of larger planes, each a view made when it is asked for."""
+    """The first `length` slots of larger planes, each a view made when it is first asked for."""
 
     def __init__(self, planes: Planes, length: int) -> None:
         self._planes = dict(planes)
+        self._views: dict[str, Tensor] = {}
         self.length = length
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._planes[name].narrow(2, 0, self.length)
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self._planes[name].narrow(2, 0, self.length)
+        return view
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._planes)

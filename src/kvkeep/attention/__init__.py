@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -99,7 +99,7 @@ def attend(
     """
     _check(q, view, sinks)
     if window is not None:
-        view = replace(view, reaches=(*view.reaches, Reach(window)))
+        view = view._replace(reaches=(*view.reaches, Reach(window)))
     options = Options(scale, softcap, sinks, need_mass)
     for candidate in _TABLE:
         if backend not in (None, candidate.name):

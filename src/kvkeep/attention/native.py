@@ -1,7 +1,7 @@
 """The native CPU backend: one pass of C++ over the slots where they lie.
 
 It reads keys and values of float32, bfloat16 and float16 through pointers and strides (see
-`native/abi.h`, which the structures below mirror), shares torch's OpenMP threads, and takes the
+`native/abi.h`), shares torch's OpenMP threads, and takes the
 best of AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and works all
 the same.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_int
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -25,62 +26,8 @@ from kvkeep.errors import UnsupportedError
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class _Plane(Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("row", c_int64),
-        ("head", c_int64),
-        ("slot", c_int64),
-        ("type", c_int64),
-    )
-
-
-class _Segment(Structure):
-    _fields_ = (
-        ("k", _Plane),
-        ("v", _Plane),
-        ("position", _Plane),
-        ("queries", _Plane),
-        ("slots", c_int64),
-        ("shared", c_int64),
-    )
-
-
-class _Reach(Structure):
-    _fields_ = (("size", c_int64), ("sinks", c_int64))
-
-
-class _Call(Structure):
-    _fields_ = (
-        ("segments", POINTER(_Segment)),
-        ("reaches", POINTER(_Reach)),
-        ("position", c_void_p),
-        ("sinks", c_void_p),
-        ("out", c_void_p),
-        ("mass", c_void_p),
-        *(
-            (name, c_int64)
-            for name in (
-                "segment_count",
-                "reach_count",
-                "position_row",
-                "out_row",
-                "out_head",
-                "out_query",
-                "out_type",
-                "rows",
-                "heads",
-                "group",
-                "queries",
-                "key_width",
-                "value_width",
-                "dense",
-                "threads",
-            )
-        ),
-        ("scale", c_double),
-        ("softcap", c_double),
-    )
+# KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
+_CALL, _SEGMENT, _REACH = Struct("=21q2d"), Struct("=22q"), Struct("=2q")
 
 
 def _path() -> Path | None:
@@ -104,7 +51,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"cannot be loaded: {error}"
-    library.kv_attend.argtypes = (POINTER(_Call),)
+    library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
     library.kv_instructions.restype = c_char_p
     library.kv_use_instructions.argtypes = (c_char_p,)
     library.kv_use_instructions.restype = c_int
@@ -158,34 +105,30 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     rows, query_heads, n, key_width = q.shape
     heads = view.segments[-1].planes["k"].shape[1]
     value_width = view.segments[-1].planes["v"].shape[3]
-    out = q.new_empty(rows, n, query_heads, value_width)
+    out = q.new_empty((rows, n, query_heads, value_width))
     mass = None
     if options.need_mass:
         mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
-    # Turned queries stay in float32, so that a rotary offset costs no precision.
-    turned = [q if s.rotation is None else s.queries(q.float()) for s in view.segments]
     dense = view.dense
     kept: list[Tensor] = []  # what the kernel reads and nobody else holds
-    segments = (_Segment * len(turned))(
-        *(_segment(s, x, dense, kept) for s, x in zip(view.segments, turned, strict=True))
-    )
+    segments = b"".join([_segment(segment, q, dense, kept) for segment in view.segments])
+    reaches = b"".join([_REACH.pack(reach.size, reach.sinks) for reach in view.reaches])
     position = None if dense else view.position.to(torch.int32).contiguous()
-    reaches = (_Reach * len(view.reaches))(*(_Reach(r.size, r.sinks) for r in view.reaches))
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    out_row, out_query, out_head, _ = out.stride()
-    call = _Call(
-        segments,
-        reaches,
-        None if position is None else position.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
+    token = query_heads * value_width
+    call = _CALL.pack(
+        0,
+        0,
+        0 if position is None else position.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
-        None if mass is None else mass.data_ptr(),
-        len(segments),
-        len(reaches),
+        0 if mass is None else mass.data_ptr(),
+        len(view.segments),
+        len(view.reaches),
         n if position is not None and position.dim() == 2 else 0,
-        out_row,
-        out_head,
-        out_query,
+        n * token,
+        value_width,
+        token,
         _TYPES[q.dtype],
         rows,
         heads,
@@ -198,27 +141,36 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         options.scale,
         options.softcap or 0.0,
     )
-    if _LIBRARY.kv_attend(call):
+    if _LIBRARY.kv_attend(call, segments, reaches):
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
     return out.transpose(1, 2), mass
 
 
-def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> _Segment:
+def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
     k, v = segment.planes["k"], segment.planes["v"]
     shared = k.shape[0] != q.shape[0]
-    position: tuple[int | None, ...] = (None, 0, 0, 0, 0)
+    # Turned queries stay in float32, so that a rotary offset costs no precision.
+    turned = q if segment.rotation is None else segment.queries(q.float())
+    position = (0, 0, 0, 0, 0)
     if not dense:
         place = segment.position
         row, head, slot = place.stride()
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
-    planes = (_plane(k, shared, kept), _plane(v, shared, kept), position, _plane(q, False, kept))
-    return _Segment(*planes, k.shape[2], shared)
+    return _SEGMENT.pack(
+        *_plane(k, shared, kept),
+        *_plane(v, shared, kept),
+        *position,
+        *_plane(turned, False, kept),
+        k.shape[2],
+        shared,
+    )
 
 
-def _plane(x: Tensor, shared: bool, kept: list[Tensor]) -> tuple[int | None, ...]:
-    if x.stride(3) != 1:
+def _plane(x: Tensor, shared: bool, kept: list[Tensor]) -> tuple[int, int, int, int, int]:
+    row, head, slot, width = x.stride()
+    if width != 1:
         x = x.contiguous()
+        row, head, slot, _ = x.stride()
     kept.append(x)
-    row, head, slot, _ = x.stride()
     return x.data_ptr(), 0 if shared else row, head, slot, _TYPES[x.dtype]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ class Decoder(Protocol):
         """Planes of S slots -> (B, H, S, D)."""
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of slots with one encoding: owned by one cache, or frozen and shared.
 
     `planes` holds `k*`, `v*` and `position`, batch size B, or 1 when all rows share the segment.
@@ -57,8 +55,7 @@ class Segment:
         return q if self.rotation is None else self.rotation.turn(q)
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """The slots that one chunk of queries attends to. Nothing in it is a copy of the past.
 
     A query at position t sees a slot at position p when 0 <= p <= t and every `reach` allows it.
