@@ -9,239 +9,10 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "scores.h"
+#include "values.h"
 
 namespace {
-
-constexpr int64_t BLOCK = KV_BLOCK;
-constexpr int64_t STEP = 2 * W;  // elements of a Pair
-
-int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
-
-// -- keys ------------------------------------------------------------------------------------
-
-// Keys widened to float, and queries in the order of their lanes.
-template <class T>
-struct Widened {
-    typedef T Type;
-    typedef Pair Key;
-    typedef float Query;
-    KV_INLINE Key read(const typename T::Element* x) { return T::widen(x); }
-    KV_INLINE vf add(vf sum, Key key, const float* q) {
-        return sum + key.a * load<vf>(q) + key.b * load<vf>(q + W);
-    }
-    static int64_t lane(int64_t i) { return i / STEP * STEP + T::lane((int)(i % STEP)); }
-    static float query(float x) { return x; }
-};
-
-#if defined(__AVX512BF16__)
-// Keys as they are: the processor multiplies pairs of bfloat16 exactly, for bfloat16 queries.
-struct Dotted {
-    typedef BF16 Type;
-    typedef vi Key;
-    typedef uint16_t Query;
-    KV_INLINE Key read(const uint16_t* x) { return load<vi>(x); }
-    KV_INLINE vf add(vf sum, Key key, const uint16_t* q) {
-        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)load<vi>(q));
-    }
-    static int64_t lane(int64_t i) { return i; }
-    static uint16_t query(float x) { return BF16::narrow1(x); }
-};
-#endif
-
-constexpr int keys_at_once(int queries) {
-    int keys = W;
-    while (keys * queries > W) keys /= 2;
-    return keys;
-}
-
-// Read 2 W elements of which only the first `valid` may be touched.
-template <class K>
-KV_INLINE typename K::Key read_end(const typename K::Type::Element* x, int64_t valid) {
-    typename K::Type::Element copy[STEP] = {};
-    memcpy(copy, x, valid * sizeof *x);
-    return K::read(copy);
-}
-
-KV_INLINE void prefetch(const char* row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-}
-
-// A plane's slots of one row and head, as bytes, so that code that only prefetches needs no type.
-struct Rows {
-    const char* first;
-    int64_t stride, bytes;
-    const char* at(int64_t slot) const { return first + slot * stride; }
-};
-
-// Scores of MT queries (stride padded(width)) on `count` keys -> s (MT rows of BLOCK). WIDTH is the
-// width where it is one of the usual ones, else 0.
-template <class K, int MT, int WIDTH>
-void score_tile(Rows keys, Rows values, int64_t count, int64_t any_width,
-                const typename K::Query* q, float* s) {
-    const int64_t width = WIDTH ? WIDTH : any_width;
-    typedef typename K::Type::Element Element;
-    constexpr int KEYS = keys_at_once(MT);
-    const int64_t q_stride = padded(width), whole = width / STEP * STEP;
-    const bool compact = values.stride == values.bytes;
-    for (int64_t j = 0; j < count; j += KEYS) {
-        const Element* row[KEYS];
-#pragma GCC unroll 16
-        for (int i = 0; i < KEYS; ++i) {
-            const int64_t slot = j + i < count ? j + i : count - 1;
-            row[i] = (const Element*)keys.at(slot);
-            if (!compact) prefetch(values.at(slot), values.bytes);
-        }
-        const char* ahead = values.at(j);
-        vf sum[W] = {};
-        for (int64_t d = 0; d < whole; d += STEP) {
-#pragma GCC unroll 16
-            for (int line = 0; line < KEYS * STEP * (int)sizeof(Element); line += 64)
-                __builtin_prefetch(ahead + line);
-            ahead += KEYS * STEP * sizeof(Element);
-#pragma GCC unroll 16
-            for (int i = 0; i < KEYS; ++i) {
-                const typename K::Key key = K::read(row[i] + d);
-#pragma GCC unroll 8
-                for (int m = 0; m < MT; ++m) {
-                    vf& at = sum[place(m * KEYS + i)];
-                    at = K::add(at, key, q + m * q_stride + d);
-                }
-            }
-        }
-        if (whole < width) {
-#pragma GCC unroll 16
-            for (int i = 0; i < KEYS; ++i) {
-                const typename K::Key key = read_end<K>(row[i] + whole, width - whole);
-#pragma GCC unroll 8
-                for (int m = 0; m < MT; ++m) {
-                    vf& at = sum[place(m * KEYS + i)];
-                    at = K::add(at, key, q + m * q_stride + whole);
-                }
-            }
-        }
-        float out[W];
-        store(out, sums(sum));
-#pragma GCC unroll 8
-        for (int m = 0; m < MT; ++m) memcpy(s + m * BLOCK + j, out + m * KEYS, KEYS * 4);
-    }
-}
-
-template <class K, int WIDTH>
-void scores_of_width(Rows keys, Rows values, int64_t count, int64_t width,
-                     const typename K::Query* q, int64_t records, float* s) {
-    const int64_t tiles = (records + 7) / 8, q_stride = padded(width);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t from = records * tile / tiles, to = records * (tile + 1) / tiles;
-        const auto run = [&](auto f) {
-            f(keys, values, count, width, q + from * q_stride, s + from * BLOCK);
-        };
-        switch (to - from) {
-            case 1: run(score_tile<K, 1, WIDTH>); break;
-            case 2: run(score_tile<K, 2, WIDTH>); break;
-            case 3: run(score_tile<K, 3, WIDTH>); break;
-            case 4: run(score_tile<K, 4, WIDTH>); break;
-            case 5: run(score_tile<K, 5, WIDTH>); break;
-            case 6: run(score_tile<K, 6, WIDTH>); break;
-            case 7: run(score_tile<K, 7, WIDTH>); break;
-            default: run(score_tile<K, 8, WIDTH>); break;
-        }
-    }
-}
-
-template <class K>
-void scores(Rows keys, Rows values, int64_t count, int64_t width, const void* queries,
-            int64_t records, float* s) {
-    const typename K::Query* q = (const typename K::Query*)queries;
-    switch (width) {
-        case 64: scores_of_width<K, 64>(keys, values, count, width, q, records, s); break;
-        case 128: scores_of_width<K, 128>(keys, values, count, width, q, records, s); break;
-        default: scores_of_width<K, 0>(keys, values, count, width, q, records, s); break;
-    }
-}
-
-// -- values ----------------------------------------------------------------------------------
-
-// acc (MT rows of padded(width)) = acc * alpha + p (MT rows of BLOCK) . values, for PAIRS * 2 W
-// elements from `d` on, of which `valid` exist.
-template <class T, int MT, int PAIRS>
-KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d, int64_t valid,
-                             const float* p, const float* alpha, float* acc) {
-    typedef typename T::Element Element;
-    vf sum[MT][2 * PAIRS] = {};
-    for (int64_t j = 0; j < count; ++j) {
-        const Element* row = (const Element*)values.at(j) + d;
-#pragma GCC unroll 8
-        for (int line = 0; line < PAIRS * STEP * (int)sizeof(Element); line += 64)
-            __builtin_prefetch(next.at(j) + d * sizeof(Element) + line);
-        Pair value[PAIRS];
-#pragma GCC unroll 4
-        for (int t = 0; t < PAIRS; ++t)
-            value[t] = valid < PAIRS * STEP ? read_end<Widened<T>>(row, valid) : T::widen(row + t * STEP);
-#pragma GCC unroll 8
-        for (int m = 0; m < MT; ++m) {
-            const vf weight = all(p[m * BLOCK + j]);
-#pragma GCC unroll 4
-            for (int t = 0; t < PAIRS; ++t) {
-                sum[m][2 * t] += weight * value[t].a;
-                sum[m][2 * t + 1] += weight * value[t].b;
-            }
-        }
-    }
-    const int64_t stride = padded(width);
-#pragma GCC unroll 8
-    for (int m = 0; m < MT; ++m) {
-#pragma GCC unroll 8
-        for (int t = 0; t < 2 * PAIRS; ++t) {
-            float* at = acc + m * stride + d + t * W;
-            store(at, load<vf>(at) * alpha[m] + sum[m][t]);
-        }
-    }
-}
-
-// How many pairs of columns are summed at once: enough sums to hide the latency of the multiply-add,
-// few enough to stay in registers.
-constexpr int pairs_at_once(int queries) {
-    return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2
-           : queries == 3                  ? 2
-                                           : 1;
-}
-
-template <class T, int MT>
-void value_tile(Rows values, Rows next, int64_t count, int64_t width, const float* p, const float* alpha,
-                float* acc) {
-    constexpr int PAIRS = pairs_at_once(MT);
-    int64_t d = 0;
-    for (; d + PAIRS * STEP <= width; d += PAIRS * STEP)
-        value_columns<T, MT, PAIRS>(values, next, count, width, d, PAIRS * STEP, p, alpha, acc);
-    if (PAIRS > 1)
-        for (; d + STEP <= width; d += STEP)
-            value_columns<T, MT, 1>(values, next, count, width, d, STEP, p, alpha, acc);
-    if (d < width) value_columns<T, MT, 1>(values, next, count, width, d, width - d, p, alpha, acc);
-}
-
-template <class T>
-void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t records, const float* p,
-                const float* alpha, float* acc) {
-    constexpr int64_t MOST = W == 16 ? 8 : 6;  // sums for more would not stay in registers
-    const int64_t tiles = (records + MOST - 1) / MOST, stride = padded(width);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t from = records * tile / tiles, to = records * (tile + 1) / tiles;
-        const auto run = [&](auto f) {
-            f(values, next, count, width, p + from * BLOCK, alpha + from, acc + from * stride);
-        };
-        switch (to - from) {
-            case 1: run(value_tile<T, 1>); break;
-            case 2: run(value_tile<T, 2>); break;
-            case 3: run(value_tile<T, 3>); break;
-            case 4: run(value_tile<T, 4>); break;
-            case 5: run(value_tile<T, 5>); break;
-            case 6: run(value_tile<T, 6>); break;
-            case 7: run(value_tile<T, 7>); break;
-            default: run(value_tile<T, 8>); break;
-        }
-    }
-}
 
 // -- one block -------------------------------------------------------------------------------
 
@@ -276,7 +47,7 @@ float softmax(const KvCall& call, float* s, int64_t count, const int32_t* mask, 
     const float new_top = block_top > top ? block_top : top;
     const float base = new_top == -INFINITY ? 0.0f : new_top;
     vf added{};
-#pragma GCC unroll 8
+#pragma GCC unroll 2
     for (int i = 0; i < VECTORS; ++i) {
         const vf weight = exp_down(x[i] - base);
         store(s + i * W, weight);
@@ -371,7 +142,9 @@ void attend(const KvCall& call, const KvRun& run, float* scratch) {
     float* alpha = acc + records * value_stride;
     float* top = alpha + records;
     float* total = top + records;
-    int32_t* mask = (int32_t*)(total + records);  // (rows, tokens, BLOCK)
+    float* columns = total + records;
+    float* wide = columns + BLOCK * padded(call.key_width);  // (BLOCK, value_stride)
+    int32_t* mask = (int32_t*)(wide + BLOCK * value_stride);  // (rows, tokens, BLOCK)
     load_queries<K>(call, run, queries);
     memset(acc, 0, records * value_stride * sizeof *acc);
     for (int64_t r = 0; r < records; ++r) top[r] = -INFINITY, total[r] = 0;
@@ -401,7 +174,7 @@ void attend(const KvCall& call, const KvRun& run, float* scratch) {
         }
         const Rows key = {keys.at(slot), keys.stride, keys.bytes};
         const Rows value = {values.at(slot), values.stride, values.bytes};
-        scores<K>(key, value, count, call.key_width, queries, records, s);
+        scores(K{}, key, value, count, call.key_width, queries, records, s, columns);
         for (int64_t r = 0; r < records; ++r) {
             const int64_t owner = r / per_row * tokens + r % tokens;
             float* keep = run.scores;
@@ -410,12 +183,19 @@ void attend(const KvCall& call, const KvRun& run, float* scratch) {
                                keep, top[r], total[r]);
         }
         const Rows next = {keys.at(slot + BLOCK), keys.stride, keys.bytes};
+        if (K::KEEPS_WIDE) {
+            // Widened once for all tiles of queries.
+            widen<V>(value, count, call.value_width, wide);
+            const Rows rows = {(const char*)wide, value_stride * 4, call.value_width * 4};
+            add_values<F32>(rows, rows, count, call.value_width, records, s, alpha, acc);
+            continue;
+        }
         add_values<V>(value, next, count, call.value_width, records, s, alpha, acc);
     }
     float* out = run.partial;
     for (int64_t r = 0; r < records; ++r) {
         for (int64_t i = 0; i < call.value_width; ++i)
-            out[i] = acc[r * value_stride + Widened<V>::lane(i)];
+            out[i] = acc[r * value_stride + (K::KEEPS_WIDE ? i : Widened<V>::lane(i))];
         out[call.value_width] = top[r];
         out[call.value_width + 1] = total[r];
         out += call.value_width + 2;
@@ -428,12 +208,15 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     const KvSegment& segment = call.segments[run.segment];
     with_type(segment.v.type, [&](auto value) {
         typedef decltype(value) V;
+        const bool many = kv_records(call, run) >= MANY;
 #if defined(__AVX512BF16__)
-        if (segment.k.type == KV_BF16 && segment.queries.type == KV_BF16)
+        if (segment.k.type == KV_BF16 && segment.queries.type == KV_BF16 && !many)
             return attend<Dotted, V>(call, run, scratch);
 #endif
         with_type(segment.k.type, [&](auto key) {
-            attend<Widened<decltype(key)>, V>(call, run, scratch);
+            typedef decltype(key) T;
+            if (many) return attend<Columns<T>, V>(call, run, scratch);
+            attend<Widened<T>, V>(call, run, scratch);
         });
     });
 }

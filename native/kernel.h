@@ -30,7 +30,8 @@ static inline int64_t kv_padded(int64_t width) {
 
 // Floats of scratch memory a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
-    return records * (kv_padded(call.key_width) + kv_padded(call.value_width) + 2 * KV_BLOCK + 3);
+    const int64_t widths = kv_padded(call.key_width) + kv_padded(call.value_width);
+    return records * (widths + 2 * KV_BLOCK + 3) + KV_BLOCK * widths;
 }
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

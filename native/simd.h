@@ -256,4 +256,55 @@ struct F16 {
     }
 };
 
+// -- transposing -----------------------------------------------------------------------------
+
+typedef float v8 __attribute__((vector_size(32)));
+typedef uint32_t u8v __attribute__((vector_size(32)));
+typedef uint16_t h8 __attribute__((vector_size(16)));
+
+template <class T>
+KV_INLINE v8 widen8(const typename T::Element* x) {
+    v8 out;
+    for (int i = 0; i < 8; ++i) out[i] = T::widen1(x[i]);
+    return out;
+}
+template <>
+inline v8 widen8<F32>(const float* x) {
+    return load<v8>(x);
+}
+template <>
+inline v8 widen8<BF16>(const uint16_t* x) {
+    return (v8)(__builtin_convertvector(load<h8>(x), u8v) << 16);
+}
+
+#if defined(__F16C__) || defined(__AVX512F__)
+template <>
+inline v8 widen8<F16>(const uint16_t* x) {
+    return (v8)_mm256_cvtph_ps((__m128i)load<h8>(x));
+}
+#endif
+
+// Rows become columns.
+KV_INLINE void transpose8(v8 (&r)[8]) {
+    v8 t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        t[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = __builtin_shufflevector(t[i], t[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+        r[i + 1] = __builtin_shufflevector(t[i], t[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        r[i + 2] = __builtin_shufflevector(t[i + 1], t[i + 3], 0, 1, 8, 9, 4, 5, 12, 13);
+        r[i + 3] = __builtin_shufflevector(t[i + 1], t[i + 3], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        t[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        t[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
+
 }  // namespace
