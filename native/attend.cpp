@@ -116,7 +116,7 @@ struct Plan {
         threads = std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, call.threads));
         if (forked) threads = 1;
         const int64_t share =
-            threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (4 * threads));
+            threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
         for (int64_t i = 0; i < call.segment_count; ++i) add_runs(call, i, share);
         alone = call.segment_count == 1 && segments[0].parts == 1 && !call.mass;
     }

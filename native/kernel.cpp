@@ -16,47 +16,66 @@ namespace {
 
 // -- one block -------------------------------------------------------------------------------
 
-// Turn a record's scores s (BLOCK) into weights, and say by what the sums before it shrink.
-// `mask` (BLOCK) is -1 where a slot is seen; null where all are.
-float softmax(const KvCall& call, float* s, int64_t count, const int32_t* mask, float* keep,
-              float& top, float& total) {
-    constexpr int VECTORS = BLOCK / W;
+// Scale a record's scores s (BLOCK), cap them, hide those `mask` (BLOCK) hides (-1 where a slot is
+// seen; null where all are), and give the largest.
+KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask,
+                              float* keep) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
-    for (int64_t j = count; j < BLOCK; ++j) s[j] = 0;  // else whatever lay there
-    vf x[VECTORS], high = lowest;
-#pragma GCC unroll 8
-    for (int i = 0; i < VECTORS; ++i) x[i] = load<vf>(s + i * W) * scale;
+    vf high = lowest;
     if (call.softcap != 0) {
         const float cap = (float)call.softcap;
-        for (int i = 0; i < VECTORS; ++i) x[i] = tanh(x[i] * (1 / cap)) * cap;
-    }
-    if (mask) {
-        for (int i = 0; i < VECTORS; ++i) x[i] = pick(load<vi>(mask + i * W), x[i], lowest);
-    } else if (count < BLOCK) {
-        for (int i = 0; i < VECTORS; ++i) store(s + i * W, x[i]);
-        for (int64_t j = count; j < BLOCK; ++j) s[j] = -INFINITY;
-        for (int i = 0; i < VECTORS; ++i) x[i] = load<vf>(s + i * W);
-    }
-    if (keep) {
-        for (int i = 0; i < VECTORS; ++i) store(s + i * W, x[i]);
-        memcpy(keep, s, count * sizeof *s);
-    }
+        for (int64_t j = 0; j < count; j += W)
+            store(s + j, tanh(load<vf>(s + j) * scale * (1 / cap)) * cap);
+    } else {
 #pragma GCC unroll 8
-    for (int i = 0; i < VECTORS; ++i) high = larger(x[i], high);
-    const float block_top = largest(high);
-    const float new_top = block_top > top ? block_top : top;
-    const float base = new_top == -INFINITY ? 0.0f : new_top;
+        for (int64_t j = 0; j < BLOCK; j += W) store(s + j, load<vf>(s + j) * scale);
+    }
+    for (int64_t j = count; j < BLOCK; ++j) s[j] = -INFINITY;
+    if (mask)
+        for (int64_t j = 0; j < BLOCK; j += W)
+            store(s + j, pick(load<vi>(mask + j), load<vf>(s + j), lowest));
+    if (keep) memcpy(keep, s, count * sizeof *s);
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < BLOCK; j += W) high = larger(load<vf>(s + j), high);
+    return largest(high);
+}
+
+// Turn a record's scores s (BLOCK) into weights; returns their sum.
+KV_INLINE float weigh(float* s, float base) {
     vf added{};
 #pragma GCC unroll 2
-    for (int i = 0; i < VECTORS; ++i) {
-        const vf weight = exp_down(x[i] - base);
-        store(s + i * W, weight);
+    for (int64_t j = 0; j < BLOCK; j += W) {
+        const vf weight = exp_down(load<vf>(s + j) - base);
+        store(s + j, weight);
         added += weight;
     }
-    const float alpha = new_top == top ? 1.0f : exp_down(all(top - base))[0];
-    total = total * alpha + sum(added);
-    top = new_top;
-    return alpha;
+    return sum(added);
+}
+
+// Turn the scores of a block into weights (records, BLOCK), and say by what earlier sums shrink
+// (alpha). In two rounds, so that no record waits for another's reductions. `mask_of(r)` is null
+// where the record sees all.
+template <class Mask>
+void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask mask_of,
+             float* keep, int64_t keep_stride, float* alpha, float* top, float* total) {
+    for (int64_t r = 0; r < records; ++r) {
+        const float high = finish_scores(call, s + r * BLOCK, count, mask_of(r),
+                                         keep ? keep + r * keep_stride : nullptr);
+        const float new_top = high > top[r] ? high : top[r];
+        alpha[r] = new_top == top[r] ? 0.0f : top[r] - new_top;
+        top[r] = new_top;
+    }
+    for (int64_t r = 0; r < records; r += W) {
+        const int64_t some = records - r < W ? records - r : W;
+        vf x{};
+        memcpy(&x, alpha + r, some * sizeof *alpha);
+        x = exp_down(x);
+        memcpy(alpha + r, &x, some * sizeof *alpha);
+    }
+    for (int64_t r = 0; r < records; ++r) {
+        const float base = top[r] == -INFINITY ? 0.0f : top[r];
+        total[r] = total[r] * alpha[r] + weigh(s + r * BLOCK, base);
+    }
 }
 
 enum Sight { NONE, SOME, ALL };
@@ -175,13 +194,11 @@ void attend(const KvCall& call, const KvRun& run, float* scratch) {
         const Rows key = {keys.at(slot), keys.stride, keys.bytes};
         const Rows value = {values.at(slot), values.stride, values.bytes};
         scores(K{}, key, value, count, call.key_width, queries, records, s, columns);
-        for (int64_t r = 0; r < records; ++r) {
-            const int64_t owner = r / per_row * tokens + r % tokens;
-            float* keep = run.scores;
-            if (keep) keep += r * (run.slot1 - run.slot0) + slot - run.slot0;
-            alpha[r] = softmax(call, s + r * BLOCK, count, every ? nullptr : mask + owner * BLOCK,
-                               keep, top[r], total[r]);
-        }
+        const auto mask_of = [&](int64_t r) -> const int32_t* {
+            return every ? nullptr : mask + (r / per_row * tokens + r % tokens) * BLOCK;
+        };
+        float* keep = run.scores ? run.scores + slot - run.slot0 : nullptr;
+        softmax(call, records, s, count, mask_of, keep, run.slot1 - run.slot0, alpha, top, total);
         const Rows next = {keys.at(slot + BLOCK), keys.stride, keys.bytes};
         if (K::KEEPS_WIDE) {
             // Widened once for all tiles of queries.

@@ -44,7 +44,7 @@ constexpr int keys_at_once(int queries) {
 // Scores of MT queries (stride padded(width)) on `count` keys -> s (MT rows of BLOCK). WIDTH is the
 // width where it is one of the usual ones, else 0.
 template <class K, int MT, int WIDTH>
-void score_tile(Rows keys, Rows values, int64_t count, int64_t any_width,
+KV_OUTLINE void score_tile(Rows keys, Rows values, int64_t count, int64_t any_width,
                 const typename K::Query* q, float* s) {
     const int64_t width = WIDTH ? WIDTH : any_width;
     typedef typename K::Type::Element Element;
@@ -167,7 +167,7 @@ void turn(Rows keys, Rows values, int64_t count, int64_t width, float* columns) 
 }
 
 template <int MT>
-void column_tile(const float* columns, int64_t count, int64_t width, const float* q, float* s) {
+KV_OUTLINE void column_tile(const float* columns, int64_t count, int64_t width, const float* q, float* s) {
     const int64_t q_stride = padded(width);
     for (int64_t j = 0; j < count; j += STEP) {
         vf sum[MT][2] = {};
@@ -176,8 +176,8 @@ void column_tile(const float* columns, int64_t count, int64_t width, const float
 #pragma GCC unroll 8
             for (int m = 0; m < MT; ++m) {
                 const vf weight = all(q[m * q_stride + d]);
-                sum[m][0] += weight * a;
-                sum[m][1] += weight * b;
+                add_product(sum[m][0], weight, a);
+                add_product(sum[m][1], weight, b);
             }
         }
 #pragma GCC unroll 8

@@ -16,6 +16,8 @@
 // Everything here is in an unnamed namespace: were it shared between the copies for different
 // instruction sets, the linker would keep one, and an old processor might meet the newest.
 #define KV_INLINE static inline __attribute__((always_inline))
+// For what fills the registers by itself: inlined, it would have to share them.
+#define KV_OUTLINE static __attribute__((noinline))
 
 namespace {
 
@@ -37,6 +39,16 @@ KV_INLINE void store(void* to, V v) {
 }
 
 KV_INLINE vf all(float x) { return x - vf{}; }  // not vf{} + x, which would have to turn -0 into 0
+
+// sum += a * b. By hand for AVX2: with 16 registers the form GCC picks costs moves and spills.
+KV_INLINE void add_product(vf& sum, vf a, vf b) {
+#if KV_LANES == 8 && defined(__FMA__)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+    sum += a * b;
+#endif
+}
+
 KV_INLINE vf pick(vi mask, vf yes, vf no) {
     return mask ? yes : no;
 }
@@ -277,7 +289,7 @@ inline v8 widen8<BF16>(const uint16_t* x) {
     return (v8)(__builtin_convertvector(load<h8>(x), u8v) << 16);
 }
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__F16C__)
 template <>
 inline v8 widen8<F16>(const uint16_t* x) {
     return (v8)_mm256_cvtph_ps((__m128i)load<h8>(x));

@@ -5,66 +5,82 @@
 namespace {
 
 // acc (MT rows of padded(width)) = acc * alpha + p (MT rows of BLOCK) . values, for PAIRS * 2 W
-// elements from `d` on, of which `valid` exist.
-template <class T, int MT, int PAIRS>
-KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d, int64_t valid,
-                             const float* p, const float* alpha, float* acc) {
+// elements from `d` on, of which `valid` exist. SLOTS slots at once have sums of their own.
+template <class T, int MT, int PAIRS, int SLOTS>
+KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
+                             int64_t valid, const float* p, const float* alpha, float* acc) {
     typedef typename T::Element Element;
-    vf sum[MT][2 * PAIRS] = {};
-    for (int64_t j = 0; j < count; ++j) {
-        const Element* row = (const Element*)values.at(j) + d;
+    constexpr int64_t BYTES = PAIRS * STEP * sizeof(Element);
+    // In the order of memory where the rows lie side by side, for the processor's own prefetching.
+    const bool compact = next.stride == next.bytes;
+    const char* ahead = next.first + d * sizeof(Element) * (compact ? count : 1);
+    const int64_t ahead_step = compact ? BYTES : next.stride;
+    const char* at = values.first + d * sizeof(Element);
+    vf sum[SLOTS][MT][2 * PAIRS] = {};
+    const auto add = [&](int64_t j, int slot) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-        for (int line = 0; line < PAIRS * STEP * (int)sizeof(Element); line += 64)
-            __builtin_prefetch(next.at(j) + d * sizeof(Element) + line);
+        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(ahead + line);
         Pair value[PAIRS];
 #pragma GCC unroll 4
         for (int t = 0; t < PAIRS; ++t)
-            value[t] = valid < PAIRS * STEP ? read_end<Widened<T>>(row, valid) : T::widen(row + t * STEP);
+            value[t] = valid < PAIRS * STEP ? read_end<Widened<T>>((const Element*)at, valid)
+                                            : T::widen((const Element*)at + t * STEP);
 #pragma GCC unroll 8
         for (int m = 0; m < MT; ++m) {
             const vf weight = all(p[m * BLOCK + j]);
 #pragma GCC unroll 4
             for (int t = 0; t < PAIRS; ++t) {
-                sum[m][2 * t] += weight * value[t].a;
-                sum[m][2 * t + 1] += weight * value[t].b;
+                add_product(sum[slot][m][2 * t], value[t].a, weight);
+                add_product(sum[slot][m][2 * t + 1], value[t].b, weight);
             }
         }
-    }
+        ahead += ahead_step;
+        at += values.stride;
+    };
+    int64_t j = 0;
+    for (; j + SLOTS <= count; j += SLOTS)
+#pragma GCC unroll 2
+        for (int slot = 0; slot < SLOTS; ++slot) add(j + slot, slot);
+    for (; j < count; ++j) add(j, 0);
     const int64_t stride = padded(width);
 #pragma GCC unroll 8
     for (int m = 0; m < MT; ++m) {
 #pragma GCC unroll 8
         for (int t = 0; t < 2 * PAIRS; ++t) {
-            float* at = acc + m * stride + d + t * W;
-            store(at, load<vf>(at) * alpha[m] + sum[m][t]);
+            float* to = acc + m * stride + d + t * W;
+            vf all_slots = sum[0][m][t];
+#pragma GCC unroll 2
+            for (int slot = 1; slot < SLOTS; ++slot) all_slots += sum[slot][m][t];
+            store(to, load<vf>(to) * alpha[m] + all_slots);
         }
     }
 }
 
-// How many pairs of columns are summed at once: enough sums to hide the latency of the multiply-add,
-// few enough to stay in registers.
+// How many pairs of columns are summed at once, and of how many slots apart: enough sums to hide the
+// latency of the multiply-add, few enough to stay in registers.
 constexpr int pairs_at_once(int queries) {
-    return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2
-           : queries == 3                  ? 2
-                                           : 1;
+    return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2 : 1;
 }
+constexpr int slots_at_once(int queries) { return queries == 3 && W == 8 ? 2 : 1; }
 
 template <class T, int MT>
-void value_tile(Rows values, Rows next, int64_t count, int64_t width, const float* p, const float* alpha,
-                float* acc) {
-    constexpr int PAIRS = pairs_at_once(MT);
+KV_OUTLINE void value_tile(Rows values, Rows next, int64_t count, int64_t width, const float* p,
+                           const float* alpha, float* acc) {
+    constexpr int PAIRS = pairs_at_once(MT), SLOTS = slots_at_once(MT);
     int64_t d = 0;
     for (; d + PAIRS * STEP <= width; d += PAIRS * STEP)
-        value_columns<T, MT, PAIRS>(values, next, count, width, d, PAIRS * STEP, p, alpha, acc);
+        value_columns<T, MT, PAIRS, SLOTS>(values, next, count, width, d, PAIRS * STEP, p, alpha,
+                                           acc);
     if (PAIRS > 1)
         for (; d + STEP <= width; d += STEP)
-            value_columns<T, MT, 1>(values, next, count, width, d, STEP, p, alpha, acc);
-    if (d < width) value_columns<T, MT, 1>(values, next, count, width, d, width - d, p, alpha, acc);
+            value_columns<T, MT, 1, SLOTS>(values, next, count, width, d, STEP, p, alpha, acc);
+    if (d < width)
+        value_columns<T, MT, 1, 1>(values, next, count, width, d, width - d, p, alpha, acc);
 }
 
 template <class T>
-void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t records, const float* p,
-                const float* alpha, float* acc) {
+void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t records,
+                const float* p, const float* alpha, float* acc) {
     constexpr int64_t MOST = W == 16 ? 8 : 6;  // sums for more would not stay in registers
     const int64_t tiles = (records + MOST - 1) / MOST, stride = padded(width);
     for (int64_t tile = 0; tile < tiles; ++tile) {
