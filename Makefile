@@ -1,7 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test check slow
+.PHONY: demo test check slow sanitize
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -18,6 +18,14 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q README.md docs
+
+# The attention kernel's tests, with a kernel that stops at any access outside of memory.
+sanitize: .venv/installed
+	$(BIN)/pip wheel -q --no-deps -C cmake.define.KVKEEP_SANITIZE=ON -w build/sanitize .
+	$(BIN)/python -m zipfile -e build/sanitize/kvkeep-*.whl build/sanitize
+	KVKEEP_NATIVE=build/sanitize/kvkeep/attention/_native.so ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest -q tests/attention
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.

@@ -9,6 +9,7 @@ the same.
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import suppress
 from ctypes import c_char_p, c_int
 from importlib.metadata import PackageNotFoundError, files
@@ -31,7 +32,9 @@ _CALL, _SEGMENT, _REACH = Struct("=21q2d"), Struct("=22q"), Struct("=2q")
 
 
 def _path() -> Path | None:
-    """Beside this file, or where an editable install put it."""
+    """What KVKEEP_NATIVE names, or beside this file, or where an editable install put it."""
+    if chosen := os.environ.get("KVKEEP_NATIVE"):
+        return Path(chosen)
     beside = sorted(Path(__file__).parent.glob("_native.*"))
     if beside:
         return beside[0]
