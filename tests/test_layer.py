@@ -270,7 +270,7 @@ def test_a_step_whose_attention_fails_changes_nothing(spec, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvkeep.layer, "attend", fail)
+        patch.setattr(kvkeep.layer, "dispatch", fail)
         with pytest.raises(MemoryError):
             layer.step(torch.randn(2, 2, 6, 4), *kv(6, rows=2), scale=1.0)
     assert layer.stats() == stats

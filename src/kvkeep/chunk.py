@@ -58,6 +58,34 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
     check_sinks(q, sinks)
 
 
+class Checks:
+    """The checks of one layer. Decoding asks for the same ones again and again, so what passed
+    last passes at once."""
+
+    def __init__(self) -> None:
+        self._chunk: tuple[object, ...] = ()
+        self._held: tuple[Tensor, Tensor] | None = None
+        self._queries: tuple[object, ...] = ()
+
+    def chunk(
+        self, k: Tensor, v: Tensor, position: Tensor | None, held: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """See `check_chunk`."""
+        place = None if position is None else (position.shape, position.dtype)
+        chunk = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device, place)
+        if held is not self._held or chunk != self._chunk:
+            check_chunk(k, v, position, held)
+            self._chunk, self._held = chunk, held
+
+    def queries(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
+        """See `check_queries`."""
+        logits = None if sinks is None else sinks.shape
+        queries = (q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, logits)
+        if queries != self._queries:
+            check_queries(q, k, sinks)
+            self._queries = queries
+
+
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     """One sink logit for each query head of q (B, Hq, n, Dk).
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment, View, attend
-from kvkeep.chunk import check_chunk, check_queries, empty_like, wants_gradients
+from kvkeep.attention import Options, Segment, View, dispatch
+from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.planes import (
@@ -80,6 +80,8 @@ class LayerCache:
         self._floor = 0  # the fewest tokens fed to which a crop can return
         self._aside: Planes | None = None  # what does not fit until the policy has chosen
         self._like: tuple[Tensor, Tensor] | None = None  # empty k and v of this layer's geometry
+        self._need_mass = Need.MASS in policy.needs
+        self._checks = Checks()
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -100,16 +102,14 @@ class LayerCache:
             CapacityError: the tokens do not fit and the policy evicts nothing.
             StateError: gradients are wanted but the storage writes in place.
         """
-        check_chunk(k, v, position, self._like)
+        self._checks.chunk(k, v, position, self._like)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if position is None:
-            position = self.next_positions(n, k.device)
-        if position.device != k.device:
-            position = position.to(k.device)
+        position = self.next_positions(n, k.device) if position is None else position.to(k.device)
         # What no query from here on can reach makes room first: the ring of a window.
-        self._evict(self.length - self.reachable)
+        if self.policy.reach is not None:
+            self._evict(self.length - self.reachable)
         planes = self._encoded(k, v, position)
         if self._like is None:
             self._like = (empty_like(k), empty_like(v))
@@ -153,20 +153,17 @@ class LayerCache:
         Arguments that do not fit raise before anything is changed; if attention itself fails, the
         new tokens are taken back.
         """
-        check_queries(q, k, sinks)
+        self._checks.queries(q, k, sinks)
         self.check_gradients(q, k, v)
         pads = self._pads
         view = self.extend(k, v, position)
         try:
-            need_mass = Need.MASS in self.policy.needs
-            out, mass = attend(
-                q, view, scale=scale, softcap=softcap, sinks=sinks, need_mass=need_mass
-            )
+            out, mass = dispatch(q, view, Options(scale, softcap, sinks, self._need_mass))
         except BaseException:
             self._drop(k.shape[2])
             self._pads = pads
             raise
-        self.settle(Observation(mass=mass))
+        self.settle(Observation(mass))
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -330,7 +327,7 @@ class LayerCache:
     def _encoded(self, k: Tensor, v: Tensor, position: Tensor) -> Planes:
         rows, heads, n, _ = k.shape
         planes = joined(self.key_codec.encode(k), "k") | joined(self.value_codec.encode(v), "v")
-        place = position.to(torch.int32).reshape(-1, 1, n)
+        place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
         planes[POSITION] = place.expand(rows, heads if self.policy.per_head else 1, n)
         for name, spec in self.policy.planes.items():
             shape = (rows, 1 if spec.shared else heads, n, *spec.shape)
@@ -352,6 +349,8 @@ class LayerCache:
         slots once their number is down to the reach.
         """
         kept = self.policy.reach
+        if kept is None and self.window is None:
+            return ()
         limits = [] if kept is None else [kept]
         if self.window is not None and Reach(self.window) not in limits:
             limits.append(Reach(self.window))

@@ -52,21 +52,21 @@ class Front(Planes):
     """The first `length` slots of larger planes, each a view made when it is first asked for."""
 
     def __init__(self, planes: Planes, length: int) -> None:
-        self._planes = dict(planes)
-        self._views: dict[str, Tensor] = {}
+        self.whole = dict(planes)
         self.length = length
+        self._views: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         view = self._views.get(name)
         if view is None:
-            view = self._views[name] = self._planes[name].narrow(2, 0, self.length)
+            view = self._views[name] = self.whole[name].narrow(2, 0, self.length)
         return view
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._planes)
+        return iter(self.whole)
 
     def __len__(self) -> int:
-        return len(self._planes)
+        return len(self.whole)
 
 
 def part(planes: Planes, prefix: str) -> Planes:
@@ -115,8 +115,16 @@ def survivors(victims: Tensor, length: int) -> Tensor:
     return order[:, :, : length - victims.shape[2]]
 
 
+def unsliced(planes: Planes) -> Planes:
+    """Planes of which these are the first slots: what is needed for types, strides and addresses,
+    without making views."""
+    return planes.whole if isinstance(planes, Front) else planes
+
+
 def slot_count(planes: Planes) -> int:
     """S of a set of planes; 0 when there are none."""
+    if isinstance(planes, Front):
+        return planes.length
     for plane in planes.values():
         return plane.shape[2]
     return 0

@@ -13,9 +13,9 @@ from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Segment, View
 from kvkeep.chunk import check_sinks
 from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.planes import Reach
+from kvkeep.planes import Reach, unsliced
 
-__all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends"]
+__all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends", "dispatch"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,13 @@ def attend(
     _check(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    options = Options(scale, softcap, sinks, need_mass)
+    return dispatch(q, view, Options(scale, softcap, sinks, need_mass), backend)
+
+
+def dispatch(
+    q: Tensor, view: View, options: Options, backend: str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`attend`, for queries that are known to fit the view."""
     for candidate in _TABLE:
         if backend not in (None, candidate.name):
             continue
@@ -115,7 +121,7 @@ def attend(
 
 
 def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
-    key = view.segments[-1].planes["k"]
+    key = unsliced(view.segments[-1].planes)["k"]
     if q.dim() != 4 or q.shape[2] != view.chunk or 0 in q.shape:
         raise ShapeError(
             f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"

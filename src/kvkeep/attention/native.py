@@ -23,6 +23,7 @@ from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.chunk import wants_gradients
 from kvkeep.errors import UnsupportedError
+from kvkeep.planes import POSITION, unsliced
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -85,14 +86,15 @@ def instructions() -> str:
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
     """Why the kernel cannot do this call, or None."""
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return "the native kernel runs on the CPU"
     if q.dtype not in _TYPES:
         return f"the native kernel computes in float32, which is too little for {q.dtype}"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, which tracing does not have"
     for segment in view.segments:
-        k, v = segment.planes["k"], segment.planes["v"]
+        planes = unsliced(segment.planes)
+        k, v = planes["k"], planes["v"]
         if segment.key_codec.name != "plain" or segment.value_codec.name != "plain":
             return "the native kernel reads plain keys and values"
         if k.dtype not in _TYPES or v.dtype not in _TYPES:
@@ -106,9 +108,12 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
     assert _LIBRARY is not None
     rows, query_heads, n, key_width = q.shape
-    heads = view.segments[-1].planes["k"].shape[1]
-    value_width = view.segments[-1].planes["v"].shape[3]
-    out = q.new_empty((rows, n, query_heads, value_width))
+    _, heads, _, value_width = unsliced(view.segments[-1].planes)["v"].shape
+    # As (B, n, Hq, Dv), which is how models want it next; one token lies the same either way.
+    if n == 1:
+        out = q.new_empty((rows, query_heads, n, value_width))
+    else:
+        out = q.new_empty((rows, n, query_heads, value_width)).transpose(1, 2)
     mass = None
     if options.need_mass:
         mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
@@ -146,17 +151,18 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     )
     if _LIBRARY.kv_attend(call, segments, reaches):
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
-    return out.transpose(1, 2), mass
+    return out, mass
 
 
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
-    k, v = segment.planes["k"], segment.planes["v"]
+    planes = unsliced(segment.planes)
+    k, v = planes["k"], planes["v"]
     shared = k.shape[0] != q.shape[0]
     # Turned queries stay in float32, so that a rotary offset costs no precision.
     turned = q if segment.rotation is None else segment.queries(q.float())
     position = (0, 0, 0, 0, 0)
     if not dense:
-        place = segment.position
+        place = planes[POSITION]
         row, head, slot = place.stride()
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
@@ -165,7 +171,7 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
         *_plane(v, shared, kept),
         *position,
         *_plane(turned, False, kept),
-        k.shape[2],
+        segment.slots,
         shared,
     )
 

@@ -116,9 +116,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 "attached one it was built for, or a forward was interrupted; reset() the cache, "
                 "and build it as kvkeep.Cache(model)"
             )
-        if layer_idx == 0:
+        if layer_idx == 0 or self._routed is None:
             self._begin(key_states)
-        if is_routed(self.config):
+        if self._routed:
             self._handed = key_states.kvkeep = Handed(layer)  # type: ignore[attr-defined]
             return key_states, value_states
         return self._update_unattached(layer, layer_idx, key_states, value_states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,15 @@ from torch import Tensor
 from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.memory import reserve
+
+_SLOTS_AHEAD = 32
+
+
+class _Ahead(NamedTuple):
+    """Views of the single slots from `first` on, for each plane."""
+
+    views: dict[str, tuple[Tensor, ...]]
+    first: int
 
 
 class Buffer(Storage):
@@ -22,6 +31,7 @@ class Buffer(Storage):
     def __init__(self) -> None:
         super().__init__()
         self._length = 0
+        self._ahead = _Ahead({}, 0)
 
     @abstractmethod
     def _capacity_for(self, slots: int) -> int:
@@ -34,12 +44,16 @@ class Buffer(Storage):
     def append(self, planes: Planes) -> slice:
         start = self._length
         if not start and not self._fits(planes):
-            self._planes = {}
+            self._drop_planes()
         stop = start + slot_count(planes)
         if stop > self.capacity:
             self._reallocate(self._capacity_for(stop), self._planes or planes)
-        for name, plane in planes.items():
-            self._planes[name].narrow(2, start, stop - start).copy_(plane)
+        if stop - start == 1:
+            for name, plane in planes.items():
+                self._slot(name, start).copy_(plane)
+        else:
+            for name, plane in planes.items():
+                self._planes[name].narrow(2, start, stop - start).copy_(plane)
         self._length = stop
         return slice(start, stop)
 
@@ -68,6 +82,7 @@ class Buffer(Storage):
         self._length = length
 
     def rows(self, index: Tensor) -> None:
+        self._ahead = _Ahead({}, 0)
         for name, plane in list(self._planes.items()):
             live = plane.narrow(2, 0, self._length)
             if len(index) == plane.shape[0]:
@@ -78,13 +93,14 @@ class Buffer(Storage):
             fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))
 
     def reset(self) -> None:
-        self._planes = {}
+        self._drop_planes()
         self._length = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles of this storage hold: the slots in use, not the spare ones."""
         live = {name: plane.clone() for name, plane in self.read().items()}
-        return self.__dict__ | {"_planes": live, "capacity": self.capacity}
+        ahead = _Ahead({}, 0)
+        return self.__dict__ | {"_planes": live, "_ahead": ahead, "capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         live, capacity = state["_planes"], state.pop("capacity")
@@ -92,6 +108,24 @@ class Buffer(Storage):
         if live:
             self._reallocate(capacity, live)
             self.append(live)
+
+    def _slot(self, name: str, slot: int) -> Tensor:
+        """A view (B, H|1, 1, ...) of one slot. Decoding asks for one after another, so a run of
+        them is made at once, which costs little more than one."""
+        ahead = self._ahead
+        if not ahead.first <= slot < ahead.first + len(ahead.views.get(name, ())):
+            count = min(_SLOTS_AHEAD, self.capacity - slot)
+            with torch.inference_mode(False), torch.no_grad():
+                views = {
+                    name: torch.split(plane.narrow(2, slot, count), 1, dim=2)
+                    for name, plane in self._planes.items()
+                }
+            ahead = self._ahead = _Ahead(views, slot)
+        return ahead.views[name][slot - ahead.first]
+
+    def _drop_planes(self) -> None:
+        self._planes = {}
+        self._ahead = _Ahead({}, 0)
 
     def _fits(self, planes: Planes) -> bool:
         """Whether the buffers are of these planes' names, rows, heads, widths, dtype and device."""
@@ -103,6 +137,7 @@ class Buffer(Storage):
 
     def _reallocate(self, capacity: int, like: Planes) -> None:
         self.reallocations += bool(self._planes)
+        self._ahead = _Ahead({}, 0)
         for name, plane in like.items():
             shape = (*plane.shape[:2], capacity, *plane.shape[3:])
             fresh = reserve(shape, plane.dtype, plane.device)
