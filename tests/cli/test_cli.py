@@ -151,25 +151,6 @@ def test_doctor():
     assert "reference" in run("doctor").stdout
 
 
-def test_bench_append():
-    result = last_line(run("bench", "append", "--tokens", "8,16", "--turns", "1", "--json"))
-    assert [row["tokens"] for row in result["rows"]] == [8, 16]
-    assert all(row["update_ratio"] > 0 and row["step_ratio"] > 0 for row in result["rows"])
-    assert run("bench", "append", "--tokens", "8,x").exit_code == 2
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
-@pytest.mark.usefixtures("_model")
-def test_bench_memory():
-    options = ("--tokens", "700", "--prompt", "600", "--json")
-    rows = last_line(run("bench", "memory", *options))["rows"]
-    assert [row["system"] for row in rows] == ["keep_all@growing", "hf-dynamic"]
-    ours = rows[0]
-    assert ours["live_bytes"] == 30 * 700 * (2 * 3 * 64 * 4 + 4)
-    assert abs(ours["resident_bytes"] - ours["live_bytes"]) < 0.05 * ours["live_bytes"]
-    assert run("bench", "memory", "--prompt", "9", "--tokens", "9").exit_code == 2
-
-
 def test_help_needs_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from kvkeep.cli import app; "

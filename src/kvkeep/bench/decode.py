@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.bench import llama_cpp
 from kvkeep.bench.environment import environment, read_bandwidth
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved
@@ -18,7 +21,8 @@ from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
 from kvkeep.hf.models import load
 
-SPEC = "keep_all"
+KVKEEP, SPEC = "kvkeep", "keep_all"
+OTHERS = (DYNAMIC, STATIC, llama_cpp.LLAMA_CPP)
 
 
 def run(
@@ -27,52 +31,51 @@ def run(
     dtype: str = "bfloat16",
     contexts: Sequence[int] = (128, 2048, 7936),
     against: Sequence[str] = (DYNAMIC,),
-    turns: int = 5,
+    turns: int = 10,
     burst: int = 4,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Time single-token steps of a model over contexts of real text, one row.
 
-    All systems hold the same keys and values, computed once, and take turns.
+    All systems have the same weights and hold the same tokens, and take turns.
 
     Args:
         model: a name that `kvkeep models` knows, a directory, or a hub name.
         dtype: of weights and cache.
         contexts: tokens held when the steps begin; at least two, for a slope.
-        against: "hf-dynamic", and "hf-static" (compiled, which takes minutes).
+        against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
+            llama-cpp-python).
         turns, burst: each system makes `turns` + 1 times `burst` steps, the first not counted.
 
     Returns:
         `rows` (`system`, `context`, `median_ms`, `spread_ms`), `slope_us_per_token` of each system
         by least squares, and `bandwidth_floor_us_per_token`: one token's bytes over the read
         bandwidth measured in this run.
+
+    Raises:
+        SpecError: a system that does not exist.
+        UnsupportedError: llama.cpp is not here, or cannot run this model.
     """
     for system in against:
-        if system not in (DYNAMIC, STATIC):
+        if system not in OTHERS:
             raise SpecError(
-                f"no system {system!r} to measure against; there is {DYNAMIC}, {STATIC}"
+                f"no system {system!r} to measure against; there is {', '.join(OTHERS)}"
             )
     loaded, tokenizer = load(model, dtype)
-    shared = {id(weight): weight for weight in loaded.parameters()}
-    plain = copy.deepcopy(loaded, shared)  # the same weights, not attached
-    static = torch.compile(copy.deepcopy(loaded, shared).forward, fullgraph=True)
-    attach(loaded)
-    models: dict[str, Callable[..., Any]] = {DYNAMIC: plain, STATIC: static}
-    systems = [SPEC, *against]
+    if llama_cpp.LLAMA_CPP in against:
+        llama_cpp.require(loaded)
     rows, read = [], [read_bandwidth()]
-    for context in contexts:
-        _say(progress, f"{context} tokens: prefill")
-        ids = tokens_of_text(tokenizer, context + 1)
-        full = new_cache(SPEC, loaded)
-        with torch.inference_mode():
-            loaded(ids[:, :-1], past_key_values=full, logits_to_keep=1)
-        room = context + (turns + 1) * burst
-        steps = {}
-        for system in systems:
-            cache = full if system == SPEC else filled_from(full, new_cache(system, loaded, room))
-            steps[system] = _step(models.get(system, loaded), ids[:, -1:], cache)
-        _say(progress, f"{context} tokens: steps")
-        for system, seconds in interleaved(steps, turns=turns, burst=burst).items():
+    steps: dict[tuple[str, int], Callable[[], object]] = {}
+    with TemporaryDirectory() as directory:
+        systems = _Systems(loaded, against, Path(directory))
+        for context in contexts:
+            _say(progress, f"{context} tokens")
+            ids = tokens_of_text(tokenizer, context + 1)
+            for system, step in systems.steps(ids, context + (turns + 1) * burst).items():
+                steps[system, context] = step
+        _say(progress, "steps")
+        # Contexts take turns too, or drift between them would be taken for a slope.
+        for (system, context), seconds in interleaved(steps, turns=turns, burst=burst).items():
             quarters = statistics.quantiles(seconds, n=4)
             rows.append(
                 {
@@ -82,7 +85,7 @@ def run(
                     "spread_ms": (quarters[2] - quarters[0]) * 1e3,
                 }
             )
-        read.append(read_bandwidth())
+    read.append(read_bandwidth())
     bandwidth = statistics.median(read)
     return {
         "benchmark": "decode",
@@ -90,10 +93,40 @@ def run(
         "dtype": dtype,
         "environment": environment(),
         "rows": rows,
-        "slope_us_per_token": {system: _slope(rows, system) for system in systems},
+        "slope_us_per_token": {system: _slope(rows, system) for system in (KVKEEP, *against)},
         "bandwidth_floor_us_per_token": bytes_per_token(loaded) / bandwidth / 1e3,
         "read_gb_per_s": bandwidth,
     }
+
+
+class _Systems:
+    """The models to measure, all on the same weights; llama.cpp's file goes into `directory`."""
+
+    def __init__(self, model: Any, against: Sequence[str], directory: Path) -> None:
+        shared = {id(weight): weight for weight in model.parameters()}
+        plain, static = (copy.deepcopy(model, shared) for _ in range(2))
+        attach(model)
+        self.kvkeep = model
+        self.against = against
+        self.directory = directory
+        self.transformers: dict[str, Callable[..., Any]] = {
+            DYNAMIC: plain,
+            STATIC: torch.compile(static.forward, fullgraph=True, dynamic=False),
+        }
+
+    def steps(self, ids: Tensor, room: int) -> dict[str, Callable[[], object]]:
+        """Feed all of ids (1, n) but the last, and return what feeds the last in each system."""
+        full = new_cache(SPEC, self.kvkeep)
+        with torch.inference_mode():
+            self.kvkeep(ids[:, :-1], past_key_values=full, logits_to_keep=1)
+        steps = {KVKEEP: _step(self.kvkeep, ids[:, -1:], full)}
+        for system in self.against:
+            if system == llama_cpp.LLAMA_CPP:
+                steps[system] = llama_cpp.stepper(self.kvkeep, ids, room, self.directory)
+            else:
+                cache = filled_from(full, new_cache(system, self.kvkeep, room))
+                steps[system] = _step(self.transformers[system], ids[:, -1:], cache)
+        return steps
 
 
 def _step(model: Callable[..., Any], token: Tensor, cache: Any) -> Callable[[], object]:

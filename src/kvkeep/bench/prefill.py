@@ -16,7 +16,7 @@ from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, new_cache
 from kvkeep.hf.models import load
 
-SPEC = "keep_all"
+KVKEEP = "kvkeep"
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     """
     loaded, tokenizer = load(model, dtype)
     shared = {id(weight): weight for weight in loaded.parameters()}
-    models = {SPEC: loaded, DYNAMIC: copy.deepcopy(loaded, shared)}
+    models = {KVKEEP: loaded, DYNAMIC: copy.deepcopy(loaded, shared)}
     attach(loaded)
     rows = []
     for length in lengths:
@@ -43,7 +43,7 @@ def run(
         ids = tokens_of_text(tokenizer, length)
 
         def prefill(system: str, ids: torch.Tensor = ids) -> None:
-            cache = new_cache(system, loaded)
+            cache = new_cache("keep_all" if system == KVKEEP else system, loaded)
             with torch.inference_mode():
                 models[system](ids, past_key_values=cache, logits_to_keep=1)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+System = TypeVar("System", bound=Hashable)
 
 
 def interleaved(
-    systems: Mapping[str, Callable[[], object]], *, turns: int = 10, burst: int = 10
-) -> dict[str, list[float]]:
+    systems: Mapping[System, Callable[[], object]], *, turns: int = 10, burst: int = 10
+) -> dict[System, list[float]]:
     """Seconds of each call. The systems take turns, so that drift hits them alike, and each turn
     is a burst of calls, so that none is timed with the caches another one left; the first turn of
     each is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    seconds: dict[System, list[float]] = {name: [] for name in systems}
     for turn in range(turns + 1):
         for name, call in systems.items():
             for _ in range(burst):

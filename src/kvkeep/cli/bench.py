@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvkeep.cli.output import JsonFlag, Working, print_json, print_table, reported
+from kvkeep.cli.plot import check_plot
+from kvkeep.cli.plot import plot as draw
+
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Also draw it: a .png, .svg or .pdf file.")
+]
 
 bench = typer.Typer(help="Measure kvkeep beside other caches.", no_args_is_help=True)
 
@@ -17,15 +24,17 @@ def append(
         str, typer.Option(help="Tokens held, comma-separated.")
     ] = "256,1024,2048,4096",
     turns: Annotated[int, typer.Option(min=1, help="Turns of ten calls each.")] = 20,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """One more token: concatenation against writing in place (f32, B 1, H 8, D 128)."""
+    check_plot(plot)
     from kvkeep.bench.append import run
 
     held = _whole_numbers(tokens)
     with Working("append") as working:
         result = run(held, turns=turns, progress=working)
-    _show("Append one token; ratios are concat / growing", result, json)
+    _show("Append one token; ratios are concat / growing", result, plot, json)
 
 
 @bench.command()
@@ -33,16 +42,18 @@ def memory(
     model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens held at the end.")] = 4100,
     prompt: Annotated[int, typer.Option(min=1, help="How many of them are fed at once.")] = 1024,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Resident memory of a cache after a long generation, against transformers' DynamicCache."""
+    check_plot(plot)
     if prompt >= tokens:
         raise typer.BadParameter(f"--prompt {prompt} must be below --tokens {tokens}")
     with reported(), Working("memory") as working:
         from kvkeep.bench.memory import run
 
         result = run(model, tokens=tokens, prompt=prompt, progress=working)
-    _show(f"Memory of {tokens} tokens, {model}, float32", result, json)
+    _show(f"Memory of {tokens} tokens, {model}, float32", result, plot, json)
 
 
 @bench.command()
@@ -56,9 +67,11 @@ def op(
         str, typer.Option(help="Tokens held, comma-separated.")
     ] = "256,2048,8192,32768",
     turns: Annotated[int, typer.Option(min=1)] = 10,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Attention alone, on every backend and torch's own function."""
+    check_plot(plot)
     held = _whole_numbers(lengths)
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
@@ -79,7 +92,7 @@ def op(
             progress=working,
         )
     title = f"Attention of {queries} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; "
-    _show(title + f"memory reads at {result['read_gb_per_s']:.0f} GB/s", result, json)
+    _show(title + f"memory reads at {result['read_gb_per_s']:.0f} GB/s", result, plot, json)
 
 
 @bench.command()
@@ -88,12 +101,14 @@ def decode(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     contexts: Annotated[str, typer.Option(help="Tokens held, comma-separated.")] = "128,2048,7936",
     against: Annotated[
-        str, typer.Option(help="hf-dynamic, hf-static (compiled); comma-separated.")
+        str, typer.Option(help="hf-dynamic, hf-static (compiled), llama.cpp; comma-separated.")
     ] = "hf-dynamic",
-    turns: Annotated[int, typer.Option(min=1)] = 5,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of four steps each.")] = 10,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Steps of a real model at several contexts; the slope is what a cache costs per token."""
+    check_plot(plot)
     held = _whole_numbers(contexts)
     with reported(), Working("decode") as working:
         from kvkeep.bench.decode import run
@@ -102,7 +117,7 @@ def decode(
         result = run(
             model, dtype=dtype, contexts=held, against=others, turns=turns, progress=working
         )
-    _show(f"One decode step of {model}, {dtype}", result, json)
+    _show(f"One decode step of {model}, {dtype}", result, plot, json)
     floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read it once"
     slopes = result["slope_us_per_token"].items()
     cost = ", ".join(f"{name} {slope:.2f}" for name, slope in slopes if slope is not None)
@@ -116,18 +131,22 @@ def prefill(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     lengths: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "2000,7900",
     turns: Annotated[int, typer.Option(min=1)] = 3,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """A whole prompt at once, beside transformers with sdpa."""
+    check_plot(plot)
     fed = _whole_numbers(lengths)
     with reported(), Working("prefill") as working:
         from kvkeep.bench.prefill import run
 
         result = run(model, dtype=dtype, lengths=fed, turns=turns, progress=working)
-    _show(f"Prefill of {model}, {dtype}", result, json)
+    _show(f"Prefill of {model}, {dtype}", result, plot, json)
 
 
-def _show(title: str, result: dict[str, Any], json: bool) -> None:
+def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
+    if plot is not None:
+        draw(title, result["rows"], plot)
     print_table(title, result["rows"], stderr=json)
     if json:
         print_json(result)

@@ -1,0 +1,128 @@
+"""llama.cpp beside kvkeep, on the same weights: the optional package llama-cpp-python.
+
+The loaded model is written as a GGUF file of its own dtype, because llama.cpp reads nothing else.
+It gets token ids, so the file carries no vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedError
+
+LLAMA_CPP = "llama.cpp"
+
+_TYPES = {
+    torch.float32: gguf.GGMLQuantizationType.F32,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+}
+
+
+def require(model: Any) -> None:
+    """Raise before anything is measured if llama.cpp cannot run this model.
+
+    Raises:
+        UnsupportedError: llama-cpp-python is not installed, or the model is no Llama.
+    """
+    try:
+        import llama_cpp  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "llama.cpp is measured through llama-cpp-python, which is not installed; "
+            "pip install 'kvkeep[llama-cpp]' (it is compiled, with cmake)"
+        ) from error
+    config = model.config
+    if config.model_type != "llama" or model.dtype not in _TYPES:
+        raise UnsupportedError(
+            f"llama.cpp is measured on Llama models in {', '.join(map(str, _TYPES))} only, not "
+            f"on {config.model_type} in {model.dtype}"
+        )
+
+
+def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[], None]:
+    """Feed `ids` (1, n) but the last, and return a function that feeds the last one again and
+    again, one token a call; keys and values are held in the model's dtype.
+
+    Args:
+        model: a Llama that passed `require`.
+        room: tokens of context to reserve.
+        directory: where the GGUF file may lie; it is written once.
+    """
+    import llama_cpp
+
+    path = directory / "model.gguf"
+    if not path.exists():
+        write_gguf(model, path)
+    threads = torch.get_num_threads()
+    llama = llama_cpp.Llama(
+        str(path),
+        n_ctx=room,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        type_k=int(_TYPES[model.dtype]),
+        type_v=int(_TYPES[model.dtype]),
+        verbose=False,
+    )
+    *prompt, last = ids[0].tolist()
+    llama.eval(prompt)
+    return lambda: llama.eval([last])
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    """Write a Llama's weights and shape as a GGUF file without a vocabulary."""
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name, weight in model.named_parameters():
+        heads = {
+            "q_proj": config.num_attention_heads,
+            "k_proj": config.num_key_value_heads,
+        }.get(name.split(".")[-2])
+        if heads:
+            weight = _interleaved(weight, heads)
+        kind = _TYPES[model.dtype] if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
+        target = names.get_name(name, try_suffixes=(".weight",))
+        if target is None:
+            raise UnsupportedError(f"llama.cpp has no place for the weight {name}")
+        writer.add_tensor(target, _numbers(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a head in llama.cpp's order: it rotates neighbours, transformers the two halves."""
+    halves = weight.view(heads, 2, -1, weight.shape[1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _numbers(weight: Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    x = weight.detach().cpu()
+    if kind == gguf.GGMLQuantizationType.F32:
+        return x.float().numpy()
+    if kind == gguf.GGMLQuantizationType.F16:
+        return x.numpy()
+    return x.contiguous().view(torch.uint8).numpy()

@@ -1,0 +1,155 @@
+"""`kvkeep bench`, as a user calls it; what is measured is the benchmarks' own affair."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli import app
+from kvkeep.errors import UnsupportedError
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def last_line(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def _model(smollm2):
+    """The model is fetched."""
+
+
+def test_append():
+    result = last_line(run("append", "--tokens", "8,16", "--turns", "1", "--json"))
+    assert [row["tokens"] for row in result["rows"]] == [8, 16]
+    assert all(row["update_ratio"] > 0 and row["step_ratio"] > 0 for row in result["rows"])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
+@pytest.mark.usefixtures("_model")
+def test_memory():
+    options = ("--tokens", "700", "--prompt", "600", "--json")
+    rows = last_line(run("memory", *options))["rows"]
+    assert [row["system"] for row in rows] == ["keep_all@growing", "hf-dynamic"]
+    ours = rows[0]
+    assert ours["live_bytes"] == 30 * 700 * (2 * 3 * 64 * 4 + 4)
+    assert abs(ours["resident_bytes"] - ours["live_bytes"]) < 0.05 * ours["live_bytes"]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("dtype", ["bf16", "float32"])
+def test_op(dtype, queries):
+    shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--queries", str(queries))
+    options = ("--dtype", dtype, *shape, "--lengths", "16,300", "--turns", "1", "--json")
+    result = last_line(run("op", *options))
+    assert {"sdpa", "torch-sdpa"} <= {row["backend"] for row in result["rows"]}
+    assert {row["length"] for row in result["rows"]} == {16, 300}
+    for row in result["rows"]:
+        size = 2 if dtype == "bf16" else 4
+        bytes_read = 2 * 2 * row["length"] * 16 * size
+        assert row["gb_per_s"] == pytest.approx(bytes_read / row["median_us"] / 1e3)
+    assert result["read_gb_per_s"] > 0
+
+
+@pytest.mark.usefixtures("_model")
+def test_decode():
+    options = ("--dtype", "bf16", "--contexts", "8,200", "--turns", "1", "--json")
+    result = last_line(run("decode", *options))
+    assert [(row["system"], row["context"]) for row in result["rows"]] == [
+        ("kvkeep", 8),
+        ("hf-dynamic", 8),
+        ("kvkeep", 200),
+        ("hf-dynamic", 200),
+    ]
+    median = {(row["system"], row["context"]): row["median_ms"] for row in result["rows"]}
+    for system, slope in result["slope_us_per_token"].items():
+        rise = (median[system, 200] - median[system, 8]) * 1e3
+        assert slope == pytest.approx(rise / 192)
+    per_token = 2 * 30 * 3 * 64 * 2
+    floor = per_token / result["read_gb_per_s"] / 1e3
+    assert result["bandwidth_floor_us_per_token"] == pytest.approx(floor)
+
+
+@pytest.mark.usefixtures("_model")
+def test_prefill():
+    result = last_line(run("prefill", "--lengths", "32", "--turns", "1", "--json"))
+    ours, theirs = result["rows"]
+    assert (ours["system"], theirs["system"]) == ("kvkeep", "hf-dynamic")
+    assert ours["ratio"] == pytest.approx(theirs["median_s"] / ours["median_s"])
+    assert theirs["ratio"] == 1
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_plot(tmp_path, suffix):
+    picture = tmp_path / f"append.{suffix}"
+    assert run("append", "--tokens", "8,16", "--turns", "1", "--plot", str(picture)).exit_code == 0
+    assert picture.read_bytes().startswith((b"\x89PNG", b"<?xml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("append", "--tokens", "8,x"), "whole numbers"),
+        (("memory", "--prompt", "9", "--tokens", "9"), "must be below"),
+        (("op", "--heads", "7", "--kv-heads", "2"), "must be a multiple"),
+        (("op", "--queries", "300"), "must be within"),
+        (("op", "--dtype", "int3"), "no dtype 'int3'"),
+        (("op", "--plot", "x.foo"), "end it in one of"),
+        (("op", "--plot", "nowhere/x.png"), "there is no directory"),
+        (("decode", "--contexts", "0"), "whole numbers"),
+        (("decode", "--against", "vllm"), "no system 'vllm'"),
+        (("prefill", "--lengths", ""), "whole numbers"),
+        (("prefill", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
+    ],
+)
+def test_bad_input(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_llama_cpp_refuses_other_architectures():
+    llama_cpp = pytest.importorskip("kvkeep.bench.llama_cpp")
+    pytest.importorskip("llama_cpp")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(UnsupportedError, match="Llama models"):
+        llama_cpp.require(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1)))
+
+
+def test_what_llama_cpp_is_given(tmp_path):
+    import gguf
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvkeep.bench.llama_cpp import write_gguf
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=48,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    write_gguf(model, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == len(list(model.parameters()))
+    rotated = model.model.layers[1].self_attn.k_proj.weight.detach()
+    stored = torch.from_numpy(tensors["blk.1.attn_k.weight"].data.copy()).view(torch.bfloat16)
+    # Rows i and i + 4 of a head of width 8 are a pair in transformers, neighbours in llama.cpp.
+    pairs = stored.view(2, 4, 2, 32)
+    assert pairs[:, :, 0].equal(rotated.view(2, 2, 4, 32)[:, 0])
+    assert pairs[:, :, 1].equal(rotated.view(2, 2, 4, 32)[:, 1])
+    kept = torch.from_numpy(tensors["output.weight"].data.copy()).view(torch.bfloat16)
+    assert kept.view(48, 32).equal(model.lm_head.weight.detach())
