@@ -62,9 +62,7 @@ KV_OUTLINE void score_tile(Rows keys, Rows values, int64_t count, int64_t any_wi
         const char* ahead = values.at(j);
         vf sum[W] = {};
         for (int64_t d = 0; d < whole; d += STEP) {
-#pragma GCC unroll 16
-            for (int line = 0; line < KEYS * STEP * (int)sizeof(Element); line += 64)
-                __builtin_prefetch(ahead + line);
+            prefetch(ahead, KEYS * STEP * sizeof(Element));
             ahead += KEYS * STEP * sizeof(Element);
 #pragma GCC unroll 16
             for (int i = 0; i < KEYS; ++i) {

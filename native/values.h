@@ -18,8 +18,7 @@ KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t widt
     const char* at = values.first + d * sizeof(Element);
     vf sum[SLOTS][MT][2 * PAIRS] = {};
     const auto add = [&](int64_t j, int slot) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(ahead + line);
+        prefetch(ahead, BYTES);
         Pair value[PAIRS];
 #pragma GCC unroll 4
         for (int t = 0; t < PAIRS; ++t)

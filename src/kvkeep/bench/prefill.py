@@ -22,7 +22,7 @@ KVKEEP = "kvkeep"
 def run(
     model: str = "smollm2-135m",
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "float32",
     lengths: Sequence[int] = (2000, 7900),
     turns: int = 3,
     progress: Callable[[str], None] | None = None,

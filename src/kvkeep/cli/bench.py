@@ -128,7 +128,7 @@ def decode(
 @bench.command()
 def prefill(
     model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
     lengths: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "2000,7900",
     turns: Annotated[int, typer.Option(min=1)] = 3,
     plot: PlotFile = None,
