@@ -202,7 +202,7 @@ void attend(const KvCall& call, const KvRun& run, float* scratch) {
         const Rows next = {keys.at(slot + BLOCK), keys.stride, keys.bytes};
         if (K::KEEPS_WIDE) {
             // Widened once for all tiles of queries.
-            widen<V>(value, count, call.value_width, wide);
+            widen<V>(value, next, count, call.value_width, wide);
             const Rows rows = {(const char*)wide, value_stride * 4, call.value_width * 4};
             add_values<F32>(rows, rows, count, call.value_width, records, s, alpha, acc);
             continue;

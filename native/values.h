@@ -102,11 +102,12 @@ void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t re
 
 // Values of a block as floats in order, (count, padded(width)).
 template <class T>
-void widen(Rows values, int64_t count, int64_t width, float* wide) {
+void widen(Rows values, Rows next, int64_t count, int64_t width, float* wide) {
     const int64_t stride = padded(width);
     for (int64_t j = 0; j < count; ++j) {
         const typename T::Element* row = (const typename T::Element*)values.at(j);
         float* to = wide + j * stride;
+        prefetch(next.at(j), next.bytes);
         int64_t d = 0;
         for (; d + 8 <= width; d += 8) store(to + d, widen8<T>(row + d));
         for (; d < width; ++d) to[d] = T::widen1(row[d]);

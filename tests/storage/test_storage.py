@@ -252,6 +252,17 @@ def test_buffers_outlive_inference_mode(in_place):
     assert sorted(content(in_place)[0][0]) == [1, 2]
 
 
+def test_single_slots_in_every_grad_mode(in_place):
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+    fed = []
+    for step in range(9):
+        with modes[step % 3]():
+            fed.append(planes(step))
+            in_place.append(fed[-1])
+    for name, plane in in_place.read().items():
+        assert plane.equal(torch.cat([one[name] for one in fed], dim=2))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_child_has_a_copy_of_its_own(in_place):
     in_place.append({"k": torch.zeros(1, 1, 8, 1 << 16)})  # large enough to be a mapping
