@@ -95,23 +95,10 @@ KV_OUTLINE void score_tile(Rows keys, Rows values, int64_t count, int64_t any_wi
 template <class K, int WIDTH>
 void scores_of_width(Rows keys, Rows values, int64_t count, int64_t width,
                      const typename K::Query* q, int64_t records, float* s) {
-    const int64_t tiles = (records + 7) / 8, q_stride = padded(width);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t from = records * tile / tiles, to = records * (tile + 1) / tiles;
-        const auto run = [&](auto f) {
-            f(keys, values, count, width, q + from * q_stride, s + from * BLOCK);
-        };
-        switch (to - from) {
-            case 1: run(score_tile<K, 1, WIDTH>); break;
-            case 2: run(score_tile<K, 2, WIDTH>); break;
-            case 3: run(score_tile<K, 3, WIDTH>); break;
-            case 4: run(score_tile<K, 4, WIDTH>); break;
-            case 5: run(score_tile<K, 5, WIDTH>); break;
-            case 6: run(score_tile<K, 6, WIDTH>); break;
-            case 7: run(score_tile<K, 7, WIDTH>); break;
-            default: run(score_tile<K, 8, WIDTH>); break;
-        }
-    }
+    for_tiles(records, 8, [&](int64_t from, auto tile) {
+        score_tile<K, tile.size, WIDTH>(keys, values, count, width, q + from * padded(width),
+                                        s + from * BLOCK);
+    });
 }
 
 template <class K>
@@ -189,26 +176,11 @@ KV_OUTLINE void column_tile(const float* columns, int64_t count, int64_t width, 
 template <class T>
 void scores(Columns<T>, Rows keys, Rows values, int64_t count, int64_t width, const void* queries,
             int64_t records, float* s, float* columns) {
-    constexpr int64_t MOST = W == 16 ? 8 : 6;
     const float* q = (const float*)queries;
-    const int64_t tiles = (records + MOST - 1) / MOST, q_stride = padded(width);
     turn<T>(keys, values, count, width, columns);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t from = records * tile / tiles, to = records * (tile + 1) / tiles;
-        const auto run = [&](auto f) {
-            f(columns, count, width, q + from * q_stride, s + from * BLOCK);
-        };
-        switch (to - from) {
-            case 1: run(column_tile<1>); break;
-            case 2: run(column_tile<2>); break;
-            case 3: run(column_tile<3>); break;
-            case 4: run(column_tile<4>); break;
-            case 5: run(column_tile<5>); break;
-            case 6: run(column_tile<6>); break;
-            case 7: run(column_tile<7>); break;
-            default: run(column_tile<8>); break;
-        }
-    }
+    for_tiles(records, MOST_SUMS, [&](int64_t from, auto tile) {
+        column_tile<tile.size>(columns, count, width, q + from * padded(width), s + from * BLOCK);
+    });
 }
 
 }  // namespace

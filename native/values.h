@@ -80,24 +80,11 @@ KV_OUTLINE void value_tile(Rows values, Rows next, int64_t count, int64_t width,
 template <class T>
 void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t records,
                 const float* p, const float* alpha, float* acc) {
-    constexpr int64_t MOST = W == 16 ? 8 : 6;  // sums for more would not stay in registers
-    const int64_t tiles = (records + MOST - 1) / MOST, stride = padded(width);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t from = records * tile / tiles, to = records * (tile + 1) / tiles;
-        const auto run = [&](auto f) {
-            f(values, next, count, width, p + from * BLOCK, alpha + from, acc + from * stride);
-        };
-        switch (to - from) {
-            case 1: run(value_tile<T, 1>); break;
-            case 2: run(value_tile<T, 2>); break;
-            case 3: run(value_tile<T, 3>); break;
-            case 4: run(value_tile<T, 4>); break;
-            case 5: run(value_tile<T, 5>); break;
-            case 6: run(value_tile<T, 6>); break;
-            case 7: run(value_tile<T, 7>); break;
-            default: run(value_tile<T, 8>); break;
-        }
-    }
+    const int64_t stride = padded(width);
+    for_tiles(records, MOST_SUMS, [&](int64_t from, auto tile) {
+        value_tile<T, tile.size>(values, next, count, width, p + from * BLOCK, alpha + from,
+                                 acc + from * stride);
+    });
 }
 
 // Values of a block as floats in order, (count, padded(width)).
