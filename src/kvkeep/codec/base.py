@@ -20,17 +20,43 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    rewritable: ClassVar[bool] = True
-    """Whether one slot may be rewritten without touching its neighbours."""
+    packing: ClassVar[str | None] = None
+    """The layout of its planes, by which a kernel may read them as they are: "plain", "int8",
+    "int4"; None: only `decode` reads them."""
+
+    @property
+    def block(self) -> int:
+        """Tokens that are encoded together, in one slot; their planes have a token axis then. 1:
+        each token has a slot of its own, which may be rewritten."""
+        return 1
+
+    @property
+    def tail(self) -> int:
+        """How many of the newest tokens stay as they were given, at least."""
+        return 0
+
+    @property
+    def rewritable(self) -> bool:
+        """Whether one token may be rewritten without touching its neighbours."""
+        return self.block == 1
 
     @abstractmethod
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
-        """The planes that hold one tensor of width `dim` given in `dtype`."""
+        """The planes that hold one slot of a tensor of width `dim` given in `dtype`."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Planes:
-        """Encode x (B, H, n, D); may be a view of it."""
+        """Encode x (B, H, n, D); may be a view of it. n is a multiple of `block`."""
 
     @abstractmethod
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Decode to (B, H, S, D) in `dtype`; may be a view of the planes."""
+
+    def for_values(self) -> Codec:
+        """This codec for values, where it serves them otherwise than keys."""
+        return self
+
+    def rotate(self, q: Tensor) -> Tensor:
+        """Queries (..., D) as keys under this codec need them: encoded keys may stand for R k with
+        an orthonormal R, and q . k = R q . R k. In at least float32 where it is not q itself."""
+        return q

@@ -1,0 +1,49 @@
+"""Groups: neighbouring elements of a token that share a scale in half precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+
+MOST_SCALE = 65504.0
+"""The largest float16."""
+
+
+def check_group(codec: str, group: int) -> None:
+    """Raise SpecError for a group of no elements, or one that a kernel cannot take at a time."""
+    if group < 8 or group % 8:
+        raise SpecError(f"{codec} group of {group} elements: a multiple of 8, e.g. {codec}:64")
+
+
+def group_count(dim: int, group: int) -> int:
+    """Groups of a token of width `dim`; the last may be shorter."""
+    return -(-dim // group)
+
+
+def grouped(x: Tensor, group: int) -> Tensor:
+    """x (..., D) in float32 (float64 stays) as (..., groups, group); a short last group is filled
+    with its own first element, which changes no smallest and no largest one."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    width, groups = x.shape[-1], group_count(x.shape[-1], group)
+    missing = groups * group - width
+    if missing:
+        first = x[..., (groups - 1) * group :][..., :1]
+        x = torch.cat([x, first.expand(*x.shape[:-1], missing)], dim=-1)
+    return x.unflatten(-1, (groups, group))
+
+
+def ungrouped(x: Tensor, dim: int) -> Tensor:
+    """The inverse of `grouped`: (..., groups, group) -> (..., D)."""
+    return x.flatten(-2)[..., :dim]
+
+
+def rounded_scale(scale: Tensor) -> Tensor:
+    """A scale as float16, within its range; NaN stays NaN."""
+    return scale.clamp(-MOST_SCALE, MOST_SCALE).to(torch.float16)
+
+
+def divided(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, and 0 where the scale is 0 or not a number."""
+    return torch.nan_to_num(x / scale.to(x.dtype), nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,31 @@
+"""The Hadamard rotation: spreads an outlying channel over all, so that few bits hold a key."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate x (..., D) by the orthonormal Walsh-Hadamard matrix; twice gives x back.
+
+    A width that is no power of two is rotated in blocks of the largest power of two that divides
+    it. Returns at least float32. Source: QuaRot (arXiv 2404.00456).
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype) @ _matrix(x.shape[-1], dtype, x.device)
+
+
+@lru_cache(maxsize=32)
+def _matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    block = width & -width
+    with torch.inference_mode(False):
+        rotation = torch.ones(1, 1, dtype=dtype)
+        while rotation.shape[0] < block:
+            rotation = torch.cat(
+                [torch.cat([rotation, rotation], 1), torch.cat([rotation, -rotation], 1)]
+            )
+        blocks = [rotation * block**-0.5] * (width // block)
+        return torch.block_diag(*blocks).to(device)

@@ -1,0 +1,94 @@
+"""4 bits an element, a scale for each token and group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.codec.base import Codec
+from kvkeep.codec.groups import (
+    MOST_SCALE,
+    check_group,
+    divided,
+    group_count,
+    grouped,
+    rounded_scale,
+    ungrouped,
+)
+from kvkeep.codec.hadamard import hadamard
+from kvkeep.errors import ShapeError
+from kvkeep.planes import Planes, PlaneSpec
+
+
+@final
+@dataclass(frozen=True)
+class Int4(Codec):
+    """x = (code - 8) * scale, or code * scale + zero when `affine`; codes 0..15.
+
+    Planes: "" uint8 (D / 2,), element 2i in the low half of byte i; "_scale" float16
+    (groups,), and "_zero" likewise when affine. The symmetric scale has the sign that puts the
+    largest element on code 0, as llama.cpp's Q4_0 does. Keys are rotated first unless `hadamard`
+    is False; values, which have no outlying channels, are not.
+    """
+
+    group: int = 32
+    affine: bool = False
+    hadamard: bool = True
+
+    name: ClassVar[str] = "int4"
+    packing: ClassVar[str | None] = "int4"
+
+    def __post_init__(self) -> None:
+        check_group(self.name, self.group)
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        scale = PlaneSpec((group_count(dim, self.group),), torch.float16)
+        planes = {"": PlaneSpec((dim // 2,), torch.uint8), "_scale": scale}
+        return planes | ({"_zero": scale} if self.affine else {})
+
+    def encode(self, x: Tensor) -> Planes:
+        if x.shape[-1] % 2:
+            raise ShapeError(f"int4 packs two elements in a byte, but the width is {x.shape[-1]}")
+        groups = grouped(self.rotate(x), self.group)
+        low, high = groups.aminmax(dim=-1)
+        if self.affine:
+            zero = low.clamp(-MOST_SCALE, MOST_SCALE).to(torch.float16)
+            scale = rounded_scale((high - zero.to(high.dtype)) / 15)
+            codes = divided(groups - zero.to(high.dtype)[..., None], scale[..., None])
+            more = {"_zero": zero}
+        else:
+            scale = rounded_scale(torch.where(high > -low, high, low) / -8)
+            codes = divided(groups, scale[..., None]) + 8
+            more = {}
+        codes = ungrouped(codes.round_().clamp_(0, 15), x.shape[-1]).to(torch.uint8)
+        return {"": packed(codes), "_scale": scale} | more
+
+    def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        compute = torch.promote_types(dtype, torch.float32)
+        codes = unpacked(planes[""]).to(compute)
+        scale = planes["_scale"].to(compute)[..., None]
+        width = codes.shape[-1]
+        if self.affine:
+            x = grouped(codes, self.group) * scale + planes["_zero"].to(compute)[..., None]
+        else:
+            x = grouped(codes - 8, self.group) * scale
+        return self.rotate(ungrouped(x, width)).to(dtype)
+
+    def for_values(self) -> Codec:
+        return replace(self, hadamard=False)
+
+    def rotate(self, q: Tensor) -> Tensor:
+        return hadamard(q) if self.hadamard else q
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Codes 0..15 uint8 (..., D) -> (..., D / 2), two in a byte, the first in its low half."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpacked(planes: Tensor) -> Tensor:
+    """The inverse of `packed`."""
+    return torch.stack([planes & 15, planes >> 4], dim=-1).flatten(-2)
