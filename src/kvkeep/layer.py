@@ -7,22 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Options, Segment, View, dispatch
+from kvkeep.attention import Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.planes import (
-    POSITION,
-    Planes,
-    Reach,
-    concatenated,
-    joined,
-    plane_bytes,
-    slot_count,
-    survivors,
-    take,
-)
-from kvkeep.policy import Need, Observation, Policy
+from kvkeep.planes import POSITION, Reach, along_slots, part
+from kvkeep.policy import Arrivals, Need, Observation, Policy
+from kvkeep.slots import LayerSlots
 from kvkeep.storage import Storage
 
 
@@ -47,7 +38,7 @@ class LayerCache:
         window: the layer's own sliding window in tokens, if it has one.
 
     Raises:
-        SpecError: the storage can never hold the policy's budget.
+        SpecError: the parts cannot work together.
     """
 
     def __init__(
@@ -67,7 +58,7 @@ class LayerCache:
         if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
             raise SpecError(
                 f"policy {policy.name} evicts single slots, but codec {key_codec.name}/"
-                f"{value_codec.name} cannot rewrite one; use keep_all, or +plain"
+                f"{value_codec.name} encodes blocks of tokens; use keep_all, or int8 or int4"
             )
         self.policy = policy
         self.key_codec = key_codec
@@ -76,11 +67,12 @@ class LayerCache:
         self.window = window
         self.record_past = False
         self.fed = 0
+        self._slots = LayerSlots(key_codec, value_codec, storage)
         self._pads: Tensor | None = None  # (B,) padding fed per row; None while there was none
         self._floor = 0  # the fewest tokens fed to which a crop can return
-        self._aside: Planes | None = None  # what does not fit until the policy has chosen
         self._like: tuple[Tensor, Tensor] | None = None  # empty k and v of this layer's geometry
-        self._need_mass = Need.MASS in policy.needs
+        self._state: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
+        self._chunk: Tensor | None = None  # positions of the last chunk
         self._checks = Checks()
 
     # -- the step ---------------------------------------------------------------------------
@@ -110,16 +102,10 @@ class LayerCache:
         # What no query from here on can reach makes room first: the ring of a window.
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
-        planes = self._encoded(k, v, position)
+        self._slots.add(self._planes(k, v, position))
         if self._like is None:
             self._like = (empty_like(k), empty_like(v))
-        limit = self.storage.limit
-        if self._aside is not None:
-            self._aside = concatenated(self._aside, planes)
-        elif limit is not None and self.storage.length + n > limit:
-            self._aside = planes
-        else:
-            self.storage.append(planes)
+        self._chunk = position
         if position.dim() == 2 or self._pads is not None:
             position = position.expand(k.shape[0], -1)
             before = self._pads if self._pads is not None else position.new_zeros(k.shape[0])
@@ -134,8 +120,14 @@ class LayerCache:
 
         While `record_past` is set nothing is evicted, so that the next `crop` can take steps back.
         """
-        if self.policy.budget is not None and not self.record_past:
-            self._evict(self.length - self.policy.budget, observation)
+        policy = self.policy
+        if observation is not None and policy.observes:
+            self._observe(observation)
+        if policy.budget is not None and not self.record_past:
+            self._evict(self.length - policy.budget, observation)
+        elif self._slots.waiting and not self.record_past:
+            self._slots.encode_waiting()
+            self._floor = self.fed
 
     def step(
         self,
@@ -158,12 +150,14 @@ class LayerCache:
         pads = self._pads
         view = self.extend(k, v, position)
         try:
-            out, mass = dispatch(q, view, Options(scale, softcap, sinks, self._need_mass))
+            need = Need.MASS in self.policy.needs
+            asked = Options(scale, softcap, sinks, need, self.policy.observed)
+            out, mass = dispatch(q, view, asked)
         except BaseException:
             self._drop(k.shape[2])
             self._pads = pads
             raise
-        self.settle(Observation(mass))
+        self.settle(Observation(mass, queries=q))
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -190,7 +184,7 @@ class LayerCache:
         """
         if self._pads is None or self.length != self.fed:
             return True
-        position = self._everything()[POSITION][:, 0]
+        position = self._slots.rewritable()[POSITION][:, 0]
         return bool((position >= 0).equal(real.to(position.device)))
 
     def in_order(self, view: View) -> tuple[Tensor, Tensor]:
@@ -199,22 +193,24 @@ class LayerCache:
         For attention that masks by column. Zero-copy while nothing was evicted; a copy from then
         on, and when the next `settle` will evict.
         """
-        planes = view.segments[0].planes
-        for segment in view.segments[1:]:
-            planes = concatenated(planes, segment.planes)
-        if self._floor or self.length > (self.policy.budget or self.length):
-            planes = take(planes, planes[POSITION].argsort(dim=2, stable=True))
-        whole = Segment(planes, self.key_codec, self.value_codec)
         assert self._like is not None
-        return whole.keys(self._like[0].dtype), whole.values(self._like[1].dtype)
+        k, v = self._like
+        keys = [segment.keys(k.dtype) for segment in view.segments]
+        values = [segment.values(v.dtype) for segment in view.segments]
+        whole = [x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in (keys, values)]
+        if self._floor or self.length > (self.policy.budget or self.length):
+            position = torch.cat([segment.position for segment in view.segments], dim=2)
+            order = position.argsort(dim=2, stable=True)
+            whole = [x.gather(2, along_slots(order, x)) for x in whole]
+        return whole[0], whole[1]
 
     # -- whole-state changes ----------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget every token; the next one may have other rows, heads, widths and dtype."""
-        self.storage.reset()
-        self.fed, self._floor = 0, 0
-        self._pads = self._aside = self._like = None
+        self._slots.reset()
+        self.fed, self._floor, self._state = 0, 0, {}
+        self._pads = self._like = self._chunk = None
 
     @property
     def rollback_limit(self) -> int:
@@ -243,22 +239,23 @@ class LayerCache:
         self.require_rollback(-tokens)
         if tokens < 0:
             if self._pads is not None:
-                position = self._everything()[POSITION][:, 0, tokens:]
+                position = self._slots.newest_positions(-tokens)
                 self._pads = self._pads - (position < 0).sum(dim=1)
             self._drop(-tokens)
         if self.record_past and self.policy.budget is not None:
-            self._evict(self.length - self.policy.budget)
+            self._evict(self.length - self.policy.budget, None)
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
         if self._like is None:
             return
         index = index.to(self._like[0].device)
-        self.storage.rows(index)
+        self._slots.take_rows(index)
         k, v = self._like
         self._like = (k.index_select(0, index), v.index_select(0, index))
-        if self._aside is not None:
-            self._aside = {name: p.index_select(0, index) for name, p in self._aside.items()}
+        self._state = {name: x.index_select(0, index) for name, x in self._state.items()}
+        if self._chunk is not None and self._chunk.dim() == 2:
+            self._chunk = self._chunk.index_select(0, index)
         if self._pads is not None:
             self._pads = self._pads.index_select(0, index)
 
@@ -267,7 +264,7 @@ class LayerCache:
     @property
     def length(self) -> int:
         """Slots in use, the same for every row; an empty slot of a padded row counts."""
-        return self.storage.length + slot_count(self._aside or {})
+        return self._slots.length
 
     @property
     def reachable(self) -> int:
@@ -280,7 +277,7 @@ class LayerCache:
     @property
     def capacity(self) -> int:
         """Slots allocated."""
-        return self.storage.capacity
+        return self._slots.capacity
 
     @property
     def seen(self) -> Tensor:
@@ -292,12 +289,12 @@ class LayerCache:
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, every plane included."""
-        return self.storage.length * self.storage.slot_bytes + plane_bytes(self._aside or {})
+        return self._slots.live_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU those never written take no memory."""
-        return self.storage.nbytes + plane_bytes(self._aside or {})
+        return self._slots.nbytes
 
     def stats(self) -> LayerStats:
         """All figures at once."""
@@ -306,7 +303,7 @@ class LayerCache:
             self.capacity,
             self.live_bytes,
             self.nbytes,
-            self.storage.reallocations,
+            self._slots.reallocations,
         )
 
     # -- inside -----------------------------------------------------------------------------
@@ -324,23 +321,27 @@ class LayerCache:
                 "it; use torch.no_grad(), or @concat to train through the cache"
             )
 
-    def _encoded(self, k: Tensor, v: Tensor, position: Tensor) -> Planes:
+    def _planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
+        """All planes of new tokens."""
         rows, heads, n, _ = k.shape
-        planes = joined(self.key_codec.encode(k), "k") | joined(self.value_codec.encode(v), "v")
+        policy = self.policy
+        planes = self._slots.encoded(k, v)
+        if policy.planes:
+            error = None
+            if Need.ENCODE_ERROR in policy.needs:
+                error = self._slots.errors(k, v, planes)
+            planes |= policy.enter(Arrivals(k, v, position, error))
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
-        planes[POSITION] = place.expand(rows, heads if self.policy.per_head else 1, n)
-        for name, spec in self.policy.planes.items():
-            shape = (rows, 1 if spec.shared else heads, n, *spec.shape)
-            planes[name] = torch.zeros(shape, dtype=spec.dtype, device=k.device)
+        planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes
 
     def _view(self, position: Tensor) -> View:
-        runs = [self.storage.read()] if self.storage.length else []
-        if self._aside is not None:
-            runs.append(self._aside)
-        segments = tuple(Segment(planes, self.key_codec, self.value_codec) for planes in runs)
-        reaches = self._reaches(position.shape[-1])
-        return View(segments, position, ragged=self._pads is not None, reaches=reaches)
+        return View(
+            self._slots.segments(),
+            position,
+            ragged=self._pads is not None,
+            reaches=self._reaches(position.shape[-1]),
+        )
 
     def _reaches(self, n: int) -> tuple[Reach, ...]:
         """The limits that exclude a slot from a query of this chunk; host knowledge only.
@@ -362,36 +363,35 @@ class LayerCache:
 
         return tuple(filter(excludes, limits))
 
+    def _seeing(self, observation: Observation | None) -> Observation:
+        """An observation, with what the layer itself knows."""
+        pads = self._pads
+        newest = self.fed - 1 if pads is None else self.fed - 1 - pads[:, None, None]
+        return (observation or Observation())._replace(
+            position=self._chunk,
+            newest=newest,
+            window=self.window,
+            state=self._state,
+            keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
+            values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
+        )
+
+    def _observe(self, observation: Observation) -> None:
+        planes = self._slots.rewritable()
+        self.policy.observe(planes, self._seeing(observation))
+        for name in self.policy.planes:
+            self._slots.keep(name, planes[name])
+
     def _evict(self, count: int, observation: Observation | None = None) -> None:
         if count <= 0:
             return
-        if self._aside is None:
-            self.storage.evict(self.policy.victims(count, self.storage.read(), observation))
-        else:
-            planes = self._everything()
-            victims = self.policy.victims(count, planes, observation)
-            kept = take(planes, survivors(victims, slot_count(planes)))
-            self._aside = None
-            self.storage.reset()
-            self.storage.append(kept)
+        planes = self._slots.rewritable()
+        self._slots.evict(self.policy.victims(count, planes, self._seeing(observation)))
         self._floor = self.fed
-
-    def _everything(self) -> Planes:
-        """All slots, what was set aside included; a view where nothing was."""
-        if self._aside is None:
-            return self.storage.read()
-        if not self.storage.length:
-            return self._aside
-        return concatenated(self.storage.read(), self._aside)
 
     def _drop(self, n: int) -> None:
         """Take back the newest n tokens, which no eviction has followed."""
-        aside = slot_count(self._aside or {})
-        if self._aside is not None and n < aside:
-            self._aside = {name: p[:, :, : aside - n] for name, p in self._aside.items()}
-        else:
-            self._aside = None
-            self.storage.truncate(self.storage.length - (n - aside))
+        self._slots.drop(n)
         self.fed -= n
         if not self.fed:
             self.reset()

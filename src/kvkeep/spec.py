@@ -17,6 +17,10 @@ from kvkeep.storage import STORAGES, Growing, Storage
 
 Options = tuple[tuple[str, int | float], ...]
 
+ALIASES = {"streaming": ("window", {"sinks": 4})}
+"""Another name for a policy with some options set: StreamingLLM (arXiv 2309.17453) is a window with
+four sinks."""
+
 
 @dataclass(frozen=True)
 class StorageSpec:
@@ -56,31 +60,25 @@ class CacheSpec:
         rest, _, storage_text = text.strip().partition("@")
         policy_text, _, codec_text = rest.partition("+")
         name, options = _component("policy", policy_text, POLICIES, text)
-        codecs = [Plain.name] * 2
-        if codec_text or "+" in rest:
-            codecs = codec_text.split("/")
-            if len(codecs) > 2:
-                raise SpecError(f"{len(codecs)} codecs in {text!r}; give one, or keys/values")
-            codecs = (codecs * 2)[:2]
+        codecs = codec_text.split("/") if "+" in rest else [Plain.name]
+        if len(codecs) > 2:
+            raise SpecError(f"{len(codecs)} codecs in {text!r}; give one, or keys/values")
         storage = StorageSpec()
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
-        key, value = (CODECS[_component("codec", codec, CODECS, text)[0]]() for codec in codecs)
-        spec = cls(POLICIES[name](**dict(options)), key, value, storage)
+        key, value = (_codec(codec, text) for codec in (codecs * 2)[:2])
+        spec = cls(POLICIES[name](**dict(options)), key, value.for_values(), storage)
         if storage.options:
             storage.build(None)
         return spec
 
     def __str__(self) -> str:
-        options = [
-            (field.name, getattr(self.policy, field.name))
-            for field in dataclasses.fields(self.policy)
-            if getattr(self.policy, field.name) != field.default
-        ]
-        codec = self.key_codec.name
-        if self.value_codec.name != codec:
-            codec += f"/{self.value_codec.name}"
-        policy = _printed(self.policy.name, options, POLICIES[self.policy.name])
+        policy = _printed(self.policy.name, _changed(self.policy), POLICIES[self.policy.name])
+        codec = _printed(self.key_codec.name, _changed(self.key_codec), type(self.key_codec))
+        if self.value_codec != self.key_codec.for_values():
+            like_keys = type(self.value_codec)().for_values()
+            options = _changed(self.value_codec, like_keys)
+            codec += "/" + _printed(self.value_codec.name, options, type(self.value_codec))
         storage = _printed(self.storage.name, self.storage.options, STORAGES[self.storage.name])
         return f"{policy}+{codec}@{storage}"
 
@@ -100,7 +98,7 @@ class CacheSpec:
             policy,
             self.key_codec,
             self.value_codec,
-            self.storage.build(policy.budget or capacity),
+            self.storage.build(policy.budget + policy.room if policy.budget else capacity),
             window=window,
         )
 
@@ -121,6 +119,7 @@ def _component(
 ) -> tuple[str, Options]:
     """Read `name:value,key=value`; a first value without a key is the first option."""
     name, colon, rest = text.strip().partition(":")
+    name, preset = ALIASES.get(name, (name, {}))
     if name not in registry:
         raise SpecError(f"no {kind} {name!r} in {whole!r}; {_nearest(name, registry)}")
     parameters = _parameters(registry[name])
@@ -139,7 +138,7 @@ def _component(
             )
         if key in options:
             raise SpecError(f"{kind} {name} is given {key!r} twice in {whole!r}; give it once")
-        options[key] = _number(value, parameters[key].annotation, f"{name} {key}", whole)
+        options[key] = _value(value, parameters[key].annotation, f"{name} {key}", whole)
     missing = [
         key
         for key, parameter in parameters.items()
@@ -147,7 +146,7 @@ def _component(
     ]
     if missing and kind == "policy":
         raise SpecError(f"{kind} {name} in {whole!r} lacks {missing[0]!r}; write {name}:1024")
-    return name, tuple(options.items())
+    return name, tuple((preset | options).items())
 
 
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
@@ -159,11 +158,22 @@ def _parameters(component: type) -> dict[str, inspect.Parameter]:
     }
 
 
-def _number(value: str, kind: Any, what: str, whole: str) -> int | float:
+def _codec(text: str, whole: str) -> Codec:
+    name, options = _component("codec", text, CODECS, whole)
+    return CODECS[name](**dict(options))
+
+
+_SWITCH = {"0": False, "1": True}
+
+
+def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
+    """An option's value: a whole number, a switch or a number, as its annotation says."""
     try:
-        return int(value) if kind is int else float(value)
-    except ValueError:
-        noun = "a whole number" if kind is int else "a number"
+        if kind is bool:
+            return _SWITCH[value]
+        return float(value) if kind is float else int(value)
+    except (ValueError, KeyError):
+        noun = "0 or 1" if kind is bool else "a number" if kind is float else "a whole number"
         raise SpecError(f"{what} is {value!r} in {whole!r}; give {noun}") from None
 
 
@@ -175,7 +185,18 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"there is {', '.join(names)}"
 
 
+def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float]]:
+    """A component's options that are not the usual ones: their defaults, or those of another."""
+    fields = dataclasses.fields(component)
+    defaults = {field.name: getattr(usual, field.name, field.default) for field in fields}
+    values = {field.name: getattr(component, field.name) for field in fields}
+    return [(name, value) for name, value in values.items() if value != defaults[name]]
+
+
 def _printed(name: str, options: Iterable[tuple[str, Any]], component: type) -> str:
     first = next(iter(_parameters(component)), None)
-    items = [str(v) if k == first else f"{k}={v}" for k, v in options]
+    items = [
+        str(value) if key == first else f"{key}={int(value) if isinstance(value, bool) else value}"
+        for key, value in options
+    ]
     return name + (":" + ",".join(items) if items else "")

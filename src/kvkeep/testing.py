@@ -19,7 +19,18 @@ from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import STORAGES
 
-EXAMPLES = {"keep_all": "keep_all", "window": "window:6,sinks=2"}
+EXAMPLES = {
+    "keep_all": "keep_all",
+    "window": "window:6,sinks=2",
+    "h2o": "h2o:8,recent=3,sinks=1",
+    "vlen": "vlen:8",
+    "qh2o": "qh2o:8,recent=2",
+    "tova": "tova:8",
+    "snapkv": "snapkv:8,window=4,pool=3",
+    "knorm": "knorm:8,recent=1",
+    "keydiff": "keydiff:8",
+    "random": "random:8",
+}
 """A small spec of each policy; a new policy needs one here."""
 
 

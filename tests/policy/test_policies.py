@@ -7,12 +7,12 @@ import torch
 
 from kvkeep.errors import SpecError
 from kvkeep.planes import POSITION, Reach
-from kvkeep.policy import KeepAll, Window
+from kvkeep.policy import KeepAll, Observation, Window
 
 
 def victims(policy, count, *rows):
     planes = {POSITION: torch.tensor(rows, dtype=torch.int32)[:, None]}
-    return policy.victims(count, planes, None)[:, 0].sort(dim=1).values.tolist()
+    return policy.victims(count, planes, Observation())[:, 0].sort(dim=1).values.tolist()
 
 
 def test_window_evicts_the_oldest_first_wherever_it_lies():

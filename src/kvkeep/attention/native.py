@@ -92,10 +92,12 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return f"the native kernel computes in float32, which is too little for {q.dtype}"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, which tracing does not have"
+    if options.need_mass and options.observed is not None and view.chunk > options.observed:
+        return "the native kernel gives the mass of all queries"
     for segment in view.segments:
         planes = unsliced(segment.planes)
         k, v = planes["k"], planes["v"]
-        if segment.key_codec.name != "plain" or segment.value_codec.name != "plain":
+        if segment.key_codec.packing != "plain" or segment.value_codec.packing != "plain":
             return "the native kernel reads plain keys and values"
         if k.dtype not in _TYPES or v.dtype not in _TYPES:
             return f"the native kernel reads no {k.dtype}"

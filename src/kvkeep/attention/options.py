@@ -8,9 +8,11 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits."""
+    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits; the
+    mass counts only each row's newest `observed` real queries of the chunk, or all."""
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
     need_mass: bool = False
+    observed: int | None = None

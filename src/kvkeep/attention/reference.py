@@ -26,15 +26,13 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     """
     rows, query_heads, n, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
-    keys = [segment.keys(q.dtype).to(compute) for segment in view.segments]
-    values = torch.cat(
-        [s.values(q.dtype).to(compute).expand(rows, -1, -1, -1) for s in view.segments], dim=2
-    )
-    heads = values.shape[1]
+    view = view.in_runs()
+    heads = view.segments[-1].planes["k"].shape[1]
     group = query_heads // heads
     turned = [segment.queries(q).to(compute) for segment in view.segments]
-    out = q.new_empty(rows, query_heads, n, values.shape[3])
-    mass = values.new_zeros(rows, heads, view.slots) if options.need_mass else None
+    results = []
+    mass = q.new_zeros(rows, heads, view.slots, dtype=compute) if options.need_mass else None
+    counted = view.observed(options.observed)
 
     block = max(1, _SCORES_PER_BLOCK // max(1, rows * query_heads * view.slots))
     for start in range(0, n, block):
@@ -42,19 +40,27 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         width = queries.stop - start
         scores = torch.cat(
             [
-                _scores(t[:, :, queries], k, group, options).masked_fill(
-                    ~view.visible(segment, queries)[:, :, None], -torch.inf
-                )
-                for segment, t, k in zip(view.segments, turned, keys, strict=True)
+                _scores(
+                    t[:, :, queries], segment.keys(q.dtype).to(compute), group, options
+                ).masked_fill(~view.visible(segment, queries)[:, :, None], -torch.inf)
+                for segment, t in zip(view.segments, turned, strict=True)
             ],
             dim=-1,
         )  # (B, H, G, width, S)
         probability = _softmax(scores, options.sinks)
         if mass is not None:
-            mass += probability.sum(dim=3).mean(dim=2).to(mass.dtype)
-        result = torch.einsum("bhgns,bhsd->bhgnd", probability, values)
-        out[:, :, queries] = result.reshape(rows, query_heads, width, -1).to(q.dtype)
-    return out, mass if mass is None else mass.float()
+            share = probability
+            if counted is not None:
+                share = share * counted[:, None, None, queries, None].to(share.dtype)
+            mass += share.sum(dim=3).mean(dim=2).to(mass.dtype)
+        result, at = torch.zeros((), dtype=compute, device=q.device), 0
+        for segment in view.segments:
+            values = segment.values(q.dtype).to(compute).expand(rows, -1, -1, -1)
+            share = probability[..., at : at + segment.slots]
+            result = result + torch.einsum("bhgns,bhsd->bhgnd", share, values)
+            at += segment.slots
+        results.append(result.reshape(rows, query_heads, width, -1).to(q.dtype))
+    return torch.cat(results, dim=2), mass if mass is None else mass.float()
 
 
 def _scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:

@@ -34,15 +34,16 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
-    if not _gives_lse(q, view) and (len(view.segments) > 1 or options.sinks is not None):
+    if not _gives_lse(q, view) and (len(view.in_runs().segments) > 1 or options.sinks is not None):
         return "torch gives a log-sum-exp to merge by on the CPU, for Dk = Dv, without gradients"
     return None
 
 
 def _gives_lse(q: Tensor, view: View) -> bool:
-    k, v = view.segments[-1].planes["k"], view.segments[-1].planes["v"]
-    fits = q.device.type == "cpu" and v.shape[-1] == q.shape[-1]
-    return fits and not wants_gradients(q, k, v)
+    segment = view.segments[-1]
+    k, v = segment.planes["k"], segment.planes["v"]
+    width = segment.value_width
+    return q.is_cpu and width == q.shape[-1] and not wants_gradients(q, k, v)
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
@@ -51,6 +52,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
         return _whole(q, view, options.scale), None
     rows, query_heads, n, dim = q.shape
     parts = []
+    view = view.in_runs()
     for segment in view.segments:
         k, v = segment.keys(q.dtype), segment.values(q.dtype)
         grouped = segment.queries(q).reshape(rows, k.shape[1], -1, n, dim)

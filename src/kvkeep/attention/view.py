@@ -12,14 +12,28 @@ from kvkeep.planes import POSITION, Planes, Reach, part, slot_count
 
 
 class Decoder(Protocol):
-    """What attention needs of a codec. A kernel that reads the planes itself goes by `name`."""
+    """What attention needs of a codec."""
 
     @property
-    def name(self) -> str:
-        """The codec's name in a spec."""
+    def packing(self) -> str | None:
+        """The layout by which a kernel may read the planes itself; None: only `decode` does."""
+
+    @property
+    def block(self) -> int:
+        """Tokens in a slot; their planes have a token axis when it is more than one."""
+
+    def width(self, planes: Planes) -> int:
+        """D of the tensor that these planes hold."""
+
+    def rotate(self, q: Tensor) -> Tensor:
+        """Queries as encoded keys need them."""
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""
+
+
+_DECODED_AT_ONCE = 2048
+"""Tokens whose keys and values are decoded together by backends that cannot read them encoded."""
 
 
 class Segment(NamedTuple):
@@ -35,12 +49,18 @@ class Segment(NamedTuple):
 
     @property
     def slots(self) -> int:
-        return slot_count(self.planes)
+        """Tokens in it."""
+        return slot_count(self.planes) * self.key_codec.block
+
+    @property
+    def value_width(self) -> int:
+        """Dv."""
+        return self.value_codec.width(part(self.planes, "v"))
 
     @property
     def position(self) -> Tensor:
         """Positions int32 (B|1, 1|H, S); -1 marks an empty slot, which nobody sees."""
-        return self.planes[POSITION]
+        return self.planes[POSITION].flatten(2)
 
     def keys(self, dtype: torch.dtype) -> Tensor:
         """(B|1, H, S, Dk); a view of the planes where the codec allows it."""
@@ -51,8 +71,24 @@ class Segment(NamedTuple):
         return self.value_codec.decode(part(self.planes, "v"), dtype)
 
     def queries(self, q: Tensor) -> Tensor:
-        """The queries as this segment's keys need them."""
+        """The queries as this segment's decoded keys need them."""
         return q if self.rotation is None else self.rotation.turn(q)
+
+    def runs(self, own: int = 0) -> list[Segment]:
+        """This segment in runs short enough to decode at once, of which the last holds at least
+        its newest `own` tokens; itself, when nothing has to be decoded."""
+        codecs = (self.key_codec.packing, self.value_codec.packing)
+        block = self.key_codec.block
+        slots, step = slot_count(self.planes), max(1, _DECODED_AT_ONCE // block)
+        last = slots - -(-own // block)
+        if codecs == ("plain", "plain") or slots <= step:
+            return [self]
+        starts = [*range(0, max(1, last), step)]
+        stops = [*starts[1:], slots]
+        return [
+            self._replace(planes={n: p[:, :, a:b] for n, p in self.planes.items()})
+            for a, b in zip(starts, stops, strict=True)
+        ]
 
 
 class View(NamedTuple):
@@ -85,10 +121,23 @@ class View(NamedTuple):
         """S over all segments."""
         return sum(segment.slots for segment in self.segments)
 
+    def in_runs(self) -> View:
+        """The same view, with encoded segments in runs short enough to decode at once."""
+        own = [0] * (len(self.segments) - 1) + [self.chunk]
+        runs = [s.runs(n) for s, n in zip(self.segments, own, strict=True)]
+        return self._replace(segments=tuple(run for some in runs for run in some))
+
     @property
     def dense(self) -> bool:
         """Whether causality within the chunk is all that limits what a query sees."""
         return not (self.ragged or self.reaches)
+
+    def observed(self, newest: int | None) -> Tensor | None:
+        """Whose mass counts: bool (B|1, n), the `newest` real queries of each row; None: all."""
+        if newest is None or newest >= self.chunk:
+            return None
+        position = self.position.reshape(-1, self.chunk)
+        return (position >= 0) & (position > position.amax(dim=1, keepdim=True) - newest)
 
     def visible(self, segment: Segment, queries: slice) -> Tensor:
         """Who sees what: bool (B|1, 1|H, len(queries), S of the segment)."""

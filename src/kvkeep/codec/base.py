@@ -52,6 +52,10 @@ class Codec(ABC):
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Decode to (B, H, S, D) in `dtype`; may be a view of the planes."""
 
+    def width(self, planes: Planes) -> int:
+        """D of the tensor that these planes hold."""
+        return planes[""].shape[-1]
+
     def for_values(self) -> Codec:
         """This codec for values, where it serves them otherwise than keys."""
         return self

@@ -31,7 +31,7 @@ def grouped(x: Tensor, group: int) -> Tensor:
     if missing:
         first = x[..., (groups - 1) * group :][..., :1]
         x = torch.cat([x, first.expand(*x.shape[:-1], missing)], dim=-1)
-    return x.unflatten(-1, (groups, group))
+    return x.reshape(*x.shape[:-1], groups, group)
 
 
 def ungrouped(x: Tensor, dim: int) -> Tensor:

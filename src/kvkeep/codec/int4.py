@@ -77,6 +77,9 @@ class Int4(Codec):
             x = grouped(codes - 8, self.group) * scale
         return self.rotate(ungrouped(x, width)).to(dtype)
 
+    def width(self, planes: Planes) -> int:
+        return planes[""].shape[-1] * 2
+
     def for_values(self) -> Codec:
         return replace(self, hadamard=False)
 

@@ -1,10 +1,38 @@
 """Which slots stay. One file each; `base.Policy` is the contract."""
 
-from kvkeep.policy.base import Need, Observation, Policy
+from kvkeep.policy.base import Arrivals, Need, Observation, Policy
+from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
+from kvkeep.policy.keydiff import KeyDiff
+from kvkeep.policy.knorm import KNorm
+from kvkeep.policy.qh2o import QH2O
+from kvkeep.policy.random import Random
+from kvkeep.policy.scored import Scored
+from kvkeep.policy.snapkv import SnapKV
+from kvkeep.policy.tova import Tova
+from kvkeep.policy.vlen import VLen
 from kvkeep.policy.window import Window
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (KeepAll, Window)}
+POLICIES: dict[str, type[Policy]] = {
+    p.name: p for p in (KeepAll, Window, H2O, VLen, QH2O, Tova, SnapKV, KNorm, KeyDiff, Random)
+}
 """Name in a spec -> class; its dataclass fields are the spec's options."""
 
-__all__ = ["POLICIES", "KeepAll", "Need", "Observation", "Policy", "Window"]
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "QH2O",
+    "Arrivals",
+    "KNorm",
+    "KeepAll",
+    "KeyDiff",
+    "Need",
+    "Observation",
+    "Policy",
+    "Random",
+    "Scored",
+    "SnapKV",
+    "Tova",
+    "VLen",
+    "Window",
+]

@@ -3,26 +3,64 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvkeep.planes import Planes, PlaneSpec, Reach
 
 
 class Need(Enum):
-    """What a policy must be shown of a step before it can choose."""
+    """What a policy must be shown of a step before it can choose, and what costs extra."""
 
     MASS = "mass"
+    QUERIES = "queries"
+    ENCODE_ERROR = "encode_error"
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a step showed. `mass` is fp32 (B, H, S) over the view's slots, or None if not needed."""
+class Arrivals(NamedTuple):
+    """New tokens, as the model gave them: `keys` (B, H, n, Dk), `values` (B, H, n, Dv), `position`
+    (n,) or (B, n) with -1 for padding. `error`, fp32 (B, H, n), is what their encoding changed, or
+    None if not needed."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    error: Tensor | None = None
+
+
+class Observation(NamedTuple):
+    """What a step showed, and what the layer knows.
+
+    Args:
+        mass: fp32 (B, H, S) over all slots; None if not needed.
+        queries: the chunk's, (B, Hq, n, Dk); None if the step was not the layer's own.
+        position: the chunk's positions, (n,), or (B, n) with -1 for padding.
+        newest: the newest position of each row, or (B, 1, 1) where rows differ.
+        window: the layer's own sliding window.
+        state: what the policy remembers of each row, (B, ...); its own to change.
+        keys, values: decode the slots of some planes, fp32 (B, H, S, D).
+    """
 
     mass: Tensor | None = None
+    queries: Tensor | None = None
+    position: Tensor | None = None
+    newest: int | Tensor = -1
+    window: int | None = None
+    state: dict[str, Tensor] | None = None
+    keys: Callable[[Planes], Tensor] | None = None
+    values: Callable[[Planes], Tensor] | None = None
+
+    def fed(self) -> int | Tensor:
+        """Real tokens in the chunk: n, or int64 (B, 1, 1) where rows have padding."""
+        assert self.position is not None
+        if self.position.dim() == 1:
+            return self.position.shape[0]
+        return (self.position >= 0).sum(dim=1)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -48,16 +86,54 @@ class Policy(ABC):
         return None
 
     @property
+    def room(self) -> int:
+        """Slots beside the budget that a single step takes before the policy can choose."""
+        return 0
+
+    @property
     def reach(self) -> Reach | None:
         """What a query may see of the slots, if the policy limits it; the layer then drops what
         no later query can reach."""
         return None
 
+    @property
+    def observed(self) -> int | None:
+        """How many of a chunk's newest queries the mass is of; None: all."""
+        return None
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` does anything."""
+        return type(self).observe is not Policy.observe
+
     def within(self, window: int) -> Policy:
         """This policy on a layer whose queries see only the last `window` tokens."""
         return self
 
+    def in_layer(self, index: int, count: int) -> Policy:
+        """This policy in layer `index` of `count`."""
+        return self
+
+    def with_budget(self, tokens: int) -> Policy:
+        """This policy with another budget; SpecError when it cannot have it."""
+        return self
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        """Its planes for new tokens, (B, H|1, n, ...). Zeros, unless a policy knows better."""
+        rows, heads, n, _ = tokens.keys.shape
+        return {
+            name: torch.zeros(
+                (rows, 1 if spec.shared else heads, n, *spec.shape),
+                dtype=spec.dtype,
+                device=tokens.keys.device,
+            )
+            for name, spec in self.planes.items()
+        }
+
+    def observe(self, planes: Planes, seen: Observation) -> None:  # noqa: B027 - most do not
+        """Learn from a step: change the policy's own planes in place, and `seen.state`."""
+
     @abstractmethod
-    def victims(self, count: int, planes: Planes, observation: Observation | None) -> Tensor:
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         """The `count` least valuable slots, int64 (B, 1, count), empty slots first;
         (B, H, count) when `per_head`."""

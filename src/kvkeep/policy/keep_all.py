@@ -23,5 +23,5 @@ class KeepAll(Policy):
     def within(self, window: int) -> Policy:
         return Window(window)
 
-    def victims(self, count: int, planes: Planes, observation: Observation | None) -> Tensor:
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         raise AssertionError("keep_all has no budget, so nobody asks it for victims")

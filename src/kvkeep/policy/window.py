@@ -46,7 +46,7 @@ class Window(Policy):
     def within(self, window: int) -> Policy:
         return self if self.size < window else Window(window)
 
-    def victims(self, count: int, planes: Planes, observation: Observation | None) -> Tensor:
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         position = planes[POSITION]
         # Empty slots are at -1, before every token; sinks go behind every token.
         age = torch.where((position >= 0) & (position < self.sinks), 2**31 - 1, position)

@@ -78,6 +78,10 @@ class Storage(ABC):
     def rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]; int64 (new B,)."""
 
+    def another(self) -> Storage:
+        """A new, empty storage of the same options."""
+        return type(self)()
+
     @abstractmethod
     def reset(self) -> None:
         """Free every slot."""

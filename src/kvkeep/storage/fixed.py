@@ -25,6 +25,9 @@ class Fixed(Buffer):
             )
         self.limit = capacity
 
+    def another(self) -> Fixed:
+        return Fixed(self.limit or 1)
+
     def _capacity_for(self, slots: int) -> int:
         self.require(slots)
         assert self.limit is not None

@@ -32,6 +32,9 @@ class Growing(Buffer):
             )
         self.factor = factor
 
+    def another(self) -> Growing:
+        return Growing(self.factor)
+
     def _capacity_for(self, slots: int) -> int:
         return max(_FIRST_SLOTS, int(slots * self.factor))
 

@@ -1,0 +1,36 @@
+"""Keep the keys that are unlike the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvkeep.planes import POSITION, Planes, PlaneSpec
+from kvkeep.policy.base import Observation
+from kvkeep.policy.scored import Scored
+
+
+@final
+@dataclass(frozen=True)
+class KeyDiff(Scored):
+    """Score: minus the cosine between a key and the mean direction of the head's keys. It reads all
+    keys whenever it evicts. Source: KeyDiff (arXiv 2504.15364).
+    """
+
+    name: ClassVar[str] = "keydiff"
+    rollback: ClassVar[bool] = True
+
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        return {}
+
+    def score(self, planes: Planes, seen: Observation) -> Tensor:
+        assert seen.keys is not None
+        keys, live = seen.keys(planes), planes[POSITION][..., None] >= 0
+        unit = torch.where(live, normalize(keys, dim=-1), 0)
+        anchor = unit.sum(dim=2, keepdim=True) / live.sum(dim=2, keepdim=True).clamp(min=1)
+        return -cosine_similarity(keys, anchor, dim=-1)

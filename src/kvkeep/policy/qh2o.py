@@ -1,0 +1,54 @@
+"""H2O that also minds what encoding does to a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import POSITION, Planes, PlaneSpec
+from kvkeep.policy.base import Arrivals, Need, Observation
+from kvkeep.policy.h2o import H2O
+
+_ERROR = "error"
+
+
+@final
+@dataclass(frozen=True)
+class QH2O(H2O):
+    """Score: mix * H2O's - (1 - mix) * the encoding error |k - k'| + |v - v'|, both scaled to
+    0..1 over a head's slots. Source: Q-Hitter (MLSys 2024), as in keys_values.
+    """
+
+    mix: float = 0.5
+
+    name: ClassVar[str] = "qh2o"
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.MASS, Need.ENCODE_ERROR})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.mix <= 1.0:
+            raise SpecError(f"qh2o mix {self.mix}: give a number from 0 (error) to 1 (mass)")
+
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        return super().planes | {_ERROR: PlaneSpec((), torch.float32)}
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        assert tokens.error is not None
+        return {**super().enter(tokens), _ERROR: tokens.error}
+
+    def score(self, planes: Planes, seen: Observation) -> Tensor:
+        live = planes[POSITION] >= 0
+        mass, error = (_unit(x, live) for x in (super().score(planes, seen), planes[_ERROR]))
+        return self.mix * mass - (1 - self.mix) * error
+
+
+def _unit(x: Tensor, live: Tensor) -> Tensor:
+    """x scaled so that the live slots of a head span 0..1; all 0 where they are equal."""
+    low = x.masked_fill(~live, torch.inf).amin(dim=-1, keepdim=True)
+    span = x.masked_fill(~live, -torch.inf).amax(dim=-1, keepdim=True) - low
+    return torch.where(span > 0, (x - low) / span, 0)

@@ -1,0 +1,44 @@
+"""Keep tokens at random: the control that any other policy should beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.planes import Planes
+from kvkeep.policy.base import Arrivals, Observation
+from kvkeep.policy.scored import SCORE, Scored
+
+_BITS = 0xFFFFFFFF
+
+
+@final
+@dataclass(frozen=True)
+class Random(Scored):
+    """Score: a hash of the token's position, its head and `seed`, so that runs repeat exactly."""
+
+    seed: int = 0
+
+    name: ClassVar[str] = "random"
+    rollback: ClassVar[bool] = True
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        rows, heads, n, _ = tokens.keys.shape
+        place = tokens.position.to(torch.int64).reshape(-1, 1, n)
+        head = torch.arange(heads, device=place.device)[:, None]
+        mixed = _mixed(_mixed(place + (self.seed << 8)) + head)
+        return {SCORE: (mixed >> 8).float().expand(rows, -1, -1)}
+
+    def score(self, planes: Planes, seen: Observation) -> Tensor:
+        return planes[SCORE]
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Well-mixed 32 bits of int64 x. Source: Wellons' lowbias32."""
+    x = x & _BITS
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _BITS
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _BITS
+    return x ^ (x >> 16)

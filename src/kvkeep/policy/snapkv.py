@@ -1,0 +1,69 @@
+"""Keep what a window of observing queries at the end of a prompt attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import POSITION, Planes
+from kvkeep.policy.base import Need, Observation
+from kvkeep.policy.scored import SCORE, Scored
+
+
+@final
+@dataclass(frozen=True)
+class SnapKV(Scored):
+    """Score: the attention of the last `window` queries, averaged over them and, before the window,
+    over `pool` neighbouring tokens; the window itself is protected.
+
+    Shorter chunks, such as single tokens, change the average by their share of a window. Source:
+    SnapKV (arXiv 2404.14469), which scores the prompt only.
+    """
+
+    window: int = 32
+    pool: int = 5
+
+    name: ClassVar[str] = "snapkv"
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.MASS})
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.pool < 1 or not self.pool % 2:
+            raise SpecError(
+                f"snapkv window {self.window}, pool {self.pool}: window must be at least 1, pool "
+                "an odd number; use window=32,pool=5"
+            )
+        super().__post_init__()
+
+    @property
+    def protected_recent(self) -> int:
+        return max(self.recent or 0, self.window)
+
+    @property
+    def observed(self) -> int:
+        return self.window
+
+    def observe(self, planes: Planes, seen: Observation) -> None:
+        assert seen.mass is not None
+        fed = torch.as_tensor(seen.fed(), device=seen.mass.device).clamp(max=self.window)
+        score, mass = planes[SCORE], seen.mass
+        if bool((fed == self.window).any()):
+            pooled = self._pooled(mass, planes[POSITION], seen.newest)
+            mass = torch.where(fed == self.window, pooled, mass)
+        score.mul_(1 - fed / self.window).add_(mass, alpha=1 / self.window)
+
+    def _pooled(self, mass: Tensor, position: Tensor, newest: int | Tensor) -> Tensor:
+        """Mass (B, H, S) averaged over neighbours in the order of their positions; that of the
+        window is neither changed nor counted in."""
+        order = position.argsort(dim=-1, stable=True)
+        before = (position <= newest - self.window) & (position >= 0)
+        counted = (mass * before).gather(-1, order)
+        pooled = avg_pool1d(counted, self.pool, stride=1, padding=self.pool // 2)
+        return torch.where(before, torch.empty_like(mass).scatter_(-1, order, pooled), mass)
+
+    def score(self, planes: Planes, seen: Observation) -> Tensor:
+        return planes[SCORE]

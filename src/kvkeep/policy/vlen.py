@@ -1,0 +1,39 @@
+"""H2O over what the values add: attention times the length of the value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from kvkeep.planes import Planes, PlaneSpec
+from kvkeep.policy.base import Arrivals, Observation
+from kvkeep.policy.h2o import H2O
+from kvkeep.policy.scored import SCORE
+
+_NORM = "value_norm"
+
+
+@final
+@dataclass(frozen=True)
+class VLen(H2O):
+    """Score: the sum over steps of n m |v| / sum(m |v|), where m is the mass a slot received of
+    the step's n queries. Source: keys_values' VLengthH2O.
+    """
+
+    name: ClassVar[str] = "vlen"
+
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        return super().planes | {_NORM: PlaneSpec((), torch.float32)}
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        return {**super().enter(tokens), _NORM: tokens.values.float().norm(dim=-1)}
+
+    def observe(self, planes: Planes, seen: Observation) -> None:
+        assert seen.mass is not None
+        # What stands in an empty slot is nobody's; its mass is 0, but its norm may be no number.
+        moved = torch.where(seen.mass > 0, seen.mass * planes[_NORM], 0)
+        total = moved.sum(dim=-1, keepdim=True)
+        planes[SCORE].add_(torch.where(total > 0, moved / total * seen.fed(), 0))

@@ -1,0 +1,201 @@
+"""LayerSlots: what one layer holds, as the segments that attention reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment
+from kvkeep.codec import Codec, Plain
+from kvkeep.errors import SpecError
+from kvkeep.planes import (
+    POSITION,
+    Planes,
+    concatenated,
+    joined,
+    part,
+    plane_bytes,
+    slot_count,
+    survivors,
+    take,
+)
+from kvkeep.storage import Storage
+
+
+class LayerSlots:
+    """A layer's slots: those of its storage, and at times others beside it.
+
+    - aside: a chunk that does not fit fixed storage, until the policy has chosen.
+    - bulk: tokens encoded a block at a time; the newest stay in the storage as they were given.
+
+    Args:
+        key_codec, value_codec: how a token is encoded, of equal block.
+        storage: where slots lie; owned from now on.
+
+    Raises:
+        SpecError: the parts cannot work together.
+    """
+
+    def __init__(self, key_codec: Codec, value_codec: Codec, storage: Storage) -> None:
+        names = f"{key_codec.name}/{value_codec.name}"
+        if key_codec.block != value_codec.block:
+            raise SpecError(
+                f"codecs {names} encode {key_codec.block} and {value_codec.block} tokens "
+                "together; use one for both, or two that encode each token for itself"
+            )
+        if key_codec.block > 1 and storage.limit is not None:
+            raise SpecError(
+                f"codecs {names} encode a prompt after it was attended to, for which "
+                f"{storage.name} storage has no room; use @growing"
+            )
+        self.key_codec = key_codec
+        self.value_codec = value_codec
+        self.storage = storage
+        self.aside: Planes | None = None
+        self.bulk = storage.another() if key_codec.block > 1 else None
+        # What new tokens are encoded with: tokens of a block wait for their neighbours.
+        self._new_key = key_codec if self.bulk is None else Plain()
+        self._new_value = value_codec if self.bulk is None else Plain()
+
+    @property
+    def length(self) -> int:
+        """Tokens held, the same for every row; an empty slot of a padded row counts."""
+        return self._encoded + self.storage.length + slot_count(self.aside or {})
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit what is allocated."""
+        bulk = 0 if self.bulk is None else self.bulk.capacity * self.key_codec.block
+        return bulk + self.storage.capacity
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use, every plane included."""
+        return sum(s.length * s.slot_bytes for s in self._storages) + plane_bytes(self.aside or {})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(s.nbytes for s in self._storages) + plane_bytes(self.aside or {})
+
+    @property
+    def reallocations(self) -> int:
+        """How often slots were copied to make room."""
+        return sum(s.reallocations for s in self._storages)
+
+    def encoded(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """The planes of new keys and values."""
+        keys, values = self._new_key.encode(k), self._new_value.encode(v)
+        return joined(keys, "k") | joined(values, "v")
+
+    def errors(self, k: Tensor, v: Tensor, planes: Planes) -> Tensor:
+        """What encoding changed, fp32 (B, H, n): |k - k'| + |v - v'|, Euclidean norms."""
+        pairs = ((k, self._new_key, "k"), (v, self._new_value, "v"))
+        total = torch.zeros(k.shape[:3], device=k.device)
+        for x, codec, name in pairs:
+            total += (x.float() - codec.decode(part(planes, name), torch.float32)).norm(dim=-1)
+        return total
+
+    def add(self, planes: Planes) -> None:
+        """Put new tokens behind all others; aside, if they do not fit."""
+        limit = self.storage.limit
+        if self.aside is not None:
+            self.aside = concatenated(self.aside, planes)
+        elif limit is not None and self.storage.length + slot_count(planes) > limit:
+            self.aside = planes
+        else:
+            self.storage.append(planes)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Everything held, newest last; nothing is copied."""
+        found = []
+        if self._encoded and self.bulk is not None:
+            found.append(Segment(self.bulk.read(), self.key_codec, self.value_codec))
+        if self.storage.length:
+            found.append(Segment(self.storage.read(), self._new_key, self._new_value))
+        if self.aside is not None:
+            found.append(Segment(self.aside, self._new_key, self._new_value))
+        return tuple(found)
+
+    def rewritable(self) -> Planes:
+        """All slots that can be evicted, as one set; a view unless something is aside."""
+        if self.aside is None:
+            return self.storage.read()
+        if not self.storage.length:
+            return self.aside
+        return concatenated(self.storage.read(), self.aside)
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        """Write plane `name` of `rewritable()` back, where that was a copy."""
+        if self.aside is not None and self.storage.length:
+            count = self.storage.length
+            self.storage.read()[name].copy_(plane[:, :, :count])
+            self.aside = {**self.aside, name: plane[:, :, count:]}
+
+    def evict(self, victims: Tensor) -> None:
+        """Free slots, indices into `rewritable()`."""
+        if self.aside is None:
+            self.storage.evict(victims)
+            return
+        planes = self.rewritable()
+        kept = take(planes, survivors(victims, slot_count(planes)))
+        self.aside = None
+        self.storage.reset()
+        self.storage.append(kept)
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that could be encoded now."""
+        if self.bulk is None:
+            return 0
+        block, tail = self.key_codec.block, max(self.key_codec.tail, self.value_codec.tail)
+        return max(0, self.storage.length - tail) // block * block
+
+    def encode_waiting(self) -> None:
+        """Encode the oldest tokens that wait, once and for good."""
+        count, block = self.waiting, self.key_codec.block
+        assert self.bulk is not None
+        planes = self.storage.read()
+        oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, :count]
+        taken = take(planes, oldest)
+        blocks = joined(self.key_codec.encode(taken["k"]), "k") | joined(
+            self.value_codec.encode(taken["v"]), "v"
+        )
+        blocks[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, block)
+        self.bulk.append(blocks)
+        self.storage.evict(oldest)
+
+    def newest_positions(self, tokens: int) -> Tensor:
+        """Positions (B, tokens) of the newest ones, which nothing was evicted after."""
+        return self.rewritable()[POSITION][:, 0, -tokens:]
+
+    def drop(self, tokens: int) -> None:
+        """Take back the newest, which no eviction has followed."""
+        aside = slot_count(self.aside or {})
+        if self.aside is not None and tokens < aside:
+            self.aside = {name: p[:, :, : aside - tokens] for name, p in self.aside.items()}
+        else:
+            self.aside = None
+            self.storage.truncate(self.storage.length - (tokens - aside))
+
+    def take_rows(self, index: Tensor) -> None:
+        """Make row i a copy of the former row index[i]."""
+        for storage in self._storages:
+            if storage.length:
+                storage.rows(index)
+        if self.aside is not None:
+            self.aside = {name: p.index_select(0, index) for name, p in self.aside.items()}
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self.aside = None
+        for storage in self._storages:
+            storage.reset()
+
+    @property
+    def _storages(self) -> tuple[Storage, ...]:
+        return (self.storage,) if self.bulk is None else (self.bulk, self.storage)
+
+    @property
+    def _encoded(self) -> int:
+        return 0 if self.bulk is None else self.bulk.length * self.key_codec.block
