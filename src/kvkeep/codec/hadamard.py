@@ -27,5 +27,5 @@ def _matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             rotation = torch.cat(
                 [torch.cat([rotation, rotation], 1), torch.cat([rotation, -rotation], 1)]
             )
-        blocks = [rotation * block**-0.5] * (width // block)
-        return torch.block_diag(*blocks).to(device)
+        identity = torch.eye(width // block, dtype=dtype)
+        return torch.kron(identity, rotation * block**-0.5).to(device)

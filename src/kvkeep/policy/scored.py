@@ -47,8 +47,7 @@ class Scored(Policy):
         if self.protected > self.tokens:
             raise SpecError(
                 f"{self.name} keeps {self.tokens} tokens, but protects {self.protected} (the "
-                f"newest {self.protected_recent}, and {self.protected - self.protected_recent} fixed "
-                f"ones); use {self.name}:{self.protected} or more, or protect fewer"
+                f"newest {self.protected_recent}, sinks and kept positions); use {self.name}:{self.protected} or more, or protect fewer"
             )
 
     @property
