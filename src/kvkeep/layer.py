@@ -182,7 +182,7 @@ class LayerCache:
 
         Only known, and False only, while nothing was evicted.
         """
-        if self._pads is None or self.length != self.fed:
+        if self._pads is None or self._floor:
             return True
         position = self._slots.rewritable()[POSITION][:, 0]
         return bool((position >= 0).equal(real.to(position.device)))

@@ -7,7 +7,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvkeep.codec import CODECS, Codec, Plain
 from kvkeep.errors import SpecError
@@ -59,7 +59,7 @@ class CacheSpec:
         """
         rest, _, storage_text = text.strip().partition("@")
         policy_text, _, codec_text = rest.partition("+")
-        name, options = _component("policy", policy_text, POLICIES, text)
+        policy = _policy(policy_text, text)
         codecs = codec_text.split("/") if "+" in rest else [Plain.name]
         if len(codecs) > 2:
             raise SpecError(f"{len(codecs)} codecs in {text!r}; give one, or keys/values")
@@ -67,13 +67,13 @@ class CacheSpec:
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
         key, value = (_codec(codec, text) for codec in (codecs * 2)[:2])
-        spec = cls(POLICIES[name](**dict(options)), key, value.for_values(), storage)
+        spec = cls(policy, key, value.for_values(), storage)
         if storage.options:
             storage.build(None)
         return spec
 
     def __str__(self) -> str:
-        policy = _printed(self.policy.name, _changed(self.policy), POLICIES[self.policy.name])
+        policy = _printed_policy(self.policy)
         codec = _printed(self.key_codec.name, _changed(self.key_codec), type(self.key_codec))
         if self.value_codec != self.key_codec.for_values():
             like_keys = type(self.value_codec)().for_values()
@@ -82,10 +82,18 @@ class CacheSpec:
         storage = _printed(self.storage.name, self.storage.options, STORAGES[self.storage.name])
         return f"{policy}+{codec}@{storage}"
 
-    def layer(self, *, window: int | None = None, capacity: int | None = None) -> LayerCache:
+    def layer(
+        self,
+        *,
+        window: int | None = None,
+        capacity: int | None = None,
+        index: int = 0,
+        count: int = 1,
+    ) -> LayerCache:
         """A new, empty layer.
 
         Args:
+            index, count: which of how many layers, for policies whose budget differs by layer.
             window: the layer's own sliding window in tokens, if it has one.
             capacity: slots of fixed storage whose spec names none; a policy with a budget takes
                 its budget instead.
@@ -93,7 +101,8 @@ class CacheSpec:
         Raises:
             SpecError: the parts cannot work together.
         """
-        policy = self.policy if window is None else self.policy.within(window)
+        policy = self.policy.in_layer(index, count)
+        policy = policy if window is None else policy.within(window)
         return LayerCache(
             policy,
             self.key_codec,
@@ -150,12 +159,34 @@ def _component(
 
 
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
-    """A component's options: what its constructor takes."""
+    """A component's options: what its constructor takes, but for a policy that it wraps."""
     return {
         key: parameter
         for key, parameter in inspect.signature(component, eval_str=True).parameters.items()
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        and parameter.annotation is not Policy
     }
+
+
+def _policy(text: str, whole: str) -> Policy:
+    """Read a policy; `name:options(other)` for one that wraps another."""
+    outer, bracket, inner = text.strip().partition("(")
+    name = outer.partition(":")[0].strip()
+    if not bracket or name not in POLICIES or not POLICIES[name].wraps:
+        if name in POLICIES and POLICIES[name].wraps:
+            raise SpecError(f"policy {name} in {whole!r} lacks another; write {name}(h2o:1024)")
+        name, options = _component("policy", text, POLICIES, whole)
+        return POLICIES[name](**dict(options))
+    if not inner.endswith(")"):
+        raise SpecError(f"no closing bracket in {whole!r}; write {name}(h2o:1024)")
+    name, options = _component("policy", outer, POLICIES, whole)
+    wrapper: Any = POLICIES[name]
+    return cast(Policy, wrapper(_policy(inner[:-1], whole), **dict(options)))
+
+
+def _printed_policy(policy: Policy) -> str:
+    text = _printed(policy.name, _changed(policy), type(policy))
+    return f"{text}({_printed_policy(policy.inner)})" if policy.wraps else text  # type: ignore[attr-defined]
 
 
 def _codec(text: str, whole: str) -> Codec:
@@ -187,7 +218,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float]]:
     """A component's options that are not the usual ones: their defaults, or those of another."""
-    fields = dataclasses.fields(component)
+    fields = [f for f in dataclasses.fields(component) if f.name in _parameters(type(component))]
     defaults = {field.name: getattr(usual, field.name, field.default) for field in fields}
     values = {field.name: getattr(component, field.name) for field in fields}
     return [(name, value) for name, value in values.items() if value != defaults[name]]

@@ -1,4 +1,4 @@
-"""Groups: neighbouring elements of a token that share a scale in half precision."""
+"""What codecs share: groups of elements with one scale in half precision, and packed bits."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ def rounded_scale(scale: Tensor) -> Tensor:
 def divided(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale, and 0 where the scale is 0 or not a number."""
     return torch.nan_to_num(x / scale.to(x.dtype), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 (..., D) below 2 ** bits -> (..., D * bits / 8), the first in the low bits."""
+    parts = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+    out = parts[..., 0]
+    for i in range(1, 8 // bits):
+        out = out | (parts[..., i] << (bits * i))
+    return out
+
+
+def unpacked(planes: Tensor, bits: int) -> Tensor:
+    """The inverse of `packed`."""
+    parts = [(planes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)

@@ -15,8 +15,10 @@ from kvkeep.codec.groups import (
     divided,
     group_count,
     grouped,
+    packed,
     rounded_scale,
     ungrouped,
+    unpacked,
 )
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import ShapeError
@@ -64,11 +66,11 @@ class Int4(Codec):
             codes = divided(groups, scale[..., None]) + 8
             more = {}
         codes = ungrouped(codes.round_().clamp_(0, 15), x.shape[-1]).to(torch.uint8)
-        return {"": packed(codes), "_scale": scale} | more
+        return {"": packed(codes, 4), "_scale": scale} | more
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         compute = torch.promote_types(dtype, torch.float32)
-        codes = unpacked(planes[""]).to(compute)
+        codes = unpacked(planes[""], 4).to(compute)
         scale = planes["_scale"].to(compute)[..., None]
         width = codes.shape[-1]
         if self.affine:
@@ -85,13 +87,3 @@ class Int4(Codec):
 
     def rotate(self, q: Tensor) -> Tensor:
         return hadamard(q) if self.hadamard else q
-
-
-def packed(codes: Tensor) -> Tensor:
-    """Codes 0..15 uint8 (..., D) -> (..., D / 2), two in a byte, the first in its low half."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def unpacked(planes: Tensor) -> Tensor:
-    """The inverse of `packed`."""
-    return torch.stack([planes & 15, planes >> 4], dim=-1).flatten(-2)

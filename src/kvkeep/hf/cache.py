@@ -79,8 +79,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
         layers = [
-            s.layer(window=kind.window, capacity=capacity)
-            for s, kind in zip(self.specs, self._kinds, strict=True)
+            s.layer(window=kind.window, capacity=capacity, index=i, count=len(self._kinds))
+            for i, (s, kind) in enumerate(zip(self.specs, self._kinds, strict=True))
         ]
         core.Cache.__init__(self, layers)
         kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}

@@ -5,6 +5,7 @@ from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
 from kvkeep.policy.keydiff import KeyDiff
 from kvkeep.policy.knorm import KNorm
+from kvkeep.policy.pyramid import Pyramid
 from kvkeep.policy.qh2o import QH2O
 from kvkeep.policy.random import Random
 from kvkeep.policy.scored import Scored
@@ -14,7 +15,8 @@ from kvkeep.policy.vlen import VLen
 from kvkeep.policy.window import Window
 
 POLICIES: dict[str, type[Policy]] = {
-    p.name: p for p in (KeepAll, Window, H2O, VLen, QH2O, Tova, SnapKV, KNorm, KeyDiff, Random)
+    p.name: p
+    for p in (KeepAll, Window, H2O, VLen, QH2O, Tova, SnapKV, KNorm, KeyDiff, Random, Pyramid)
 }
 """Name in a spec -> class; its dataclass fields are the spec's options."""
 
@@ -29,6 +31,7 @@ __all__ = [
     "Need",
     "Observation",
     "Policy",
+    "Pyramid",
     "Random",
     "Scored",
     "SnapKV",

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, PlaneSpec, Reach
 
 
@@ -75,6 +76,9 @@ class Policy(ABC):
     per_head: ClassVar[bool] = False
     """Whether heads may keep different tokens; positions are then held per head."""
 
+    wraps: ClassVar[bool] = False
+    """Whether its first field is another policy: `name:options(other)` in a spec."""
+
     @property
     def planes(self) -> dict[str, PlaneSpec]:
         """Scores kept per slot by the storage."""
@@ -84,6 +88,11 @@ class Policy(ABC):
     def budget(self) -> int | None:
         """Most slots kept between steps; None: all of them."""
         return None
+
+    @property
+    def protected(self) -> int:
+        """Most slots that are kept whatever they are worth."""
+        return 0
 
     @property
     def room(self) -> int:
@@ -116,7 +125,7 @@ class Policy(ABC):
 
     def with_budget(self, tokens: int) -> Policy:
         """This policy with another budget; SpecError when it cannot have it."""
-        return self
+        raise SpecError(f"policy {self.name} has no budget to change")
 
     def enter(self, tokens: Arrivals) -> Planes:
         """Its planes for new tokens, (B, H|1, n, ...). Zeros, unless a policy knows better."""

@@ -47,7 +47,8 @@ class Scored(Policy):
         if self.protected > self.tokens:
             raise SpecError(
                 f"{self.name} keeps {self.tokens} tokens, but protects {self.protected} (the "
-                f"newest {self.protected_recent}, sinks and kept positions); use {self.name}:{self.protected} or more, or protect fewer"
+                f"newest {self.protected_recent}, sinks and kept positions); use "
+                f"{self.name}:{self.protected} or more, or protect fewer"
             )
 
     @property
@@ -57,7 +58,7 @@ class Scored(Policy):
 
     @property
     def protected(self) -> int:
-        """Most tokens that are protected at a time."""
+        """Most slots that are kept whatever they are worth."""
         fixed = max(self.keep_to, self.sinks) - max(self.keep_from, self.sinks)
         return self.protected_recent + self.sinks + max(0, fixed)
 

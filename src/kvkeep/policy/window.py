@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
@@ -42,6 +42,13 @@ class Window(Policy):
     @property
     def reach(self) -> Reach:
         return Reach(self.size, self.sinks)
+
+    @property
+    def protected(self) -> int:
+        return self.sinks
+
+    def with_budget(self, tokens: int) -> Policy:
+        return replace(self, size=tokens - self.sinks)
 
     def within(self, window: int) -> Policy:
         return self if self.size < window else Window(window)

@@ -1,0 +1,56 @@
+"""8-bit floating point, a scale for each token and group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.codec.base import Codec
+from kvkeep.codec.groups import (
+    check_group,
+    divided,
+    group_count,
+    grouped,
+    rounded_scale,
+    ungrouped,
+)
+from kvkeep.planes import Planes, PlaneSpec
+
+_MOST = 448.0
+
+
+@final
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """x = code * scale, codes in E4M3 (4 bits of exponent, 3 of fraction), largest 448.
+
+    Planes: "" uint8 (D,), the bits of float8_e4m3fn; "_scale" float16 (groups,). Source: FP8
+    formats (arXiv 2209.05433). Decoded by every backend; no kernel reads it as it is yet.
+    """
+
+    group: int = 64
+
+    name: ClassVar[str] = "fp8"
+
+    def __post_init__(self) -> None:
+        check_group(self.name, self.group)
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        scale = PlaneSpec((group_count(dim, self.group),), torch.float16)
+        return {"": PlaneSpec((dim,), torch.uint8), "_scale": scale}
+
+    def encode(self, x: Tensor) -> Planes:
+        groups = grouped(x, self.group)
+        scale = rounded_scale(groups.abs().amax(dim=-1) / _MOST)
+        codes = divided(groups, scale[..., None]).clamp_(-_MOST, _MOST)
+        codes = ungrouped(codes, x.shape[-1]).to(torch.float8_e4m3fn)
+        return {"": codes.view(torch.uint8), "_scale": scale}
+
+    def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        codes = planes[""].view(torch.float8_e4m3fn)
+        compute = torch.promote_types(dtype, torch.float32)
+        x = grouped(codes.to(compute), self.group) * planes["_scale"].to(compute)[..., None]
+        return ungrouped(x, codes.shape[-1]).to(dtype)
