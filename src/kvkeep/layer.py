@@ -63,11 +63,11 @@ class LayerCache:
         self.policy = policy
         self.key_codec = key_codec
         self.value_codec = value_codec
-        self.storage = storage
         self.window = window
         self.record_past = False
         self.fed = 0
-        self._slots = LayerSlots(key_codec, value_codec, storage)
+        self._slots = LayerSlots(key_codec, value_codec, storage, ragged=policy.ragged)
+        self.storage = self._slots.storage
         self._pads: Tensor | None = None  # (B,) padding fed per row; None while there was none
         self._floor = 0  # the fewest tokens fed to which a crop can return
         self._like: tuple[Tensor, Tensor] | None = None  # empty k and v of this layer's geometry
@@ -124,7 +124,7 @@ class LayerCache:
         if observation is not None and policy.observes:
             self._observe(observation)
         if policy.budget is not None and not self.record_past:
-            self._evict(self.length - policy.budget, observation)
+            self._evict(self._slots.surplus(policy.budget), observation)
         elif self._slots.waiting and not self.record_past:
             self._slots.encode_waiting()
             self._floor = self.fed
@@ -243,7 +243,7 @@ class LayerCache:
                 self._pads = self._pads - (position < 0).sum(dim=1)
             self._drop(-tokens)
         if self.record_past and self.policy.budget is not None:
-            self._evict(self.length - self.policy.budget, None)
+            self._evict(self._slots.surplus(self.policy.budget))
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""

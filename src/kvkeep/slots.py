@@ -19,7 +19,7 @@ from kvkeep.planes import (
     survivors,
     take,
 )
-from kvkeep.storage import Storage
+from kvkeep.storage import PerHead, Storage
 
 
 class LayerSlots:
@@ -31,12 +31,15 @@ class LayerSlots:
     Args:
         key_codec, value_codec: how a token is encoded, of equal block.
         storage: where slots lie; owned from now on.
+        ragged: heads may have different lengths.
 
     Raises:
         SpecError: the parts cannot work together.
     """
 
-    def __init__(self, key_codec: Codec, value_codec: Codec, storage: Storage) -> None:
+    def __init__(
+        self, key_codec: Codec, value_codec: Codec, storage: Storage, *, ragged: bool = False
+    ) -> None:
         names = f"{key_codec.name}/{value_codec.name}"
         if key_codec.block != value_codec.block:
             raise SpecError(
@@ -50,7 +53,13 @@ class LayerSlots:
             )
         self.key_codec = key_codec
         self.value_codec = value_codec
-        self.storage = storage
+        if ragged and storage.limit is not None:
+            raise SpecError(
+                f"heads of different lengths need storage that grows, and {storage.name} does not; "
+                "use @growing"
+            )
+        self.ragged = PerHead(storage) if ragged else None
+        self.storage: Storage = self.ragged or storage
         self.aside: Planes | None = None
         self.bulk = storage.another() if key_codec.block > 1 else None
         # What new tokens are encoded with: tokens of a block wait for their neighbours.
@@ -71,7 +80,7 @@ class LayerSlots:
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, every plane included."""
-        return sum(s.length * s.slot_bytes for s in self._storages) + plane_bytes(self.aside or {})
+        return sum(s.live_bytes for s in self._storages) + plane_bytes(self.aside or {})
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +120,11 @@ class LayerSlots:
         found = []
         if self._encoded and self.bulk is not None:
             found.append(Segment(self.bulk.read(), self.key_codec, self.value_codec))
+        if self.ragged is not None:
+            return tuple(
+                Segment(storage.read(), self._new_key, self._new_value, head=index)
+                for index, storage in enumerate(self.ragged.heads)
+            )
         if self.storage.length:
             found.append(Segment(self.storage.read(), self._new_key, self._new_value))
         if self.aside is not None:
@@ -127,13 +141,24 @@ class LayerSlots:
 
     def keep(self, name: str, plane: Tensor) -> None:
         """Write plane `name` of `rewritable()` back, where that was a copy."""
+        if self.ragged is not None:
+            self.ragged.keep(name, plane)
         if self.aside is not None and self.storage.length:
             count = self.storage.length
             self.storage.read()[name].copy_(plane[:, :, :count])
             self.aside = {**self.aside, name: plane[:, :, count:]}
 
+    def surplus(self, budget: int) -> int:
+        """Slots held beyond a budget per head."""
+        if self.ragged is not None:
+            return sum(head.length - budget for head in self.ragged.heads)
+        return self.length - budget
+
     def evict(self, victims: Tensor) -> None:
-        """Free slots, indices into `rewritable()`."""
+        """Free slots, indices into `rewritable()`; where heads are ragged, a bool (B, H, S)."""
+        if self.ragged is not None:
+            self.ragged.drop(victims)
+            return
         if self.aside is None:
             self.storage.evict(victims)
             return

@@ -30,6 +30,7 @@ EXAMPLES = {
     "knorm": "knorm:8,recent=1",
     "keydiff": "keydiff:8",
     "random": "random:8",
+    "adakv": "adakv:0.3(h2o:8,recent=2)",
     "pyramid": "pyramid:2(h2o:8,recent=2)",
 }
 """A small spec of each policy; a new policy needs one here."""

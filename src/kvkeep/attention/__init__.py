@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvkeep.attention import native, reference, sdpa
@@ -109,6 +110,8 @@ def dispatch(
     q: Tensor, view: View, options: Options, backend: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`attend`, for queries that are known to fit the view."""
+    if view.by_head:
+        return _each_head(q, view, options, backend)
     for candidate in _TABLE:
         if backend not in (None, candidate.name):
             continue
@@ -122,13 +125,31 @@ def dispatch(
     raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
 
 
+def _each_head(
+    q: Tensor, view: View, options: Options, backend: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """One call for each kv head, whose slots are its own."""
+    group, slots = q.shape[1] // len(view.segments), view.slots
+    outs, masses = [], []
+    for index, segment in enumerate(view.segments):
+        own = slice(index * group, (index + 1) * group)
+        sinks = None if options.sinks is None else options.sinks[own]
+        alone = view._replace(segments=(segment._replace(head=None),))
+        out, mass = dispatch(q[:, own], alone, options._replace(sinks=sinks), backend)
+        outs.append(out)
+        if mass is not None:
+            masses.append(torch.nn.functional.pad(mass, (0, slots - mass.shape[2])))
+    return torch.cat(outs, dim=1), torch.cat(masses, dim=1) if masses else None
+
+
 def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
     key = unsliced(view.segments[-1].planes)["k"]
+    heads = len(view.segments) if view.by_head else key.shape[1]
     if q.dim() != 4 or q.shape[2] != view.chunk or 0 in q.shape:
         raise ShapeError(
             f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"
         )
-    if q.shape[1] % key.shape[1] or key.shape[0] not in (1, q.shape[0]):
+    if q.shape[1] % heads or key.shape[0] not in (1, q.shape[0]):
         raise ShapeError(
             f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
             "of the kv heads, and the rows the same"

@@ -46,6 +46,8 @@ class Segment(NamedTuple):
     key_codec: Decoder
     value_codec: Decoder
     rotation: Rotation | None = None
+    head: int | None = None
+    """The one kv head it holds, where heads differ in length; None: all of them."""
 
     @property
     def slots(self) -> int:
@@ -118,8 +120,15 @@ class View(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """S over all segments."""
+        """S over all segments; of the longest head, where they differ."""
+        if self.by_head:
+            return max(segment.slots for segment in self.segments)
         return sum(segment.slots for segment in self.segments)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each segment holds one head, in the order of the heads."""
+        return self.segments[0].head is not None
 
     def in_runs(self) -> View:
         """The same view, with encoded segments in runs short enough to decode at once."""

@@ -148,6 +148,11 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 "layers of one type have different specs, but the model gives them one mask; call "
                 "kvkeep.attach(model) first"
             )
+        if policy.needs or policy.ragged:
+            raise UnsupportedError(
+                f"{self.specs[index]} must see attention, which the model computes itself while "
+                "unattached; call kvkeep.attach(model) first"
+            )
         exact = policy.budget is None or (
             layer.window is not None and policy.reach == Reach(layer.window)
         )

@@ -1,5 +1,6 @@
 """Which slots stay. One file each; `base.Policy` is the contract."""
 
+from kvkeep.policy.adakv import AdaKV
 from kvkeep.policy.base import Arrivals, Need, Observation, Policy
 from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
@@ -15,8 +16,21 @@ from kvkeep.policy.vlen import VLen
 from kvkeep.policy.window import Window
 
 POLICIES: dict[str, type[Policy]] = {
-    p.name: p
-    for p in (KeepAll, Window, H2O, VLen, QH2O, Tova, SnapKV, KNorm, KeyDiff, Random, Pyramid)
+    policy.name: policy
+    for policy in (
+        KeepAll,
+        Window,
+        H2O,
+        VLen,
+        QH2O,
+        Tova,
+        SnapKV,
+        KNorm,
+        KeyDiff,
+        Random,
+        Pyramid,
+        AdaKV,
+    )
 }
 """Name in a spec -> class; its dataclass fields are the spec's options."""
 
@@ -24,6 +38,7 @@ __all__ = [
     "H2O",
     "POLICIES",
     "QH2O",
+    "AdaKV",
     "Arrivals",
     "KNorm",
     "KeepAll",

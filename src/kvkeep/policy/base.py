@@ -76,6 +76,10 @@ class Policy(ABC):
     per_head: ClassVar[bool] = False
     """Whether heads may keep different tokens; positions are then held per head."""
 
+    ragged: ClassVar[bool] = False
+    """Whether heads may keep different numbers of tokens. `victims` is then asked to drop `count`
+    slots of all heads together, and returns a bool (B, H, S); the budget is the average."""
+
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
 

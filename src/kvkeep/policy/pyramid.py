@@ -27,7 +27,7 @@ class Pyramid(Policy):
     wraps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.inner.budget is None or self.inner.wraps:
+        if self.inner.budget is None or isinstance(self.inner, Pyramid):
             raise SpecError(
                 f"pyramid({self.inner.name}): {self.inner.name} has no budget of its own to share "
                 "out among layers; use pyramid(h2o:1024)"

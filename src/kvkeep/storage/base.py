@@ -92,6 +92,11 @@ class Storage(ABC):
         return plane_bytes(self._planes) // max(1, self.capacity)
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return self.length * self.slot_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated, slots not in use included."""
         return plane_bytes(self._planes)
