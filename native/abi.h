@@ -48,6 +48,36 @@ struct KvCall {
     double softcap;  // 0 for none
 };
 
+// One layer's slots to choose from. A slot's worth is its score; infinite if it is protected (the
+// newest `recent` positions, the first `sinks`, those from keep_from to below keep_to), minus infinity
+// if it is empty, out of the window or without a number.
+struct KvRanking {
+    const float* score;       // (rows, heads, slots), or null when all are worth the same
+    const int32_t* position;  // likewise; slots contiguous in both
+    const int64_t* newest;    // the newest position of each row
+    int64_t* out;             // (rows, heads, count) contiguous
+    int64_t score_row, score_head, position_row, position_head;
+    int64_t newest_row;  // 0 when the rows share it
+    int64_t rows, heads, slots, count;
+    int64_t recent, sinks, keep_from, keep_to;
+    int64_t window;  // 0 for none
+};
+
+// The `count` slots of the least worth, the oldest first among equals. 0, or 1 without memory.
+KV_PUBLIC int kv_lowest(const KvRanking* ranking);
+
+// A plane to move slots in; strides in bytes, slots `bytes` apart and as long.
+struct KvSlots {
+    void* data;
+    int64_t row, head, bytes, heads;
+};
+
+// Free the slots `victims` (rows or 1, heads or 1, count): survivors from behind fill the holes, in
+// their order. 0, or 1 without memory.
+KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
+                       const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
+                       int64_t count, int64_t length);
+
 // 0, or 1 when scratch memory could not be had.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
 

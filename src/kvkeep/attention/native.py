@@ -8,12 +8,6 @@ the same.
 
 from __future__ import annotations
 
-import ctypes
-import os
-from contextlib import suppress
-from ctypes import c_char_p, c_int
-from importlib.metadata import PackageNotFoundError, files
-from pathlib import Path
 from struct import Struct
 
 import torch
@@ -22,7 +16,13 @@ from torch import Tensor
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.chunk import wants_gradients
-from kvkeep.errors import UnsupportedError
+from kvkeep.library import (  # noqa: F401 - tests and tools look for them here
+    LIBRARY,
+    available,
+    instructions,
+    reason,
+    use_instructions,
+)
 from kvkeep.planes import POSITION, unsliced
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,58 +30,6 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
 _CALL, _SEGMENT, _REACH = Struct("=21q2d"), Struct("=22q"), Struct("=2q")
-
-
-def _path() -> Path | None:
-    """What KVKEEP_NATIVE names, or beside this file, or where an editable install put it."""
-    if chosen := os.environ.get("KVKEEP_NATIVE"):
-        return Path(chosen)
-    beside = sorted(Path(__file__).parent.glob("_native.*"))
-    if beside:
-        return beside[0]
-    with suppress(PackageNotFoundError):
-        for file in files("kvkeep") or ():
-            if file.stem == "_native":
-                return Path(str(file.locate()))
-    return None
-
-
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, and the instruction set it uses, or why there is none."""
-    path = _path()
-    if path is None:
-        return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        return None, f"cannot be loaded: {error}"
-    library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
-    library.kv_instructions.restype = c_char_p
-    library.kv_use_instructions.argtypes = (c_char_p,)
-    library.kv_use_instructions.restype = c_int
-    return library, library.kv_instructions().decode()
-
-
-_LIBRARY, reason = _load()
-available = _LIBRARY is not None
-
-
-def use_instructions(name: str) -> None:
-    """Take the instruction set `name` from now on, for tests and benchmarks.
-
-    Args:
-        name: "avx512bf16", "avx512", "avx2" or "portable".
-
-    Raises:
-        UnsupportedError: this processor or this build lacks it.
-    """
-    if _LIBRARY is None or _LIBRARY.kv_use_instructions(name.encode()):
-        raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")
-
-
-def instructions() -> str:
-    """The instruction set in use; empty without the library."""
-    return "" if _LIBRARY is None else _LIBRARY.kv_instructions().decode()
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -108,7 +56,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
-    assert _LIBRARY is not None
+    assert LIBRARY is not None
     rows, query_heads, n, key_width = q.shape
     _, heads, _, value_width = unsliced(view.segments[-1].planes)["v"].shape
     # As (B, n, Hq, Dv), which is how models want it next; one token lies the same either way.
@@ -151,7 +99,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         options.scale,
         options.softcap or 0.0,
     )
-    if _LIBRARY.kv_attend(call, segments, reaches):
+    if LIBRARY.kv_attend(call, segments, reaches):
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
     return out, mass
 

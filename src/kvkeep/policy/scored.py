@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from struct import Struct
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
+from kvkeep.library import LIBRARY
 from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Observation, Policy
 from kvkeep.policy.window import Window
@@ -102,7 +104,43 @@ class Scored(Policy):
         return worth.masked_fill(dead, -torch.inf)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        return lowest(self.worth(planes, seen), planes[POSITION], count)
+        position = planes[POSITION]
+        if LIBRARY is None or not position.is_cpu:
+            return lowest(self.worth(planes, seen), position, count)
+        return self._compiled(self.score(planes, seen), position, count, seen)
+
+    def _compiled(self, score: Tensor, position: Tensor, count: int, seen: Observation) -> Tensor:
+        """`lowest` of the `worth`, in one call."""
+        assert LIBRARY is not None
+        rows, heads, slots = position.shape
+        score = score if score.dtype == torch.float32 else score.float()
+        score, position = (x if x.stride(2) == 1 else x.contiguous() for x in (score, position))
+        newest = torch.as_tensor(seen.newest).to(dtype=torch.int64).flatten()
+        victims = torch.empty((rows, heads, count), dtype=torch.int64)
+        ranking = _RANKING.pack(
+            score.data_ptr(),
+            position.data_ptr(),
+            newest.data_ptr(),
+            victims.data_ptr(),
+            *score.stride()[:2],
+            *position.stride()[:2],
+            int(newest.shape[0] > 1),
+            rows,
+            heads,
+            slots,
+            count,
+            self.protected_recent,
+            self.sinks,
+            self.keep_from,
+            self.keep_to,
+            seen.window or 0,
+        )
+        if LIBRARY.kv_lowest(ranking):
+            raise MemoryError(f"no scratch memory to rank {slots} slots")
+        return victims
+
+
+_RANKING = Struct("=18q")  # KvRanking of native/abi.h
 
 
 def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.library import LIBRARY
 from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.memory import reserve
 
 _SLOTS_AHEAD = 32
+_PLANE = Struct("=5q")  # KvSlots of native/abi.h
 
 
 class _Ahead(NamedTuple):
@@ -20,6 +23,9 @@ class _Ahead(NamedTuple):
 
     views: dict[str, tuple[Tensor, ...]]
     first: int
+
+
+_NOTHING_AHEAD = _Ahead({}, 0)
 
 
 class Buffer(Storage):
@@ -31,7 +37,8 @@ class Buffer(Storage):
     def __init__(self) -> None:
         super().__init__()
         self._length = 0
-        self._ahead = _Ahead({}, 0)
+        self._ahead = _NOTHING_AHEAD
+        self._addresses: bytes | None = None  # of the planes, for moving slots
 
     @abstractmethod
     def _capacity_for(self, slots: int) -> int:
@@ -67,6 +74,21 @@ class Buffer(Storage):
 
     def evict(self, victims: Tensor) -> None:
         kept = self._length - victims.shape[2]
+        if LIBRARY is not None and victims.is_cpu:
+            moving = victims.contiguous()
+            rows = next(iter(self._planes.values())).shape[0]
+            planes = self._described()
+            if LIBRARY.kv_evict(
+                planes,
+                len(self._planes),
+                rows,
+                moving.data_ptr(),
+                *moving.shape,
+                self._length,
+            ):
+                raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
+            self._length = kept
+            return
         # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the
         # victims sorted, and the slots behind `kept` sorted survivors first, hole i takes
         # survivor i; what is left over pairs freed slots with freed slots, which harms nobody.
@@ -82,7 +104,7 @@ class Buffer(Storage):
         self._length = length
 
     def rows(self, index: Tensor) -> None:
-        self._ahead = _Ahead({}, 0)
+        self._moved()
         for name, plane in list(self._planes.items()):
             live = plane.narrow(2, 0, self._length)
             if len(index) == plane.shape[0]:
@@ -99,8 +121,8 @@ class Buffer(Storage):
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles of this storage hold: the slots in use, not the spare ones."""
         live = {name: plane.clone() for name, plane in self.read().items()}
-        ahead = _Ahead({}, 0)
-        return self.__dict__ | {"_planes": live, "_ahead": ahead, "capacity": self.capacity}
+        volatile = {"_planes": live, "_ahead": _NOTHING_AHEAD, "_addresses": None}
+        return self.__dict__ | volatile | {"capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         live, capacity = state["_planes"], state.pop("capacity")
@@ -125,7 +147,27 @@ class Buffer(Storage):
 
     def _drop_planes(self) -> None:
         self._planes = {}
-        self._ahead = _Ahead({}, 0)
+        self._moved()
+
+    def _moved(self) -> None:
+        """The planes are others, or lie elsewhere."""
+        self._ahead = _NOTHING_AHEAD
+        self._addresses = None
+
+    def _described(self) -> bytes:
+        """Where the planes lie, as the compiled part wants to know it."""
+        if self._addresses is None:
+            self._addresses = b"".join(
+                _PLANE.pack(
+                    plane.data_ptr(),
+                    plane.stride(0) * plane.element_size(),
+                    plane.stride(1) * plane.element_size(),
+                    plane.stride(2) * plane.element_size(),
+                    plane.shape[1],
+                )
+                for plane in self._planes.values()
+            )
+        return self._addresses
 
     def _fits(self, planes: Planes) -> bool:
         """Whether the buffers are of these planes' names, rows, heads, widths, dtype and device."""
@@ -137,7 +179,7 @@ class Buffer(Storage):
 
     def _reallocate(self, capacity: int, like: Planes) -> None:
         self.reallocations += bool(self._planes)
-        self._ahead = _Ahead({}, 0)
+        self._moved()
         for name, plane in like.items():
             shape = (*plane.shape[:2], capacity, *plane.shape[3:])
             fresh = reserve(shape, plane.dtype, plane.device)

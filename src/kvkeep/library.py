@@ -1,0 +1,69 @@
+"""The compiled part of kvkeep, `native/`: found, loaded, and called with plain addresses.
+
+An install without a C++ compiler lacks it and works all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from ctypes import c_char_p, c_int, c_int64, c_void_p
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from kvkeep.errors import UnsupportedError
+
+
+def _path() -> Path | None:
+    """What KVKEEP_NATIVE names, or beside this file, or where an editable install put it."""
+    if chosen := os.environ.get("KVKEEP_NATIVE"):
+        return Path(chosen)
+    beside = sorted(Path(__file__).parent.glob("attention/_native.*"))
+    if beside:
+        return beside[0]
+    with suppress(PackageNotFoundError):
+        for file in files("kvkeep") or ():
+            if file.stem == "_native":
+                return Path(str(file.locate()))
+    return None
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, and the instruction set it uses, or why there is none."""
+    path = _path()
+    if path is None:
+        return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"cannot be loaded: {error}"
+    library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
+    library.kv_lowest.argtypes = (c_char_p,)
+    library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
+    library.kv_instructions.restype = c_char_p
+    library.kv_use_instructions.argtypes = (c_char_p,)
+    library.kv_use_instructions.restype = c_int
+    return library, library.kv_instructions().decode()
+
+
+LIBRARY, reason = _load()
+available = LIBRARY is not None
+
+
+def use_instructions(name: str) -> None:
+    """Take the instruction set `name` from now on, for tests and benchmarks.
+
+    Args:
+        name: "avx512bf16", "avx512", "avx2" or "portable".
+
+    Raises:
+        UnsupportedError: this processor or this build lacks it.
+    """
+    if LIBRARY is None or LIBRARY.kv_use_instructions(name.encode()):
+        raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")
+
+
+def instructions() -> str:
+    """The instruction set in use; empty without the library."""
+    return "" if LIBRARY is None else LIBRARY.kv_instructions().decode()
