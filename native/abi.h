@@ -54,10 +54,10 @@ struct KvCall {
 struct KvRanking {
     const float* score;       // (rows, heads, slots), or null when all are worth the same
     const int32_t* position;  // likewise; slots contiguous in both
-    const int64_t* newest;    // the newest position of each row
+    const int64_t* newests;   // the newest position of each row, or null when that is `newest`
     int64_t* out;             // (rows, heads, count) contiguous
     int64_t score_row, score_head, position_row, position_head;
-    int64_t newest_row;  // 0 when the rows share it
+    int64_t newest;
     int64_t rows, heads, slots, count;
     int64_t recent, sinks, keep_from, keep_to;
     int64_t window;  // 0 for none

@@ -1,67 +1,82 @@
 // Which slots go, and moving what stays: a decode step does both in every layer, where a chain of
 // tensor operations would cost more than attention itself.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "abi.h"
 
 namespace {
 
-struct Candidate {
-    float worth;
-    int32_t position, slot;
-    bool operator<(const Candidate& other) const {
-        if (worth != other.worth) return worth < other.worth;
-        if (position != other.position) return position < other.position;
-        return slot < other.slot;
+// What one head's slots are worth, and how old they are.
+struct Ranked {
+    std::vector<float> worth;
+    const int32_t* position;
+
+    bool before(int64_t a, int64_t b) const {
+        if (worth[a] != worth[b]) return worth[a] < worth[b];
+        if (position[a] != position[b]) return position[a] < position[b];
+        return a < b;
+    }
+
+    // Without branches, so that it is vectorised.
+    void rank(const KvRanking& ranking, const float* score, int32_t newest) {
+        constexpr float NONE = -std::numeric_limits<float>::infinity();
+        constexpr float MOST = std::numeric_limits<float>::max();
+        constexpr int32_t LAST = std::numeric_limits<int32_t>::max();
+        const int32_t recent = ranking.recent ? (int32_t)(newest - ranking.recent) : LAST;
+        const int32_t sinks = (int32_t)ranking.sinks;
+        const int32_t from = (int32_t)ranking.keep_from, to = (int32_t)ranking.keep_to;
+        const int32_t out = ranking.window ? (int32_t)(newest + 1 - ranking.window) : -1;
+        for (int64_t slot = 0; slot < ranking.slots; ++slot) {
+            const int32_t place = position[slot];
+            const float given = score ? score[slot] : 0.0f;
+            float own = given > MOST ? MOST : given;
+            own = given == given ? own : NONE;
+            own = (place > recent) | (place < sinks) | ((place >= from) & (place < to)) ? -NONE : own;
+            worth[slot] = (place < 0) | (place <= out) ? NONE : own;
+        }
+    }
+
+    int64_t least(int64_t slots) const {
+        float lowest = worth[0];
+        for (int64_t slot = 1; slot < slots; ++slot) lowest = std::min(lowest, worth[slot]);
+        int64_t found = -1;
+        for (int64_t slot = 0; slot < slots; ++slot)
+            if (worth[slot] == lowest && (found < 0 || position[slot] < position[found])) found = slot;
+        return found;
     }
 };
-
-Candidate candidate(const KvRanking& ranking, const float* score, const int32_t* position,
-                    int64_t newest, int64_t slot) {
-    constexpr float NONE = -std::numeric_limits<float>::infinity();
-    const int64_t place = position[slot];
-    float worth = score ? score[slot] : 0.0f;
-    if (std::isnan(worth)) worth = NONE;
-    worth = std::min(worth, std::numeric_limits<float>::max());
-    if (place > newest - ranking.recent || place < ranking.sinks ||
-        (place >= ranking.keep_from && place < ranking.keep_to))
-        worth = -NONE;
-    if (place < 0 || (ranking.window && place <= newest + 1 - ranking.window)) worth = NONE;
-    return {worth, (int32_t)place, (int32_t)slot};
-}
 
 }  // namespace
 
 int kv_lowest(const KvRanking* given) {
     const KvRanking& ranking = *given;
     try {
-        std::vector<Candidate> all(ranking.count > 1 ? ranking.slots : 0);
+        Ranked ranked{std::vector<float>(ranking.slots), nullptr};
+        std::vector<int32_t> order(ranking.count > 1 ? ranking.slots : 0);
         int64_t* out = ranking.out;
         for (int64_t row = 0; row < ranking.rows; ++row)
             for (int64_t head = 0; head < ranking.heads; ++head, out += ranking.count) {
-                const float* score =
-                    ranking.score ? ranking.score + row * ranking.score_row + head * ranking.score_head
-                                  : nullptr;
-                const int32_t* position =
+                ranked.position =
                     ranking.position + row * ranking.position_row + head * ranking.position_head;
-                const int64_t newest = ranking.newest[row * ranking.newest_row];
+                const float* score = ranking.score;
+                if (score) score += row * ranking.score_row + head * ranking.score_head;
+                const int64_t newest =
+                    ranking.newests ? ranking.newests[row] : ranking.newest;
+                ranked.rank(ranking, score, (int32_t)newest);
                 if (ranking.count == 1) {
-                    Candidate least = candidate(ranking, score, position, newest, 0);
-                    for (int64_t slot = 1; slot < ranking.slots; ++slot)
-                        least = std::min(least, candidate(ranking, score, position, newest, slot));
-                    *out = least.slot;
+                    *out = ranked.least(ranking.slots);
                     continue;
                 }
-                for (int64_t slot = 0; slot < ranking.slots; ++slot)
-                    all[slot] = candidate(ranking, score, position, newest, slot);
-                std::partial_sort(all.begin(), all.begin() + ranking.count, all.end());
-                for (int64_t i = 0; i < ranking.count; ++i) out[i] = all[i].slot;
+                std::iota(order.begin(), order.end(), 0);
+                std::partial_sort(order.begin(), order.begin() + ranking.count, order.end(),
+                                  [&](int64_t a, int64_t b) { return ranked.before(a, b); });
+                std::copy(order.begin(), order.begin() + ranking.count, out);
             }
         return 0;
     } catch (const std::bad_alloc&) {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep import library
 from kvkeep.attention import native, reference, sdpa
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
@@ -41,8 +42,8 @@ _TABLE = (
         native.run,
         native.refuses,
         limits="CPU; float32, bfloat16, float16; no gradients",
-        available=native.available,
-        reason=native.reason,
+        available=library.available,
+        reason=library.reason,
     ),
     Backend(
         "sdpa",

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from kvkeep.attention import native
+from kvkeep import library
 
 
 def environment() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
         "transformers": version("transformers"),
         "cpu": f"{_processor()}, {os.cpu_count()} cores",
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "native_kernel": native.instructions() or "none",
+        "native_kernel": library.instructions() or "none",
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": "none" if accelerator is None else str(accelerator),

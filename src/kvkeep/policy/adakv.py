@@ -11,7 +11,8 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Arrivals, Observation, Policy
-from kvkeep.policy.scored import Scored, lowest
+from kvkeep.policy.ranking import lowest
+from kvkeep.policy.scored import Scored
 
 
 @final

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
-from kvkeep.planes import POSITION, Planes, Reach
+from kvkeep.planes import Planes, Reach
 from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.ranking import Protection, least_worthy
 
 
 @final
@@ -54,7 +54,4 @@ class Window(Policy):
         return self if self.size < window else Window(window)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        position = planes[POSITION]
-        # Empty slots are at -1, before every token; sinks go behind every token.
-        age = torch.where((position >= 0) & (position < self.sinks), 2**31 - 1, position)
-        return age.topk(count, dim=2, largest=False).indices
+        return least_worthy(None, planes, seen, Protection(sinks=self.sinks), count)

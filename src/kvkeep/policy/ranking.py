@@ -1,0 +1,102 @@
+"""Which slots are worth least: the choice that all evicting policies share."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.library import LIBRARY
+from kvkeep.planes import POSITION, Planes
+from kvkeep.policy.base import Observation
+
+_RANKING = Struct("=18q")  # KvRanking of native/abi.h
+_LAST = 2**31 - 1
+
+
+class Protection(NamedTuple):
+    """Slots that are kept whatever they are worth: the newest `recent` positions of a row, its
+    first `sinks`, and those from `keep_from` to `keep_to` (exclusive)."""
+
+    recent: int = 0
+    sinks: int = 0
+    keep_from: int = 0
+    keep_to: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """How many of them do not change as tokens come."""
+        kept = max(self.keep_to, self.sinks) - max(self.keep_from, self.sinks)
+        return self.sinks + max(0, kept)
+
+
+def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:
+    """Scores fp32 (B, H, S) as they are compared: infinite for the protected, minus infinity for
+    slots that are empty, out of the layer's window, or without a number. None: all are alike."""
+    position = planes[POSITION]
+    if score is None:
+        score = torch.zeros(position.shape, device=position.device)
+    most = torch.finfo(torch.float32).max
+    result = score.float().nan_to_num(nan=-torch.inf, posinf=most, neginf=-torch.inf)
+    protected = position < kept.sinks
+    protected |= (position >= kept.keep_from) & (position < kept.keep_to)
+    if kept.recent:
+        protected |= position > seen.newest - kept.recent
+    dead = position < 0
+    if seen.window is not None:  # the next query stands one further
+        dead |= position <= seen.newest + 1 - seen.window
+    return result.masked_fill(protected, torch.inf).masked_fill(dead, -torch.inf)
+
+
+def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:
+    """The `count` slots of the least worth, the oldest first among equals: int64 (..., count)."""
+    if count == 1:
+        least = worth.amin(dim=-1, keepdim=True)
+        return position.masked_fill(worth > least, _LAST).argmin(dim=-1, keepdim=True)
+    by_age = position.argsort(dim=-1, stable=True)
+    order = worth.gather(-1, by_age).argsort(dim=-1, stable=True)
+    return by_age.gather(-1, order[..., :count])
+
+
+def least_worthy(
+    score: Tensor | None, planes: Planes, seen: Observation, kept: Protection, count: int
+) -> Tensor:
+    """`lowest` of the `worth`, int64 (B, H, count); on the CPU in one call."""
+    position = planes[POSITION]
+    if LIBRARY is None or not position.is_cpu:
+        return lowest(worth(score, planes, seen, kept), position, count)
+    rows, heads, slots = position.shape
+    if position.stride(2) != 1:
+        position = position.contiguous()
+    strides, address = (0, 0), 0
+    if score is not None:
+        if score.dtype != torch.float32 or score.stride(2) != 1:
+            score = score.float().contiguous()
+        strides, address = (score.stride(0), score.stride(1)), score.data_ptr()
+    newest, newests = 0, None
+    if isinstance(seen.newest, int):
+        newest = seen.newest
+    else:
+        newests = seen.newest.to(torch.int64).contiguous()
+    victims = torch.empty((rows, heads, count), dtype=torch.int64)
+    ranking = _RANKING.pack(
+        address,
+        position.data_ptr(),
+        0 if newests is None else newests.data_ptr(),
+        victims.data_ptr(),
+        *strides,
+        position.stride(0),
+        position.stride(1),
+        newest,
+        rows,
+        heads,
+        slots,
+        count,
+        *kept,
+        seen.window or 0,
+    )
+    if LIBRARY.kv_lowest(ranking):
+        raise MemoryError(f"no scratch memory to rank {slots} slots")
+    return victims

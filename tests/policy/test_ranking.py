@@ -1,0 +1,82 @@
+"""The choice of victims, compiled and in torch: literal cases, then that both are the same."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvkeep import library
+from kvkeep.planes import POSITION
+from kvkeep.policy import Observation, ranking
+from kvkeep.policy.ranking import Protection, least_worthy, lowest, worth
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def path(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(ranking, "LIBRARY", None)
+    elif not library.available:
+        pytest.skip(library.reason)
+
+
+def victims(score, position, count, kept=None, newest=9, window=None):
+    score = None if score is None else torch.tensor([[score]], dtype=torch.float32)
+    planes = {POSITION: torch.tensor([[position]], dtype=torch.int32)}
+    seen = Observation(newest=newest, window=window)
+    return least_worthy(score, planes, seen, kept or Protection(), count)[0, 0].tolist()
+
+
+nan, inf = float("nan"), float("inf")
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("score", "position", "count", "options", "expected"),
+    [
+        ([3, 1, 2], [7, 8, 9], 1, {}, [1]),
+        ([3, 1, 2], [7, 8, 9], 2, {}, [1, 2]),
+        ([1, 1, 1], [9, 7, 8], 2, {}, [1, 2]),  # the oldest among equals
+        (None, [9, 7, 8], 1, {}, [1]),
+        ([0, 5, 0], [3, -1, 2], 1, {}, [1]),  # empty slots first
+        ([0, nan, -1], [3, 4, 2], 1, {}, [1]),  # then what is not a number
+        ([inf, 2, 3], [1, 9, 8], 1, {"kept": Protection(recent=1)}, [2]),
+        ([inf, 2, 3], [1, 9, 8], 2, {"kept": Protection(recent=1)}, [2, 0]),
+        ([0, 1, 2, 3], [0, 1, 2, 3], 2, {"kept": Protection(sinks=1)}, [1, 2]),
+        ([0, 1, 2, 3], [0, 1, 2, 3], 2, {"kept": Protection(keep_from=1, keep_to=3)}, [0, 3]),
+        ([0, 9, 2], [8, 5, 9], 1, {"window": 4}, [1]),  # the next query, at 10, sees 7..10
+        ([0, 9, 2], [8, 7, 9], 1, {"window": 4}, [0]),
+        ([0, 1], [9, 8], 1, {"kept": Protection(recent=9, sinks=9)}, [1]),  # all are protected
+    ],
+)
+def test_literal(score, position, count, options, expected):
+    assert victims(score, position, count, **options) == expected
+
+
+@pytest.mark.skipif(not library.available, reason=library.reason)
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_compiled_and_torch_agree(data):
+    def number(low, high):
+        return data.draw(st.integers(low, high))
+
+    rows, heads, slots = number(1, 3), number(1, 3), number(1, 40)
+    generator = torch.Generator().manual_seed(number(0, 10**6))
+    position = torch.stack([torch.randperm(60, generator=generator) for _ in range(rows * heads)])
+    position = position.view(rows, heads, 60)[:, :, :slots].int()
+    position[torch.rand(position.shape, generator=generator) < 0.1] = -1
+    score = torch.randint(0, 6, position.shape, generator=generator).float()
+    score = score.masked_fill(score == 4, nan).masked_fill(
+        score == 5, data.draw(st.sampled_from([inf, -inf]))
+    )
+    if number(0, 5) == 0:
+        score = None
+    newest = torch.randint(50, 60, (rows, 1, 1), generator=generator)
+    seen = Observation(
+        newest=newest if number(0, 1) else 59, window=data.draw(st.none() | st.integers(5, 60))
+    )
+    kept = Protection(number(0, 10), number(0, 4), number(0, 20), number(0, 30))
+    count, planes = number(1, slots), {POSITION: position}
+    expected = lowest(worth(score, planes, seen, kept), position, count)
+    assert least_worthy(score, planes, seen, kept, count).equal(expected)
