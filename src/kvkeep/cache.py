@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, StateError
-from kvkeep.layer import LayerCache, LayerStats
+from kvkeep.layer import LayerCache
+from kvkeep.slots import LayerStats
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,21 +9,11 @@ from kvkeep.attention import Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.planes import POSITION, Reach, along_slots, part
+from kvkeep.planes import POSITION, PlaneSpec, Reach, along_slots, part
 from kvkeep.policy import Arrivals, Need, Observation, Policy
-from kvkeep.slots import LayerSlots
+from kvkeep.rotary import Rotary
+from kvkeep.slots import LayerSlots, LayerStats
 from kvkeep.storage import Storage
-
-
-@dataclass(frozen=True)
-class LayerStats:
-    """One layer's figures; bytes over all rows and heads."""
-
-    length: int
-    capacity: int
-    live_bytes: int
-    nbytes: int
-    reallocations: int
 
 
 class LayerCache:
@@ -36,6 +24,7 @@ class LayerCache:
         key_codec, value_codec: how a slot is encoded.
         storage: where slots lie; owned by this layer from now on.
         window: the layer's own sliding window in tokens, if it has one.
+        rotary: the model's rotary embedding, for policies that ask; None if keys carry none.
 
     Raises:
         SpecError: the parts cannot work together.
@@ -49,6 +38,7 @@ class LayerCache:
         storage: Storage,
         *,
         window: int | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         if (storage.limit or policy.budget or 0) < (policy.budget or 0):
             raise SpecError(
@@ -64,6 +54,7 @@ class LayerCache:
         self.key_codec = key_codec
         self.value_codec = value_codec
         self.window = window
+        self.rotary = rotary
         self.record_past = False
         self.fed = 0
         self._slots = LayerSlots(key_codec, value_codec, storage, ragged=policy.ragged)
@@ -157,7 +148,7 @@ class LayerCache:
             self._drop(k.shape[2])
             self._pads = pads
             raise
-        self.settle(Observation(mass, queries=q))
+        self.settle(Observation(mass, queries=q, scale=scale))
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -298,13 +289,27 @@ class LayerCache:
 
     def stats(self) -> LayerStats:
         """All figures at once."""
+        held = self._slots
         return LayerStats(
-            self.length,
-            self.capacity,
-            self.live_bytes,
-            self.nbytes,
-            self._slots.reallocations,
+            held.length, held.capacity, held.live_bytes, held.nbytes, held.reallocations
         )
+
+    def bytes_for(
+        self,
+        tokens: int,
+        *,
+        heads: int,
+        key_width: int,
+        value_width: int,
+        dtype: torch.dtype,
+        rows: int = 1,
+    ) -> int:
+        """What `live_bytes` will be after `tokens` columns have passed, between two steps."""
+        policy = self.policy
+        kept = tokens if policy.budget is None else min(tokens, policy.budget)
+        own = {POSITION: PlaneSpec((), torch.int32, shared=not policy.per_head), **policy.planes}
+        each = self._slots.token_bytes(key_width, value_width, dtype, heads, own, kept)
+        return rows * each
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -336,12 +341,8 @@ class LayerCache:
         return planes
 
     def _view(self, position: Tensor) -> View:
-        return View(
-            self._slots.segments(),
-            position,
-            ragged=self._pads is not None,
-            reaches=self._reaches(position.shape[-1]),
-        )
+        reaches = self._reaches(position.shape[-1])
+        return View(self._slots.segments(), position, self._pads is not None, reaches)
 
     def _reaches(self, n: int) -> tuple[Reach, ...]:
         """The limits that exclude a slot from a query of this chunk; host knowledge only.
@@ -371,6 +372,7 @@ class LayerCache:
             position=self._chunk,
             newest=newest,
             window=self.window,
+            rotary=self.rotary,
             state=self._state,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,6 +15,7 @@ from kvkeep.errors import SpecError
 from kvkeep.planes import (
     POSITION,
     Planes,
+    PlaneSpec,
     concatenated,
     joined,
     part,
@@ -20,6 +25,17 @@ from kvkeep.planes import (
     take,
 )
 from kvkeep.storage import PerHead, Storage
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer's figures; bytes over all rows and heads."""
+
+    length: int
+    capacity: int
+    live_bytes: int
+    nbytes: int
+    reallocations: int
 
 
 class LayerSlots:
@@ -91,6 +107,30 @@ class LayerSlots:
     def reallocations(self) -> int:
         """How often slots were copied to make room."""
         return sum(s.reallocations for s in self._storages)
+
+    def token_bytes(
+        self,
+        key_width: int,
+        value_width: int,
+        dtype: torch.dtype,
+        heads: int,
+        own: Mapping[str, PlaneSpec],
+        tokens: int,
+    ) -> int:
+        """Bytes that `tokens` tokens of one row take, with the planes `own` beside k and v."""
+
+        def slot(key: Codec, value: Codec, block: int) -> int:
+            encoded = [*key.planes(key_width, dtype).values()]
+            encoded += value.planes(value_width, dtype).values()
+            beside = sum(block * _plane_bytes(spec, heads) for spec in own.values())
+            return beside + sum(_plane_bytes(spec, heads) for spec in encoded)
+
+        block = self.key_codec.block
+        blocks = self._whole_blocks(tokens) // block
+        left = tokens - blocks * block
+        return blocks * slot(self.key_codec, self.value_codec, block) + left * slot(
+            self._new_key, self._new_value, 1
+        )
 
     def encoded(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The planes of new keys and values."""
@@ -171,10 +211,14 @@ class LayerSlots:
     @property
     def waiting(self) -> int:
         """Tokens that could be encoded now."""
+        return self._whole_blocks(self.storage.length)
+
+    def _whole_blocks(self, tokens: int) -> int:
+        """How many of `tokens` tokens are encoded in blocks when they have settled."""
         if self.bulk is None:
             return 0
         block, tail = self.key_codec.block, max(self.key_codec.tail, self.value_codec.tail)
-        return max(0, self.storage.length - tail) // block * block
+        return max(0, tokens - tail) // block * block
 
     def encode_waiting(self) -> None:
         """Encode the oldest tokens that wait, once and for good."""
@@ -224,3 +268,8 @@ class LayerSlots:
     @property
     def _encoded(self) -> int:
         return 0 if self.bulk is None else self.bulk.length * self.key_codec.block
+
+
+def _plane_bytes(spec: PlaneSpec, heads: int) -> int:
+    """Bytes of one slot of a plane in one row."""
+    return math.prod(spec.shape) * spec.dtype.itemsize * (1 if spec.shared else heads)

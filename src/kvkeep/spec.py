@@ -13,6 +13,7 @@ from kvkeep.codec import CODECS, Codec, Plain
 from kvkeep.errors import SpecError
 from kvkeep.layer import LayerCache
 from kvkeep.policy import POLICIES, Policy
+from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Growing, Storage
 
 Options = tuple[tuple[str, int | float], ...]
@@ -89,11 +90,13 @@ class CacheSpec:
         capacity: int | None = None,
         index: int = 0,
         count: int = 1,
+        rotary: Rotary | None = None,
     ) -> LayerCache:
         """A new, empty layer.
 
         Args:
             index, count: which of how many layers, for policies whose budget differs by layer.
+            rotary: the model's rotary embedding, for policies that ask.
             window: the layer's own sliding window in tokens, if it has one.
             capacity: slots of fixed storage whose spec names none; a policy with a budget takes
                 its budget instead.
@@ -109,6 +112,7 @@ class CacheSpec:
             self.value_codec,
             self.storage.build(policy.budget + policy.room if policy.budget else capacity),
             window=window,
+            rotary=rotary,
         )
 
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,8 +22,10 @@ from kvkeep.hf.config import (
     is_routed,
     layer_kinds,
 )
+from kvkeep.hf.rotary import rotary_of
 from kvkeep.layer import LayerCache
 from kvkeep.planes import Reach
+from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec, as_spec
 
 Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
@@ -78,8 +81,16 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         self.specs = _per_layer(spec, self._kinds)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
+        asking = any(Need.ROTARY in s.policy.needs for s in self.specs)
+        rotary = rotary_of(config) if asking else None
         layers = [
-            s.layer(window=kind.window, capacity=capacity, index=i, count=len(self._kinds))
+            s.layer(
+                window=kind.window,
+                capacity=capacity,
+                index=i,
+                count=len(self._kinds),
+                rotary=rotary,
+            )
             for i, (s, kind) in enumerate(zip(self.specs, self._kinds, strict=True))
         ]
         core.Cache.__init__(self, layers)
@@ -173,6 +184,28 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         keys, values = layer.in_order(view)
         layer.settle()
         return keys, values
+
+    def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
+        """What `live_bytes` will be once `tokens` columns have passed.
+
+        Args:
+            dtype: of keys and values; None takes the model's.
+
+        Raises:
+            UnsupportedError: the model's config does not say how wide its keys are.
+        """
+        config = self.config
+        query_heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+        if is_latent(config):
+            raise UnsupportedError(f"{config.model_type} keeps a latent, not keys and values")
+        if dtype is None:
+            own = config.dtype
+            dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+        heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
+        shape: dict[str, int] = {"heads": heads, "key_width": width, "value_width": width}
+        each = [layer.bytes_for(tokens, rows=rows, dtype=dtype, **shape) for layer in self.layers]
+        return sum(each)
 
     # -- what transformers asks -------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from kvkeep.policy.adakv import AdaKV
 from kvkeep.policy.base import Arrivals, Need, Observation, Policy
+from kvkeep.policy.expected_attention import ExpectedAttention
 from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
 from kvkeep.policy.keydiff import KeyDiff
@@ -27,6 +28,7 @@ POLICIES: dict[str, type[Policy]] = {
         SnapKV,
         KNorm,
         KeyDiff,
+        ExpectedAttention,
         Random,
         Pyramid,
         AdaKV,
@@ -40,6 +42,7 @@ __all__ = [
     "QH2O",
     "AdaKV",
     "Arrivals",
+    "ExpectedAttention",
     "KNorm",
     "KeepAll",
     "KeyDiff",

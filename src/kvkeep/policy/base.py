@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, PlaneSpec, Reach
+from kvkeep.rotary import Rotary
 
 
 class Need(Enum):
@@ -21,6 +22,7 @@ class Need(Enum):
     MASS = "mass"
     QUERIES = "queries"
     ENCODE_ERROR = "encode_error"
+    ROTARY = "rotary"
 
 
 class Arrivals(NamedTuple):
@@ -43,6 +45,8 @@ class Observation(NamedTuple):
         position: the chunk's positions, (n,), or (B, n) with -1 for padding.
         newest: the newest position of each row, or (B, 1, 1) where rows differ.
         window: the layer's own sliding window.
+        scale: the factor on q . k; None if the step was not the layer's own.
+        rotary: the model's rotary embedding; None if its keys carry none.
         state: what the policy remembers of each row, (B, ...); its own to change.
         keys, values: decode the slots of some planes, fp32 (B, H, S, D).
     """
@@ -52,6 +56,8 @@ class Observation(NamedTuple):
     position: Tensor | None = None
     newest: int | Tensor = -1
     window: int | None = None
+    scale: float | None = None
+    rotary: Rotary | None = None
     state: dict[str, Tensor] | None = None
     keys: Callable[[Planes], Tensor] | None = None
     values: Callable[[Planes], Tensor] | None = None

@@ -32,6 +32,9 @@ class Pyramid(Policy):
                 f"pyramid({self.inner.name}): {self.inner.name} has no budget of its own to share "
                 "out among layers; use pyramid(h2o:1024)"
             )
+        # Declared by classes, but a wrapper's are those of what it wraps.
+        object.__setattr__(self, "needs", self.inner.needs)
+        object.__setattr__(self, "rollback", self.inner.rollback)
         if not self.beta >= 1.0:
             raise SpecError(f"pyramid beta {self.beta}: at least 1 (all layers alike); use 20")
 

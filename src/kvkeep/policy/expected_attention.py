@@ -1,0 +1,91 @@
+"""Keep what future queries are expected to attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import POSITION, Planes, PlaneSpec
+from kvkeep.policy.base import Need, Observation
+from kvkeep.policy.scored import Scored
+
+
+@final
+@dataclass(frozen=True)
+class ExpectedAttention(Scored):
+    """Score: the attention that queries of the next `future` positions are expected to give, times
+    the length of the value. Queries before their rotation are taken for normally distributed, with
+    the mean and covariance of those seen so far after the sinks. It reads all keys and values
+    whenever it evicts. Source: Expected Attention (arXiv 2510.00636).
+    """
+
+    sinks: int = 4
+    future: int = 512
+
+    name: ClassVar[str] = "expected_attention"
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.QUERIES, Need.ROTARY})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.future < 1:
+            raise SpecError(f"expected_attention of {self.future} future positions; use future=512")
+
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        return {}
+
+    def observe(self, planes: Planes, seen: Observation) -> None:
+        q, position, state = seen.queries, seen.position, seen.state
+        assert q is not None
+        assert position is not None
+        assert state is not None
+        rows, _, n, _ = q.shape
+        place = position.reshape(-1, 1, n).expand(rows, 1, n).to(q.device)
+        q = q.float() if seen.rotary is None else seen.rotary.turn(q.float(), -place)
+        counts = place >= self.sinks
+        q = torch.where(counts[..., None], q, 0)
+        sums = {
+            "count": counts.sum(dim=2)[..., None, None].float(),
+            "sum": q.sum(dim=2)[:, :, None],
+            "products": q.transpose(2, 3) @ q,
+        }
+        for name, value in sums.items():
+            state[name] = state[name] + value if name in state else value
+
+    def score(self, planes: Planes, seen: Observation) -> Tensor:
+        state, live = seen.state, planes[POSITION] >= 0
+        assert state is not None
+        assert seen.keys is not None
+        assert seen.values is not None
+        if not state:
+            return torch.zeros(live.shape, device=live.device)
+        keys, values = seen.keys(planes), seen.values(planes)
+        count = state["count"].clamp(min=1)
+        mean = state["sum"] / count  # (B, Hq, 1, D)
+        spread = state["products"] / count - mean.transpose(2, 3) * mean
+        mean = self._ahead(mean, seen)
+        spread = self._ahead(self._ahead(spread, seen).transpose(2, 3), seen)
+        rows, heads, _, width = keys.shape
+        grouped = keys[:, :, None]
+        mean = mean.reshape(rows, heads, -1, 1, width)
+        spread = spread.reshape(rows, heads, -1, width, width)
+        scale = width**-0.5 if seen.scale is None else seen.scale
+        logits = scale * (grouped * mean).sum(dim=-1)
+        logits = logits + scale**2 / 2 * ((grouped @ spread) * grouped).sum(dim=-1)
+        logits = logits.masked_fill(~live[:, :, None], -torch.inf)
+        expected = torch.softmax(logits, dim=-1).mean(dim=2)
+        return torch.where(live, expected * values.norm(dim=-1), 0)
+
+    def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
+        """x (B, Hq, m, D) rotated by the mean of the next positions' rotations."""
+        if seen.rotary is None:
+            return x
+        newest = torch.as_tensor(seen.newest, device=x.device).reshape(-1, 1, 1, 1)
+        place = newest + 1 + torch.arange(self.future, device=x.device)[:, None]
+        angle = place.to(x.dtype) * seen.rotary.inv_freq.to(x.device, x.dtype)
+        cos, sin = (f(angle).mean(dim=2, keepdim=True) for f in (torch.cos, torch.sin))
+        return seen.rotary.scaled(x, cos, sin)

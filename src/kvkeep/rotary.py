@@ -1,0 +1,42 @@
+"""Rotary embeddings: what a model does to queries and keys to say where they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A model's rotary embedding.
+
+    Args:
+        inv_freq: (R/2,) angular frequencies; R <= D, the dimensions from R on are not rotated.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (i, i + R/2).
+
+    Source: RoFormer (arXiv 2104.09864).
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """Rotate x (..., D) forward by `by` positions, which broadcasts to (...); a copy, computed
+        in at least float32 and returned in x's dtype."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        angle = by.to(x.device, dtype)[..., None] * self.inv_freq.to(x.device, dtype)
+        return self.scaled(x, angle.cos(), angle.sin())
+
+    def scaled(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`turn` by given cosines and sines (..., R/2), which may be averages."""
+        half = self.inv_freq.shape[0]
+        turning = x[..., : 2 * half].to(cos.dtype)
+        if self.interleaved:
+            a, b = turning[..., 0::2], turning[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        else:
+            a, b = turning[..., :half], turning[..., half:]
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)

@@ -1,0 +1,101 @@
+"""Expected attention against its formula in float64, and against attention that is then seen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvkeep.planes import POSITION
+from kvkeep.rotary import Rotary
+from kvkeep.spec import CacheSpec
+
+HEADS, GROUP, DIM, FUTURE, SINKS = 2, 3, 8, 5, 2
+
+
+def rotation(position, rotary):
+    """R(position), (D, D) float64, written out entry by entry."""
+    matrix, half = torch.eye(DIM, dtype=torch.float64), rotary.inv_freq.shape[0]
+    for i, frequency in enumerate(rotary.inv_freq.double().tolist()):
+        a, b = (2 * i, 2 * i + 1) if rotary.interleaved else (i, i + half)
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        matrix[a, a] = matrix[b, b] = cos
+        matrix[a, b], matrix[b, a] = -sin, sin
+    return matrix
+
+
+def expected_scores(queries, keys, values, newest, rotary, scale):
+    """queries {position: (G, D)}, keys, values {position: (D,)} of a head -> {position: score}."""
+    turned = [
+        torch.stack([rotation(-p, rotary) @ q for q in rows]) if rotary else rows
+        for p, rows in queries.items()
+        if p >= SINKS
+    ]
+    stacked = torch.stack(turned)  # (n, G, D)
+    ahead = torch.eye(DIM, dtype=torch.float64)
+    if rotary:
+        matrices = [rotation(newest + 1 + i, rotary) for i in range(FUTURE)]
+        ahead = torch.stack(matrices).mean(dim=0)
+    scores = dict.fromkeys(keys, 0.0)
+    for g in range(GROUP):
+        mean = ahead @ stacked[:, g].mean(dim=0)
+        centred = stacked[:, g] - stacked[:, g].mean(dim=0)
+        spread = ahead @ (centred.T @ centred / len(centred)) @ ahead.T
+        logits = {p: scale * (k @ mean) + scale**2 / 2 * (k @ spread @ k) for p, k in keys.items()}
+        total = sum(math.exp(x) for x in logits.values())
+        for p in keys:
+            scores[p] += math.exp(logits[p]) / total / GROUP * float(values[p].norm())
+    return scores
+
+
+@pytest.mark.parametrize("chunks", [[12] + [1] * 8, [1] * 20, [5, 9, 6]])
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        None,
+        Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02])),
+        Rotary(torch.tensor([1.0, 0.3]), interleaved=True),
+    ],
+    ids=["none", "halves", "interleaved, partial"],
+)
+def test_decisions(rotary, chunks):
+    text = f"expected_attention:8,future={FUTURE},sinks={SINKS}"
+    layer = CacheSpec.parse(text).layer(rotary=rotary)
+    n, pads = sum(chunks), 3
+    q, k, v = torch.randn(2, HEADS * GROUP, n, DIM), *torch.randn(2, 2, HEADS, n, DIM)
+    position = torch.stack([torch.arange(n) - pads, torch.arange(n)]).clamp(min=-1)
+    live = {(b, h): set() for b in range(2) for h in range(HEADS)}
+    start = 0
+    for chunk in chunks:
+        part = slice(start, start + chunk)
+        start += chunk
+        layer.step(q[:, :, part], k[:, :, part], v[:, :, part], position[:, part], scale=0.7)
+        place = layer.storage.read()[POSITION]
+        for (b, h), kept in live.items():
+            shift = pads if b == 0 else 0
+            kept |= {p for p in position[b, part].tolist() if p >= 0}
+            newest = start - 1 - shift
+            if len(kept) > 8:
+                heads = slice(h * GROUP, (h + 1) * GROUP)
+                scores = expected_scores(
+                    {p: q[b, heads, p + shift].double() for p in range(newest + 1)},
+                    {p: k[b, h, p + shift].double() for p in kept},
+                    {p: v[b, h, p + shift].double() for p in kept},
+                    newest,
+                    rotary,
+                    0.7,
+                )
+                free = sorted((p for p in kept if p >= SINKS), key=lambda p: (scores[p], p))
+                kept -= set(free[: len(kept) - 8])
+            assert {p for p in place[b, h].tolist() if p >= 0} == kept
+
+
+def test_rotary_turns_as_the_matrix_does():
+    for rotary in (Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02])), Rotary(torch.tensor([1.0]), True)):
+        x = torch.randn(3, DIM, dtype=torch.float64)
+        place = torch.tensor([0, 5, -7])
+        expected = torch.stack(
+            [rotation(int(p), rotary) @ row for p, row in zip(place, x, strict=True)]
+        )
+        torch.testing.assert_close(rotary.turn(x, place), expected)
