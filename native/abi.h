@@ -78,6 +78,20 @@ KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
                        const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
                        int64_t count, int64_t length);
 
+// Tokens to encode in 8 or 4 bits, as src/kvkeep/codec/int8.py and int4.py say.
+struct KvEncoding {
+    const void* x;  // (rows, heads, slots, width); strides in elements, the width's is 1
+    void *codes, *scale, *zero;  // contiguous; zero is null unless the code is affine
+    int64_t type;  // KvType of x
+    int64_t row, head, slot;
+    int64_t rows, heads, slots, width;
+    int64_t bits, group;
+    int64_t hadamard;  // 1: rotate first
+};
+
+// 0, or 1 without memory.
+KV_PUBLIC int kv_encode(const KvEncoding* encoding);
+
 // 0, or 1 when scratch memory could not be had.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
 

@@ -12,6 +12,8 @@ from ctypes import c_char_p, c_int, c_int64, c_void_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+import torch
+
 from kvkeep.errors import UnsupportedError
 
 
@@ -39,6 +41,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         return None, f"cannot be loaded: {error}"
     library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
+    library.kv_encode.argtypes = (c_char_p,)
     library.kv_lowest.argtypes = (c_char_p,)
     library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
     library.kv_instructions.restype = c_char_p
@@ -46,6 +49,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.kv_use_instructions.restype = c_int
     return library, library.kv_instructions().decode()
 
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""KvType of native/abi.h."""
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

@@ -18,15 +18,13 @@ from kvkeep.attention.view import Segment, View
 from kvkeep.chunk import wants_gradients
 from kvkeep.library import (  # noqa: F401 - tests and tools look for them here
     LIBRARY,
+    TYPES,
     available,
     instructions,
     reason,
     use_instructions,
 )
 from kvkeep.planes import POSITION, unsliced
-
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
 _CALL, _SEGMENT, _REACH = Struct("=21q2d"), Struct("=22q"), Struct("=2q")
@@ -36,7 +34,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     """Why the kernel cannot do this call, or None."""
     if not q.is_cpu:
         return "the native kernel runs on the CPU"
-    if q.dtype not in _TYPES:
+    if q.dtype not in TYPES:
         return f"the native kernel computes in float32, which is too little for {q.dtype}"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, which tracing does not have"
@@ -47,7 +45,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         k, v = planes["k"], planes["v"]
         if segment.key_codec.packing != "plain" or segment.value_codec.packing != "plain":
             return "the native kernel reads plain keys and values"
-        if k.dtype not in _TYPES or v.dtype not in _TYPES:
+        if k.dtype not in TYPES or v.dtype not in TYPES:
             return f"the native kernel reads no {k.dtype}"
         if wants_gradients(q, k, v):
             return "the native kernel has no gradients"
@@ -87,7 +85,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         n * token,
         value_width,
         token,
-        _TYPES[q.dtype],
+        TYPES[q.dtype],
         rows,
         heads,
         query_heads // heads,
@@ -132,4 +130,4 @@ def _plane(x: Tensor, shared: bool, kept: list[Tensor]) -> tuple[int, int, int, 
         x = x.contiguous()
         row, head, slot, _ = x.stride()
     kept.append(x)
-    return x.data_ptr(), 0 if shared else row, head, slot, _TYPES[x.dtype]
+    return x.data_ptr(), 0 if shared else row, head, slot, TYPES[x.dtype]

@@ -14,7 +14,7 @@ from kvkeep.codec.groups import (
     divided,
     group_count,
     grouped,
-    rounded_scale,
+    rounded_half,
     ungrouped,
 )
 from kvkeep.planes import Planes, PlaneSpec
@@ -44,7 +44,7 @@ class Fp8(Codec):
 
     def encode(self, x: Tensor) -> Planes:
         groups = grouped(x, self.group)
-        scale = rounded_scale(groups.abs().amax(dim=-1) / _MOST)
+        scale = rounded_half(groups.abs().amax(dim=-1) / _MOST)
         codes = divided(groups, scale[..., None]).clamp_(-_MOST, _MOST)
         codes = ungrouped(codes, x.shape[-1]).to(torch.float8_e4m3fn)
         return {"": codes.view(torch.uint8), "_scale": scale}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
+from kvkeep.library import LIBRARY, TYPES
+from kvkeep.planes import Planes
 
-MOST_SCALE = 65504.0
-"""The largest float16."""
+_MOST_HALF = 65504.0  # the largest float16
 
 
 def check_group(codec: str, group: int) -> None:
@@ -39,9 +42,10 @@ def ungrouped(x: Tensor, dim: int) -> Tensor:
     return x.flatten(-2)[..., :dim]
 
 
-def rounded_scale(scale: Tensor) -> Tensor:
-    """A scale as float16, within its range; NaN stays NaN."""
-    return scale.clamp(-MOST_SCALE, MOST_SCALE).to(torch.float16)
+def rounded_half(x: Tensor) -> Tensor:
+    """A scale or zero as float16, within its range; what is not finite becomes NaN, so that it shows."""
+    finite = x.where(x.isfinite(), torch.nan)
+    return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)
 
 
 def divided(x: Tensor, scale: Tensor) -> Tensor:
@@ -62,3 +66,44 @@ def unpacked(planes: Tensor, bits: int) -> Tensor:
     """The inverse of `packed`."""
     parts = [(planes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, dim=-1).flatten(-2)
+
+
+_ENCODING = Struct("=15q")  # KvEncoding of native/abi.h
+
+
+def encoded_in_one_call(
+    x: Tensor, bits: int, group: int, *, hadamard: bool, affine: bool = False
+) -> Planes | None:
+    """What `encode` gives for codes of 8 or 4 bits, from compiled code; None where that cannot run.
+
+    A code may differ by one from what tensor operations give, where x lies halfway between two.
+    """
+    if LIBRARY is None or not x.is_cpu or x.dtype not in TYPES or torch.compiler.is_compiling():
+        return None
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    rows, heads, slots, width = x.shape
+    front = (rows, heads, slots)
+    codes = x.new_empty((*front, width * bits // 8), dtype=torch.int8 if bits == 8 else torch.uint8)
+    scale = x.new_empty((*front, group_count(width, group)), dtype=torch.float16)
+    planes = {"": codes, "_scale": scale}
+    if affine:
+        planes["_zero"] = torch.empty_like(scale)
+    encoding = _ENCODING.pack(
+        x.data_ptr(),
+        codes.data_ptr(),
+        scale.data_ptr(),
+        planes["_zero"].data_ptr() if affine else 0,
+        TYPES[x.dtype],
+        *x.stride()[:3],
+        rows,
+        heads,
+        slots,
+        width,
+        bits,
+        group,
+        hadamard,
+    )
+    if LIBRARY.kv_encode(encoding):
+        raise MemoryError(f"no scratch memory to encode {slots} tokens")
+    return planes

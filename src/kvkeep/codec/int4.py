@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
-    MOST_SCALE,
     check_group,
     divided,
+    encoded_in_one_call,
     group_count,
     grouped,
     packed,
-    rounded_scale,
+    rounded_half,
     ungrouped,
     unpacked,
 )
@@ -54,15 +54,20 @@ class Int4(Codec):
     def encode(self, x: Tensor) -> Planes:
         if x.shape[-1] % 2:
             raise ShapeError(f"int4 packs two elements in a byte, but the width is {x.shape[-1]}")
+        planes = encoded_in_one_call(x, 4, self.group, hadamard=self.hadamard, affine=self.affine)
+        return self.encode_in_steps(x) if planes is None else planes
+
+    def encode_in_steps(self, x: Tensor) -> Planes:
+        """`encode` by tensor operations, on any device and of any floating-point type."""
         groups = grouped(self.rotate(x), self.group)
         low, high = groups.aminmax(dim=-1)
         if self.affine:
-            zero = low.clamp(-MOST_SCALE, MOST_SCALE).to(torch.float16)
-            scale = rounded_scale((high - zero.to(high.dtype)) / 15)
+            zero = rounded_half(low)
+            scale = rounded_half((high - zero.to(high.dtype)) / 15)
             codes = divided(groups - zero.to(high.dtype)[..., None], scale[..., None])
             more = {"_zero": zero}
         else:
-            scale = rounded_scale(torch.where(high > -low, high, low) / -8)
+            scale = rounded_half(torch.where(high > -low, high, low) / -8)
             codes = divided(groups, scale[..., None]) + 8
             more = {}
         codes = ungrouped(codes.round_().clamp_(0, 15), x.shape[-1]).to(torch.uint8)

@@ -12,9 +12,10 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
     check_group,
     divided,
+    encoded_in_one_call,
     group_count,
     grouped,
-    rounded_scale,
+    rounded_half,
     ungrouped,
 )
 from kvkeep.codec.hadamard import hadamard
@@ -47,8 +48,13 @@ class Int8(Codec):
         }
 
     def encode(self, x: Tensor) -> Planes:
+        planes = encoded_in_one_call(x, 8, self.group, hadamard=self.hadamard)
+        return self.encode_in_steps(x) if planes is None else planes
+
+    def encode_in_steps(self, x: Tensor) -> Planes:
+        """`encode` by tensor operations, on any device and of any floating-point type."""
         groups = grouped(self.rotate(x), self.group)
-        scale = rounded_scale(groups.abs().amax(dim=-1) / 127)
+        scale = rounded_half(groups.abs().amax(dim=-1) / 127)
         codes = divided(groups, scale[..., None]).round_().clamp_(-127, 127)
         return {"": ungrouped(codes, x.shape[-1]).to(torch.int8), "_scale": scale}
 

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
-    MOST_SCALE,
     check_group,
     divided,
     group_count,
     grouped,
     packed,
-    rounded_scale,
+    rounded_half,
     ungrouped,
     unpacked,
 )
@@ -76,9 +75,9 @@ class Kivi(Codec):
         axis = 3 if self.by_channel else -1
         groups = blocks.float() if self.by_channel else grouped(blocks.float(), self.group)
         low, high = groups.amin(dim=axis, keepdim=True), groups.amax(dim=axis, keepdim=True)
-        zero = low.clamp(-MOST_SCALE, MOST_SCALE).to(torch.float16)
+        zero = rounded_half(low)
         most = 2**self.bits - 1
-        scale = rounded_scale((high - zero.float()) / most)
+        scale = rounded_half((high - zero.float()) / most)
         codes = divided(groups - zero.float(), scale).round_().clamp_(0, most)
         if not self.by_channel:
             codes, scale, zero = ungrouped(codes, x.shape[-1]), scale[..., 0], zero[..., 0]

@@ -1,0 +1,124 @@
+// New keys and values in few bits: in a decode step a chain of tensor operations would cost more than
+// what fewer bits save.
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "abi.h"
+#include "simd.h"
+
+namespace {
+
+constexpr float MOST_HALF = 65504.0f;  // the largest float16
+
+template <class T>
+void load_token(const void* from, int64_t offset, int64_t width, float* to) {
+    const auto* x = (const typename T::Element*)from + offset;
+    for (int64_t i = 0; i < width; ++i) to[i] = T::widen1(x[i]);
+}
+
+// Rotate by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two.
+void rotate(float* x, int64_t width) {
+    const int64_t block = width & -width;
+    for (int64_t half = 1; half < block; half *= 2)
+        for (int64_t at = 0; at < width; at += 2 * half)
+            for (int64_t i = at; i < at + half; ++i) {
+                const float a = x[i], b = x[i + half];
+                x[i] = a + b;
+                x[i + half] = a - b;
+            }
+    const float scale = 1.0f / std::sqrt((float)block);
+    for (int64_t i = 0; i < width; ++i) x[i] *= scale;
+}
+
+// To float16 and back; what is not finite becomes no number, so that it is not hidden.
+float rounded_half(float x, uint16_t* out) {
+    if (!std::isfinite(x)) x = std::numeric_limits<float>::quiet_NaN();
+    x = x > MOST_HALF ? MOST_HALF : x < -MOST_HALF ? -MOST_HALF : x;
+    *out = F16::narrow1(x);
+    return F16::widen1(*out);
+}
+
+// The nearest code to x / scale + shift, ties to even, within bounds; `shift` where there is none.
+int code(float x, float scale, float shift, float low, float high) {
+    float y = x / scale;
+    y = (std::isfinite(y) ? y : 0.0f) + shift;
+    y = y < low ? low : y > high ? high : y;
+    return (int)((y + 12582912.0f) - 12582912.0f);
+}
+
+struct Range {
+    float low, high;
+    bool number = true;
+};
+
+Range range(const float* x, int64_t count) {
+    Range found{x[0], x[0]};
+    for (int64_t i = 0; i < count; ++i) {
+        found.number &= x[i] == x[i];
+        found.low = x[i] < found.low ? x[i] : found.low;
+        found.high = x[i] > found.high ? x[i] : found.high;
+    }
+    if (!found.number) found.low = found.high = std::numeric_limits<float>::quiet_NaN();
+    return found;
+}
+
+void encode_group(const KvEncoding& encoding, const float* x, int64_t count, int* codes,
+                  uint16_t* scale, uint16_t* zero) {
+    const Range found = range(x, count);
+    if (encoding.bits == 8) {
+        const float most = found.high > -found.low ? found.high : -found.low;
+        const float step = rounded_half(most / 127, scale);
+        for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i], step, 0, -127, 127);
+    } else if (zero) {
+        const float base = rounded_half(found.low, zero);
+        const float step = rounded_half((found.high - base) / 15, scale);
+        for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i] - base, step, 0, 0, 15);
+    } else {
+        const float most = found.high > -found.low ? found.high : found.low;
+        const float step = rounded_half(most / -8, scale);
+        for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i], step, 8, 0, 15);
+    }
+}
+
+}  // namespace
+
+int kv_encode(const KvEncoding* given) {
+    const KvEncoding& e = *given;
+    try {
+        std::vector<float> token(e.width);
+        std::vector<int> codes(e.width);
+        const int64_t groups = (e.width + e.group - 1) / e.group;
+        int8_t* bytes = (int8_t*)e.codes;
+        uint8_t* nibbles = (uint8_t*)e.codes;
+        uint16_t *scale = (uint16_t*)e.scale, *zero = (uint16_t*)e.zero;
+        for (int64_t row = 0; row < e.rows; ++row)
+            for (int64_t head = 0; head < e.heads; ++head)
+                for (int64_t slot = 0; slot < e.slots; ++slot) {
+                    const int64_t at = row * e.row + head * e.head + slot * e.slot;
+                    switch (e.type) {
+                        case KV_F32: load_token<F32>(e.x, at, e.width, token.data()); break;
+                        case KV_BF16: load_token<BF16>(e.x, at, e.width, token.data()); break;
+                        default: load_token<F16>(e.x, at, e.width, token.data()); break;
+                    }
+                    if (e.hadamard) rotate(token.data(), e.width);
+                    for (int64_t g = 0; g < groups; ++g) {
+                        const int64_t from = g * e.group;
+                        const int64_t count = e.width - from < e.group ? e.width - from : e.group;
+                        encode_group(e, token.data() + from, count, codes.data() + from, scale++,
+                                     zero ? zero++ : nullptr);
+                    }
+                    if (e.bits == 8) {
+                        for (int64_t i = 0; i < e.width; ++i) *bytes++ = (int8_t)codes[i];
+                    } else {
+                        for (int64_t i = 0; i < e.width; i += 2)
+                            *nibbles++ = (uint8_t)(codes[i] | codes[i + 1] << 4);
+                    }
+                }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}

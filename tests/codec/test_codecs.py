@@ -1,0 +1,181 @@
+"""Codecs: literal small tensors, what they promise of bytes and error, and bad input."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from kvkeep import library
+from kvkeep.codec import CODECS, Fp8, Int4, Int8, Kivi, Plain
+from kvkeep.codec.groups import packed, unpacked
+from kvkeep.codec.hadamard import hadamard
+from kvkeep.errors import ShapeError, SpecError
+
+# |x - x'| / |x| for normally distributed tokens.
+ERROR = {"plain": 0.0, "int8": 0.01, "int4": 0.1, "fp8": 0.04, "kivi": 0.12}
+EVERY = [
+    *[CODECS[name]() for name in CODECS],
+    *[CODECS[name]().for_values() for name in CODECS],
+    Int8(16, hadamard=False),
+    Int4(64),
+    Int4(8, affine=True),
+    Kivi(together=4, group=16),
+]
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float32).view(1, 1, 1, -1)
+
+
+def steps(codec):
+    return getattr(codec, "encode_in_steps", codec.encode)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_int8_literal(compiled):
+    codec = Int8(hadamard=False)
+    x = numbers(127, -63.5, 2, 0, 1, 0, 0, -127)
+    planes = codec.encode(x) if compiled else steps(codec)(x)
+    assert planes[""].flatten().tolist() == [127, -64, 2, 0, 1, 0, 0, -127]  # ties to even
+    assert planes["_scale"].flatten().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_int4_literal(compiled):
+    codec = Int4(8, hadamard=False)
+    x = numbers(-8, 7, 0, 1, 2, 3, -3, 4)
+    planes = codec.encode(x) if compiled else steps(codec)(x)
+    assert planes["_scale"].item() == 1.0
+    assert unpacked(planes[""], 4).flatten().tolist() == [0, 15, 8, 9, 10, 11, 5, 12]
+    assert planes[""].flatten()[0].item() == 0xF0  # element 0 in the low half
+    x = numbers(8, 1, 0, -4, 0, 0, 0, 0)  # the largest is on code 0 whatever its sign
+    planes = codec.encode(x) if compiled else steps(codec)(x)
+    assert planes["_scale"].item() == -1.0
+    assert codec.decode(planes, torch.float32).equal(x)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_affine_int4_literal(compiled):
+    codec = Int4(8, affine=True, hadamard=False)
+    x = numbers(10, 25, 11, 12, 13, 14, 20, 15)
+    planes = codec.encode(x) if compiled else steps(codec)(x)
+    assert (planes["_zero"].item(), planes["_scale"].item()) == (10.0, 1.0)
+    assert codec.decode(planes, torch.float32).equal(x)
+
+
+def test_kivi_literal():
+    """A channel of keys has a scale over four tokens; values have one for each token and group."""
+    keys = Kivi(2, together=4)
+    x = torch.tensor([[0.0, 10], [1, 20], [2, 30], [3, 40]]).repeat(1, 4).view(1, 1, 4, 8)
+    planes = keys.encode(x)
+    assert planes[""].shape == (1, 1, 1, 4, 2)
+    assert planes["_scale"].flatten()[:2].tolist() == [1.0, 10.0]
+    assert planes["_zero"].flatten()[:2].tolist() == [0.0, 10.0]
+    assert keys.decode(planes, torch.float32).equal(x)
+    values = keys.for_values()
+    planes = values.encode(x.transpose(2, 3).reshape(1, 1, 8, 4).repeat(1, 1, 1, 2))
+    assert planes["_scale"].shape == (1, 1, 2, 4, 1)
+
+
+def test_hadamard_spreads_and_returns():
+    assert hadamard(numbers(2, 0, 0, 0)).flatten().tolist() == [1, 1, 1, 1]
+    for width in (8, 80, 96):
+        x = torch.randn(3, width)
+        torch.testing.assert_close(hadamard(hadamard(x)), x)
+        torch.testing.assert_close(hadamard(x).norm(dim=1), x.norm(dim=1))
+
+
+@pytest.mark.parametrize("codec", EVERY, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 80, 128])
+def test_planes_are_as_declared_and_the_error_as_expected(codec, dtype, width):
+    x = torch.randn(2, 3, 64, width).to(dtype)
+    planes = codec.encode(x)
+    declared = codec.planes(width, dtype)
+    assert planes.keys() == declared.keys()
+    for name, spec in declared.items():
+        assert planes[name].shape == (2, 3, 64 // codec.block, *spec.shape)
+        assert planes[name].dtype == spec.dtype
+    back = codec.decode(planes, torch.float32)
+    assert codec.width(planes) == width
+    error = (back - x.float()).norm() / x.float().norm()
+    assert error <= ERROR[codec.name]
+    assert codec.decode(planes, dtype).dtype == dtype
+    assert codec.decode(planes, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("codec", "ratio"), [(Int8(), 1.9), (Int4(), 3.5)])
+def test_honest_ratios(codec, ratio):
+    def slot_bytes(one):
+        planes = one.encode(torch.randn(1, 1, 100, 64, dtype=torch.bfloat16))
+        return sum(plane.nbytes for plane in planes.values())
+
+    for one in (codec, codec.for_values()):
+        assert slot_bytes(Plain()) / slot_bytes(one) >= ratio
+
+
+@pytest.mark.skipif(not library.available, reason=library.reason)
+@pytest.mark.parametrize(
+    "codec", [Int8(), Int8(16, hadamard=False), Int4(), Int4(64), Int4(affine=True)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_encoding_is_that_of_tensor_operations(codec, dtype):
+    for width, strided in product((64, 80, 40), (False, True)):
+        x = torch.randn(2, 3, 50, width).to(dtype)
+        x = x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x
+        one, other = codec.encode(x), codec.encode_in_steps(x)
+        for name in ("_scale", "_zero"):
+            if name in other:
+                torch.testing.assert_close(one[name], other[name], rtol=2e-3, atol=1e-6)
+        codes = [
+            p[""].int() if codec.name == "int8" else unpacked(p[""], 4).int() for p in (one, other)
+        ]
+        apart = (codes[0] - codes[1]).abs()
+        assert apart.max() <= 1
+        assert (apart > 0).float().mean() < 2e-3  # halfway between two codes
+
+
+@pytest.mark.parametrize("codec", EVERY, ids=str)
+def test_a_group_of_equal_elements(codec):
+    for value in (0.0, 3.0, -1e-7):
+        x = torch.full((1, 2, 64, 64), value)
+        for encode in (codec.encode, steps(codec)):
+            back = codec.decode(encode(x), torch.float32)
+            assert back.isfinite().all()
+            assert (back - x).abs().max() <= 0.05 * abs(value) + 1e-6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("codec", [c for c in EVERY if c.name != "plain"], ids=str)
+def test_what_is_not_finite_shows_and_stays_in_its_token(codec, bad):
+    x = torch.randn(1, 1, 64, 64)
+    x[0, 0, 40, 5] = bad
+    for encode in (codec.encode, steps(codec)):
+        back = codec.decode(encode(x), torch.float32)
+        assert not back[0, 0, 40].isfinite().all()
+        near = torch.arange(64) // codec.block == 40 // codec.block
+        assert back[0, 0, ~near].isfinite().all()
+
+
+def test_bits_are_packed_without_loss():
+    for bits in (2, 4):
+        codes = torch.randint(0, 2**bits, (3, 16), dtype=torch.uint8)
+        assert unpacked(packed(codes, bits), bits).equal(codes)
+
+
+def test_wrong_options():
+    for wrong in (lambda: Int8(0), lambda: Int4(12), lambda: Fp8(-8), lambda: Kivi(group=3)):
+        with pytest.raises(SpecError, match="multiple of 8"):
+            wrong()
+    for wrong in (lambda: Kivi(3), lambda: Kivi(together=1), lambda: Kivi(recent=-1)):
+        with pytest.raises(SpecError, match="use kivi:4"):
+            wrong()
+
+
+def test_widths_that_cannot_be_packed():
+    with pytest.raises(ShapeError, match="width is 7"):
+        Int4().encode(torch.randn(1, 1, 1, 7))
+    with pytest.raises(ShapeError, match="width is 6"):
+        Kivi(2, together=2).encode(torch.randn(1, 1, 2, 6))
