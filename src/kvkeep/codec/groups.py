@@ -43,7 +43,7 @@ def ungrouped(x: Tensor, dim: int) -> Tensor:
 
 
 def rounded_half(x: Tensor) -> Tensor:
-    """A scale or zero as float16, within its range; what is not finite becomes NaN, so that it shows."""
+    """A scale or zero as float16, within its range; what is not finite becomes NaN, to show."""
     finite = x.where(x.isfinite(), torch.nan)
     return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)
 
