@@ -74,6 +74,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     need_mass: bool = False,
+    observed: int | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Grouped-query attention of a chunk over the slots where they lie.
@@ -86,6 +87,8 @@ def attend(
         softcap: scores x become softcap * tanh(x / softcap).
         sinks: logits (Hq,) that take part in the softmax and receive no value.
         need_mass: also return the mass.
+        observed: the mass counts only each row's newest `observed` real queries (position >= 0) of
+            the chunk; None: all.
         backend: a name from `backends()`; None takes the first that can.
 
     Returns:
@@ -100,7 +103,7 @@ def attend(
     _check(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    return dispatch(q, view, Options(scale, softcap, sinks, need_mass), backend)
+    return dispatch(q, view, Options(scale, softcap, sinks, need_mass, observed), backend)
 
 
 def dispatch(

@@ -8,9 +8,14 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits."""
+    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits.
+
+    The mass counts each row's newest `observed` real queries (position >= 0) of the chunk; None:
+    all.
+    """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
     need_mass: bool = False
+    observed: int | None = None

@@ -35,6 +35,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     turned = [segment.queries(q).to(compute) for segment in view.segments]
     out = q.new_empty(rows, query_heads, n, values.shape[3])
     mass = values.new_zeros(rows, heads, view.slots) if options.need_mass else None
+    observed = None if options.observed is None else view.observed(options.observed)
 
     block = max(1, _SCORES_PER_BLOCK // max(1, rows * query_heads * view.slots))
     for start in range(0, n, block):
@@ -51,7 +52,10 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         )  # (B, H, G, width, S)
         probability = _softmax(scores, options.sinks)
         if mass is not None:
-            mass += probability.sum(dim=3).mean(dim=2).to(mass.dtype)
+            seen = probability
+            if observed is not None:
+                seen = seen.masked_fill(~observed[:, None, None, queries, None], 0.0)
+            mass += seen.sum(dim=3).mean(dim=2).to(mass.dtype)
         result = torch.einsum("bhgns,bhsd->bhgnd", probability, values)
         out[:, :, queries] = result.reshape(rows, query_heads, width, -1).to(q.dtype)
     return out, mass if mass is None else mass.float()

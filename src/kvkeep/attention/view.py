@@ -12,14 +12,17 @@ from kvkeep.planes import POSITION, Planes, Reach, part, slot_count
 
 
 class Decoder(Protocol):
-    """What attention needs of a codec. A kernel that reads the planes itself goes by `name`."""
+    """What attention needs of a codec."""
 
     @property
-    def name(self) -> str:
-        """The codec's name in a spec."""
+    def packing(self) -> str | None:
+        """The layout of its planes, for a kernel that reads them itself; None: only `decode` can."""
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""
+
+    def rotate(self, q: Tensor) -> Tensor:
+        """Queries (..., D) as the encoded keys need them; decoded keys need them as they are."""
 
 
 class Segment(NamedTuple):
@@ -51,7 +54,7 @@ class Segment(NamedTuple):
         return self.value_codec.decode(part(self.planes, "v"), dtype)
 
     def queries(self, q: Tensor) -> Tensor:
-        """The queries as this segment's keys need them."""
+        """The queries as this segment's decoded keys need them."""
         return q if self.rotation is None else self.rotation.turn(q)
 
 
@@ -101,3 +104,9 @@ class View(NamedTuple):
                 within |= slot < reach.sinks
             seen &= within
         return seen
+
+    def observed(self, count: int) -> Tensor:
+        """Each row's newest `count` real queries: bool (B|1, n)."""
+        position = self.position.reshape(-1, self.chunk)
+        newest = position.amax(dim=1, keepdim=True)
+        return (position >= 0) & (position > newest - count)
