@@ -14,6 +14,7 @@ from ctypes import c_char_p, c_int
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from struct import Struct
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -195,6 +196,14 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
 _ABSENT = (0, 0, 0, 0, 0)
 
 
+class Coded(Decoder, Protocol):
+    """A codec whose packing is in `_CODES`."""
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring elements share a scale."""
+
+
 def _encoded(
     planes: Planes, name: str, codec: Decoder, shared: bool, kept: list[Tensor]
 ) -> tuple[int, ...]:
@@ -208,7 +217,7 @@ def _encoded(
         *_plane(plane, shared, kept, kind),
         *_plane(planes[name + "_scale"], shared, kept),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
-        codec.group,
+        cast(Coded, codec).group,
     )
 
 

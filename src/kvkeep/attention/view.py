@@ -16,7 +16,7 @@ class Decoder(Protocol):
 
     @property
     def packing(self) -> str | None:
-        """The layout of its planes, for a kernel that reads them itself; None: only `decode` can."""
+        """The layout of its planes, for a kernel that reads them; None: only `decode` can."""
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""
