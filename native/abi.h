@@ -7,8 +7,9 @@
 
 extern "C" {
 
-// What one element of a plane is.
-enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2 };
+// What one element of a plane is. Codes of 4 bits lie two in a byte, the first in its low half; the
+// strides of their planes count bytes.
+enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4 };
 
 // A tensor (rows, heads, slots or queries, width). Strides in elements; the width's is 1, and an
 // axis that is shared has stride 0. Any alignment.
@@ -18,10 +19,19 @@ struct KvPlane {
     int64_t type;  // KvType; positions are int32 whatever it says
 };
 
+// Keys or values as they are encoded. Every `group` elements of a slot share a scale, a float16: 8
+// bits stand for code * scale, 4 bits for (code - 8) * scale, or for code * scale + zero.
+struct KvEncoded {
+    KvPlane plane;
+    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; data is null where there is none
+    int64_t group;        // a multiple of 8; a slot's last group may be shorter
+};
+
 // A run of slots with one encoding. `queries` are as these keys need them: a rotary offset turns
 // the queries, not the keys.
 struct KvSegment {
-    KvPlane k, v, position, queries;
+    KvEncoded k, v;
+    KvPlane position, queries;
     int64_t slots;
     int64_t shared;  // 1 when all rows read the same slots
 };
@@ -38,8 +48,11 @@ struct KvCall {
     const float* sinks;       // (heads * group), or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
+    const uint8_t* observed;  // (rows, queries): the queries whose mass counts; null: all
     int64_t segment_count, reach_count;
     int64_t position_row;  // stride; 0 when the rows share them
+    int64_t observed_row;  // likewise
+    int64_t observed_from;  // no query before this one is observed in any row
     int64_t out_row, out_head, out_query, out_type;
     int64_t rows, heads, group, queries, key_width, value_width;
     int64_t dense;  // 1: no positions; query i of n sees all but the last n - 1 - i slots

@@ -86,21 +86,34 @@ float* scratch(int piece, int64_t floats) {
 
 constexpr int64_t FEWEST_SLOTS = 256;        // of a run, when a tile is split
 constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer to read, another thread costs more
+constexpr int64_t MOST_WEIGHTS = 1 << 24;      // kept at once for the mass, unless one query has more
 
 struct SegmentPlan {
     int64_t rows, row_tiles, parts, first;  // rows of a tile; parts of a tile; index of its first run
 };
 
+// Queries of the chunk that are attended to together, and whether their mass is wanted.
+struct Range {
+    int64_t first, end;
+    bool mass;
+};
+
+int64_t tokens_of_tile(const KvCall& call) {
+    return std::clamp<int64_t>(KV_RECORDS / call.group, 1, call.queries);
+}
+
 struct Plan {
+    const Range range;
     int64_t tokens, token_tiles, threads;
     std::vector<SegmentPlan> segments;
     std::vector<KvRun> runs;
     int64_t records = 0;    // most of any run
     bool alone = false;     // each tile is one run, which needs no merge
 
-    explicit Plan(const KvCall& call) {
-        tokens = std::clamp<int64_t>(KV_RECORDS / call.group, 1, call.queries);
-        token_tiles = (call.queries + tokens - 1) / tokens;
+    Plan(const KvCall& call, Range range) : range(range) {
+        const int64_t queries = range.end - range.first;
+        tokens = std::min(tokens_of_tile(call), queries);
+        token_tiles = (queries + tokens - 1) / tokens;
         int64_t work = 0;  // slots to pass by, in all tiles
         for (int64_t i = 0; i < call.segment_count; ++i) {
             const KvSegment& segment = call.segments[i];
@@ -118,7 +131,7 @@ struct Plan {
         const int64_t share =
             threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
         for (int64_t i = 0; i < call.segment_count; ++i) add_runs(call, i, share);
-        alone = call.segment_count == 1 && segments[0].parts == 1 && !call.mass;
+        alone = call.segment_count == 1 && segments[0].parts == 1 && !range.mass;
     }
 
     void add_runs(const KvCall& call, int64_t index, int64_t share) {
@@ -137,8 +150,8 @@ struct Plan {
                         run.row0 = row_tile * plan.rows;
                         run.row1 = std::min(run.row0 + plan.rows, call.rows);
                         // The latest tokens see most, so they go first.
-                        run.query0 = (token_tiles - 1 - tile) * tokens;
-                        run.query1 = std::min(run.query0 + tokens, call.queries);
+                        run.query0 = range.first + (token_tiles - 1 - tile) * tokens;
+                        run.query1 = std::min(run.query0 + tokens, range.end);
                         run.slot0 = blocks * part / plan.parts * KV_BLOCK;
                         run.slot1 = std::min(blocks * (part + 1) / plan.parts * KV_BLOCK, slots);
                         if (call.dense && index + 1 == call.segment_count)
@@ -152,7 +165,7 @@ struct Plan {
     const KvRun& run_of(const KvCall& call, int64_t segment, int64_t part, int64_t row,
                         int64_t head, int64_t token) const {
         const SegmentPlan& plan = segments[segment];
-        const int64_t tile = token_tiles - 1 - token / tokens;
+        const int64_t tile = token_tiles - 1 - (token - range.first) / tokens;
         const int64_t row_tile = row / plan.rows;
         return runs[plan.first +
                     ((row_tile * call.heads + head) * token_tiles + tile) * plan.parts + part];
@@ -174,8 +187,13 @@ void put(const KvCall& call, int64_t index, float x) {
     }
 }
 
-// Merge `count` partial results of one query into the output; returns the log-sum-exp.
-float merge(const KvCall& call, const float* const* partial, int64_t count, int64_t row,
+// The softmax of one query: score x has the probability exp(x - base) * inverse.
+struct Softmax {
+    float base, inverse;
+};
+
+// Merge `count` partial results of one query into the output.
+Softmax merge(const KvCall& call, const float* const* partial, int64_t count, int64_t row,
             int64_t head, int64_t token) {
     const int64_t width = call.value_width;
     const float sink = call.sinks ? call.sinks[head] : -INFINITY;
@@ -199,7 +217,7 @@ float merge(const KvCall& call, const float* const* partial, int64_t count, int6
         }
         for (int64_t d = 0; d < width; ++d) put(call, at + d, sum[d]);
     }
-    return base + std::log(total);
+    return {base, inverse};
 }
 
 // -- a call ----------------------------------------------------------------------------------
@@ -209,31 +227,32 @@ struct Job {
     Plan plan;
     KvKernel* kernel = instructions().run;
     int64_t record_floats = call.value_width + 2;
-    std::vector<float> partials, scores, lse;
+    std::unique_ptr<float[]> partials, kept;
+    std::vector<Softmax> softmax;  // of (row, query head, token of the range), for the mass
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
 
-    explicit Job(const KvCall& call) : call(call), plan(call) {
-        if (!plan.alone) {
-            int64_t floats = 0;
-            for (const KvRun& run : plan.runs) floats += kv_records(call, run) * record_floats;
-            partials.resize(floats);
-            float* at = partials.data();
-            for (KvRun& run : plan.runs) {
-                run.partial = at;
-                at += kv_records(call, run) * record_floats;
-            }
+    Job(const KvCall& call, Range range) : call(call), plan(call, range) {
+        if (plan.alone) return;
+        int64_t partial_floats = 0, kept_floats = 0;
+        for (const KvRun& run : plan.runs) {
+            partial_floats += kv_records(call, run) * record_floats;
+            kept_floats += kv_records(call, run) * (slots(run) + kv_blocks(run));
         }
-        if (call.mass) {
-            int64_t floats = 0;
-            for (const KvRun& run : plan.runs) floats += kv_records(call, run) * slots(run);
-            scores.resize(floats);
-            float* at = scores.data();
-            for (KvRun& run : plan.runs) {
-                run.scores = at;
-                at += kv_records(call, run) * slots(run);
-            }
-            lse.resize(call.rows * call.heads * call.group * call.queries);
+        partials.reset(new float[partial_floats]);
+        if (range.mass) {
+            kept.reset(new float[kept_floats]);
+            softmax.resize(call.rows * call.heads * call.group * (range.end - range.first));
+        }
+        float *partial = partials.get(), *keep = kept.get();
+        for (KvRun& run : plan.runs) {
+            const int64_t records = kv_records(call, run);
+            run.partial = partial;
+            partial += records * record_floats;
+            if (!range.mass) continue;
+            run.weights = keep;
+            run.tops = keep + records * slots(run);
+            keep += records * (slots(run) + kv_blocks(run));
         }
     }
 
@@ -273,7 +292,7 @@ struct Job {
             failed = true;
             return;
         }
-        for (int64_t token = 0; token < call.queries; ++token) {
+        for (int64_t token = plan.range.first; token < plan.range.end; ++token) {
             int64_t count = 0;
             for (int64_t i = 0; i < call.segment_count; ++i)
                 for (int64_t part = 0; part < plan.segments[i].parts; ++part) {
@@ -281,10 +300,15 @@ struct Job {
                     partial[count++] =
                         run.partial + record_of(call, run, row, g, token) * record_floats;
                 }
-            const float sum = merge(call, partial, count, row, query_head, token);
-            if (call.mass)
-                lse[(row * call.heads * call.group + query_head) * call.queries + token] = sum;
+            const Softmax found = merge(call, partial, count, row, query_head, token);
+            if (plan.range.mass) softmax_of(row, query_head, token) = found;
         }
+    }
+
+    Softmax& softmax_of(int64_t row, int64_t query_head, int64_t token) {
+        return softmax[(row * call.heads * call.group + query_head) *
+                           (plan.range.end - plan.range.first) +
+                       token - plan.range.first];
     }
 
     // Add up what each slot received from the queries of one row and kv head.
@@ -298,13 +322,26 @@ struct Job {
             for (int64_t i = 0; i < run.segment; ++i) before += call.segments[i].slots;
             for (int64_t g = 0; g < call.group; ++g)
                 for (int64_t token = run.query0; token < run.query1; ++token) {
-                    const int64_t query = (row * call.heads + head) * call.group + g;
-                    const float sum = lse[query * call.queries + token];
-                    if (sum == -INFINITY) continue;  // sees nothing
-                    const float* score = run.scores + record_of(call, run, row, g, token) * slots(run);
-                    for (int64_t j = 0; j < slots(run); ++j)
-                        mass[before + j] += std::exp(score[j] - sum) / call.group;
+                    if (call.observed && !call.observed[row * call.observed_row + token]) continue;
+                    const Softmax found = softmax_of(row, head * call.group + g, token);
+                    if (found.inverse == 0) continue;  // sees nothing
+                    add_weights(run, record_of(call, run, row, g, token), found, mass + before);
                 }
+        }
+    }
+
+    // Weights of a block are shares of its top score's.
+    void add_weights(const KvRun& run, int64_t record, Softmax found, float* mass) {
+        const float* weight = run.weights + record * slots(run);
+        const float* top = run.tops + record * kv_blocks(run);
+        float last = NAN, factor = 0;
+        for (int64_t at = 0; at < slots(run); at += KV_BLOCK, ++top) {
+            if (*top != last) {
+                last = *top;
+                factor = std::exp(last - found.base) * found.inverse / call.group;
+            }
+            const int64_t end = std::min(at + KV_BLOCK, slots(run));
+            for (int64_t j = at; j < end; ++j) mass[j] += weight[j] * factor;
         }
     }
 };
@@ -322,28 +359,48 @@ void share(int64_t threads, int64_t count, F f) {
     for (int64_t i = 0; i < count; ++i) f(i);
 }
 
+bool attend(const KvCall& call, Range range) {
+    Job job(call, range);
+    const int64_t threads = job.plan.threads, heads = call.heads * call.group;
+    const int64_t records = call.rows * heads * (range.end - range.first);
+    share(threads, threads, [&](int64_t) { job.work(); });
+    // Few numbers are not worth another round of all threads.
+    if (!job.plan.alone && !job.failed)
+        share(records * call.value_width < (1 << 15) ? 1 : threads, call.rows * heads,
+              [&](int64_t i) { job.finish(i / heads, i % heads); });
+    if (range.mass && !job.failed) {
+        int64_t slots = 0;
+        for (int64_t i = 0; i < call.segment_count; ++i) slots += call.segments[i].slots;
+        share(records * slots < (1 << 17) ? 1 : threads, call.rows * call.heads,
+              [&](int64_t i) { job.add_mass(i / call.heads, i % call.heads); });
+    }
+    return !job.failed;
+}
+
+// For the mass all weights of a query are kept until its softmax is known, so queries go in ranges.
+bool attend(const KvCall& call) {
+    if (!call.mass) return attend(call, {0, call.queries, false});
+    int64_t of_query = call.rows * call.heads * call.group, slots = 0;
+    for (int64_t i = 0; i < call.segment_count; ++i) slots += call.segments[i].slots;
+    of_query *= std::max<int64_t>(1, slots);
+    const int64_t tile = tokens_of_tile(call);
+    int64_t most = std::max<int64_t>(1, MOST_WEIGHTS / of_query);
+    if (most > tile) most -= most % tile;
+    int64_t first = std::min(call.observed ? call.observed_from : 0, call.queries);
+    if (first && !attend(call, {0, first, false})) return false;
+    for (; first < call.queries; first += most)
+        if (!attend(call, {first, std::min(first + most, call.queries), true})) return false;
+    return true;
+}
+
 }  // namespace
 
 int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* reaches) {
-    KvCall with_lists = *given;
-    with_lists.segments = segments;
-    with_lists.reaches = reaches;
-    const KvCall* call = &with_lists;
+    KvCall call = *given;
+    call.segments = segments;
+    call.reaches = reaches;
     try {
-        Job job(*call);
-        const int64_t threads = job.plan.threads;
-        share(threads, threads, [&](int64_t) { job.work(); });
-        if (!job.plan.alone && !job.failed) {
-            const int64_t heads = call->heads * call->group;
-            // Few numbers: not worth another round of all threads.
-            const int64_t few = call->rows * heads * call->queries * call->value_width < (1 << 15);
-            share(few ? 1 : threads, call->rows * heads,
-                  [&](int64_t i) { job.finish(i / heads, i % heads); });
-        }
-        if (call->mass && !job.failed)
-            share(threads, call->rows * call->heads,
-                  [&](int64_t i) { job.add_mass(i / call->heads, i % call->heads); });
-        return job.failed;
+        return !attend(call);
     } catch (const std::bad_alloc&) {
         return 1;
     }

@@ -9,8 +9,7 @@
 
 #include <cmath>
 
-#include "scores.h"
-#include "values.h"
+#include "ways.h"
 
 namespace {
 
@@ -18,8 +17,7 @@ namespace {
 
 // Scale a record's scores s (BLOCK), cap them, hide those `mask` (BLOCK) hides (-1 where a slot is
 // seen; null where all are), and give the largest.
-KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask,
-                              float* keep) {
+KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
     vf high = lowest;
     if (call.softcap != 0) {
@@ -34,7 +32,6 @@ KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const
     if (mask)
         for (int64_t j = 0; j < BLOCK; j += W)
             store(s + j, pick(load<vi>(mask + j), load<vf>(s + j), lowest));
-    if (keep) memcpy(keep, s, count * sizeof *s);
 #pragma GCC unroll 8
     for (int64_t j = 0; j < BLOCK; j += W) high = larger(load<vf>(s + j), high);
     return largest(high);
@@ -57,10 +54,9 @@ KV_INLINE float weigh(float* s, float base) {
 // where the record sees all.
 template <class Mask>
 void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask mask_of,
-             float* keep, int64_t keep_stride, float* alpha, float* top, float* total) {
+             float* alpha, float* top, float* total) {
     for (int64_t r = 0; r < records; ++r) {
-        const float high = finish_scores(call, s + r * BLOCK, count, mask_of(r),
-                                         keep ? keep + r * keep_stride : nullptr);
+        const float high = finish_scores(call, s + r * BLOCK, count, mask_of(r));
         const float new_top = high > top[r] ? high : top[r];
         alpha[r] = new_top == top[r] ? 0.0f : top[r] - new_top;
         top[r] = new_top;
@@ -116,124 +112,81 @@ Sight sight(const KvCall& call, const KvRun& run, int64_t row, int64_t slot0, in
 
 // -- the run ---------------------------------------------------------------------------------
 
-template <class F>
-void with_type(int64_t type, F f) {
-    switch (type) {
-        case KV_F32: f(F32{}); break;
-        case KV_BF16: f(BF16{}); break;
-        default: f(F16{}); break;
-    }
-}
-
-template <class K>
-void load_queries(const KvCall& call, const KvRun& run, void* queries) {
-    const KvPlane& plane = call.segments[run.segment].queries;
-    const int64_t stride = padded(call.key_width);
-    typename K::Query* q = (typename K::Query*)queries;
-    memset(q, 0, kv_records(call, run) * stride * sizeof *q);
-    with_type(plane.type, [&](auto type) {
-        typedef decltype(type) T;
-        for (int64_t row = run.row0; row < run.row1; ++row)
-            for (int64_t g = 0; g < call.group; ++g)
-                for (int64_t t = run.query0; t < run.query1; ++t, q += stride) {
-                    const auto* x = (const typename T::Element*)plane.data + row * plane.row +
-                                    (run.head * call.group + g) * plane.head + t * plane.slot;
-                    for (int64_t i = 0; i < call.key_width; ++i)
-                        q[K::lane(i)] = K::query(T::widen1(x[i]));
-                }
-    });
-}
-
 Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
-    const int64_t size = plane.type == KV_F32 ? 4 : 2;
+    const int64_t size = plane.type == KV_F32 ? 4 : plane.type >= KV_I8 ? 1 : 2;
     return {(const char*)plane.data + (row * plane.row + head * plane.head) * size,
-            plane.slot * size, width * size};
+            plane.slot * size, plane.type == KV_I4 ? width / 2 : width * size};
 }
 
-template <class K, class V>
-void attend(const KvCall& call, const KvRun& run, float* scratch) {
-    const int64_t records = kv_records(call, run), tokens = run.query1 - run.query0;
-    const int64_t per_row = call.group * tokens, value_stride = padded(call.value_width);
-    const KvSegment& segment = call.segments[run.segment];
-    float* queries = scratch;
-    float* s = queries + records * padded(call.key_width);
-    float* acc = s + records * BLOCK;
-    float* alpha = acc + records * value_stride;
-    float* top = alpha + records;
-    float* total = top + records;
-    float* columns = total + records;
-    float* wide = columns + BLOCK * padded(call.key_width);  // (BLOCK, value_stride)
-    int32_t* mask = (int32_t*)(wide + BLOCK * value_stride);  // (rows, tokens, BLOCK)
-    load_queries<K>(call, run, queries);
-    memset(acc, 0, records * value_stride * sizeof *acc);
-    for (int64_t r = 0; r < records; ++r) top[r] = -INFINITY, total[r] = 0;
-
-    const Rows keys = rows_of(segment.k, run.row0, run.head, call.key_width);
-    const Rows values = rows_of(segment.v, run.row0, run.head, call.value_width);
-    for (int64_t slot = run.slot0; slot < run.slot1; slot += BLOCK) {
-        const int64_t count = run.slot1 - slot < BLOCK ? run.slot1 - slot : BLOCK;
-        bool any = false, every = true;
-        for (int64_t row = run.row0; row < run.row1; ++row) {
-            int32_t* own = mask + (row - run.row0) * tokens * BLOCK;
-            const Sight seen = sight(call, run, row, slot, count, own);
-            any |= seen != NONE;
-            every &= seen == ALL;
-            if (call.dense) {  // the rows are alike
-                for (int64_t i = tokens * BLOCK; i < (run.row1 - row) * tokens * BLOCK; ++i)
-                    own[i] = own[i - tokens * BLOCK];
-                break;
-            }
+// Whether anybody sees a slot of the block, and whether all see all; fills the mask.
+Sight sight_of_rows(Work& work) {
+    const KvRun& run = work.run;
+    const int64_t row_size = work.tokens * BLOCK;
+    bool any = false, every = true;
+    for (int64_t row = run.row0; row < run.row1; ++row) {
+        int32_t* own = work.mask + (row - run.row0) * row_size;
+        const Sight seen = sight(work.call, run, row, work.slot, work.count, own);
+        any |= seen != NONE;
+        every &= seen == ALL;
+        if (work.call.dense) {  // the rows are alike
+            for (int64_t i = row_size; i < (run.row1 - row) * row_size; ++i)
+                own[i] = own[i - row_size];
+            break;
         }
-        if (!any) {
-            if (run.scores)
-                for (int64_t r = 0; r < records; ++r)
-                    for (int64_t j = 0; j < count; ++j)
-                        run.scores[r * (run.slot1 - run.slot0) + slot - run.slot0 + j] = -INFINITY;
-            continue;
-        }
-        const Rows key = {keys.at(slot), keys.stride, keys.bytes};
-        const Rows value = {values.at(slot), values.stride, values.bytes};
-        scores(K{}, key, value, count, call.key_width, queries, records, s, columns);
-        const auto mask_of = [&](int64_t r) -> const int32_t* {
-            return every ? nullptr : mask + (r / per_row * tokens + r % tokens) * BLOCK;
-        };
-        float* keep = run.scores ? run.scores + slot - run.slot0 : nullptr;
-        softmax(call, records, s, count, mask_of, keep, run.slot1 - run.slot0, alpha, top, total);
-        const Rows next = {keys.at(slot + BLOCK), keys.stride, keys.bytes};
-        if (K::KEEPS_WIDE) {
-            // Widened once for all tiles of queries.
-            widen<V>(value, next, count, call.value_width, wide);
-            const Rows rows = {(const char*)wide, value_stride * 4, call.value_width * 4};
-            add_values<F32>(rows, rows, count, call.value_width, records, s, alpha, acc);
-            continue;
-        }
-        add_values<V>(value, next, count, call.value_width, records, s, alpha, acc);
     }
-    float* out = run.partial;
-    for (int64_t r = 0; r < records; ++r) {
-        for (int64_t i = 0; i < call.value_width; ++i)
-            out[i] = acc[r * value_stride + (K::KEEPS_WIDE ? i : Widened<V>::lane(i))];
-        out[call.value_width] = top[r];
-        out[call.value_width + 1] = total[r];
-        out += call.value_width + 2;
+    return every ? ALL : any ? SOME : NONE;
+}
+
+// Keep the block's weights for the mass; none when nobody sees it.
+void keep_weights(const Work& work, bool seen) {
+    const KvRun& run = work.run;
+    const int64_t from = work.slot - run.slot0, slots = run.slot1 - run.slot0;
+    for (int64_t r = 0; r < work.records; ++r) {
+        float* to = run.weights + r * slots + from;
+        if (seen) memcpy(to, work.s + r * BLOCK, work.count * sizeof *to);
+        else memset(to, 0, work.count * sizeof *to);
+        run.tops[r * kv_blocks(run) + from / BLOCK] = work.top[r];
     }
 }
 
 }  // namespace
 
 void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
-    const KvSegment& segment = call.segments[run.segment];
-    with_type(segment.v.type, [&](auto value) {
-        typedef decltype(value) V;
-        const bool many = kv_records(call, run) >= MANY;
-#if defined(__AVX512BF16__)
-        if (segment.k.type == KV_BF16 && segment.queries.type == KV_BF16 && !many)
-            return attend<Dotted, V>(call, run, scratch);
-#endif
-        with_type(segment.k.type, [&](auto key) {
-            typedef decltype(key) T;
-            if (many) return attend<Columns<T>, V>(call, run, scratch);
-            attend<Widened<T>, V>(call, run, scratch);
-        });
-    });
+    Work work(call, run, scratch);
+    const int64_t records = work.records, per_row = call.group * work.tokens;
+    const bool many = records >= MANY;
+    const KeyWay keys = key_way(work, many);
+    const ValueWay values = value_way(work, many);
+    keys.load(work);
+    memset(work.acc, 0, records * work.value_stride * sizeof *work.acc);
+    for (int64_t r = 0; r < records; ++r) work.top[r] = -INFINITY, work.total[r] = 0;
+
+    const KvSegment& segment = work.segment;
+    const Rows key = rows_of(segment.k.plane, run.row0, run.head, call.key_width);
+    const Rows value = rows_of(segment.v.plane, run.row0, run.head, call.value_width);
+    for (int64_t slot = run.slot0; slot < run.slot1; slot += BLOCK) {
+        work.slot = slot;
+        work.count = run.slot1 - slot < BLOCK ? run.slot1 - slot : BLOCK;
+        const Sight seen = sight_of_rows(work);
+        if (seen != NONE) {
+            work.key = {key.at(slot), key.stride, key.bytes};
+            work.value = {value.at(slot), value.stride, value.bytes};
+            work.next = {key.at(slot + BLOCK), key.stride, key.bytes};
+            const auto mask_of = [&](int64_t r) -> const int32_t* {
+                if (seen == ALL) return nullptr;
+                return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;
+            };
+            keys.score(work);
+            softmax(call, records, work.s, work.count, mask_of, work.alpha, work.top, work.total);
+            values.add(work);
+        }
+        if (run.weights) keep_weights(work, seen != NONE);
+    }
+    values.give(work);
+    float* out = run.partial;
+    for (int64_t r = 0; r < records; ++r) {
+        out[call.value_width] = work.top[r];
+        out[call.value_width + 1] = work.total[r];
+        out += call.value_width + 2;
+    }
 }

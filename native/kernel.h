@@ -11,8 +11,9 @@ struct KvRun {
     // One record for each row, query head of the group and token, in that order: value_width sums
     // of p v, then the largest score, then the sum of p.
     float* partial;
-    // The scores themselves, for the mass: (record, slot1 - slot0), or null.
-    float* scores;
+    // For the mass, or null: the weights (record, slot1 - slot0), and the score that has weight 1
+    // in each block (record, blocks).
+    float *weights, *tops;
 };
 
 // `static`: see simd.h.
@@ -20,7 +21,11 @@ static inline int64_t kv_records(const KvCall& call, const KvRun& run) {
     return (run.row1 - run.row0) * call.group * (run.query1 - run.query0);
 }
 
-constexpr int64_t KV_BLOCK = 64;    // slots whose scores are held at once
+constexpr int64_t KV_BLOCK = 64;     // slots whose scores are held at once
+static inline int64_t kv_blocks(const KvRun& run) {
+    return (run.slot1 - run.slot0 + KV_BLOCK - 1) / KV_BLOCK;
+}
+
 constexpr int64_t KV_RECORDS = 128;  // most records of a run, unless one token's group has more
 constexpr int64_t KV_WIDTH_STEP = 32;  // widths are padded to a multiple of this in scratch memory
 
@@ -30,8 +35,8 @@ static inline int64_t kv_padded(int64_t width) {
 
 // Floats of scratch memory a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
-    const int64_t widths = kv_padded(call.key_width) + kv_padded(call.value_width);
-    return records * (widths + 2 * KV_BLOCK + 3) + KV_BLOCK * widths;
+    const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
+    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64;
 }
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

@@ -31,6 +31,27 @@ struct Rows {
     const char* at(int64_t slot) const { return first + slot * stride; }
 };
 
+// What to prefetch while a block is passed over in `rounds` rounds, the `round`-th now: each has its
+// share, in the order of memory where the rows lie side by side, for the processor's own prefetching.
+struct Ahead {
+    const char* at;
+    int64_t step, bytes;  // for each slot that is passed
+
+    Ahead(Rows rows, int64_t count, int64_t round, int64_t rounds) {
+        const bool compact = rows.stride == rows.bytes;
+        bytes = compact ? (rows.bytes + rounds - 1) / rounds : round ? 0 : rows.bytes;
+        step = compact ? bytes : rows.stride;
+        at = rows.first + (compact ? round * count * bytes : 0);
+    }
+    KV_INLINE void pass(Ahead& ahead, int64_t slots) {
+        for (int64_t i = 0; i < slots; ++i, ahead.at += ahead.step) {
+            __builtin_prefetch(ahead.at, 0, 2);
+            for (int64_t more = 64; more < ahead.bytes; more += 64)
+                __builtin_prefetch(ahead.at + more, 0, 2);
+        }
+    }
+};
+
 // -- tiles -----------------------------------------------------------------------------------
 
 constexpr int MOST_SUMS = W == 16 ? 8 : 6;  // queries whose sums, two vectors each, stay in registers
@@ -40,22 +61,25 @@ struct Tile {
     static constexpr int size = N;
 };
 
-// Split the records into tiles of at most `most` (8 or fewer), as even as can be, and call
+// Split the records into tiles of at most MOST (8 or fewer), as even as can be, and call
 // f(first record, Tile<size>) for each.
-template <class F>
-void for_tiles(int64_t records, int64_t most, F f) {
-    const int64_t tiles = (records + most - 1) / most;
+template <int MOST, class F>
+void for_tiles(int64_t records, F f) {
+    const auto call = [&](int64_t from, auto tile) {
+        if constexpr (tile.size <= MOST) f(from, tile);
+    };
+    const int64_t tiles = (records + MOST - 1) / MOST;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t from = records * tile / tiles, to = records * (tile + 1) / tiles;
         switch (to - from) {
-            case 1: f(from, Tile<1>{}); break;
-            case 2: f(from, Tile<2>{}); break;
-            case 3: f(from, Tile<3>{}); break;
-            case 4: f(from, Tile<4>{}); break;
-            case 5: f(from, Tile<5>{}); break;
-            case 6: f(from, Tile<6>{}); break;
-            case 7: f(from, Tile<7>{}); break;
-            default: f(from, Tile<8>{}); break;
+            case 1: call(from, Tile<1>{}); break;
+            case 2: call(from, Tile<2>{}); break;
+            case 3: call(from, Tile<3>{}); break;
+            case 4: call(from, Tile<4>{}); break;
+            case 5: call(from, Tile<5>{}); break;
+            case 6: call(from, Tile<6>{}); break;
+            case 7: call(from, Tile<7>{}); break;
+            default: call(from, Tile<8>{}); break;
         }
     }
 }

@@ -7,7 +7,6 @@ namespace {
 // Keys widened to float, and queries in the order of their lanes.
 template <class T>
 struct Widened {
-    static constexpr bool KEEPS_WIDE = false;
     typedef T Type;
     typedef Pair Key;
     typedef float Query;
@@ -22,7 +21,6 @@ struct Widened {
 #if defined(__AVX512BF16__)
 // Keys as they are: the processor multiplies pairs of bfloat16 exactly, for bfloat16 queries.
 struct Dotted {
-    static constexpr bool KEEPS_WIDE = false;
     typedef BF16 Type;
     typedef vi Key;
     typedef uint16_t Query;
@@ -95,7 +93,7 @@ KV_OUTLINE void score_tile(Rows keys, Rows values, int64_t count, int64_t any_wi
 template <class K, int WIDTH>
 void scores_of_width(Rows keys, Rows values, int64_t count, int64_t width,
                      const typename K::Query* q, int64_t records, float* s) {
-    for_tiles(records, 8, [&](int64_t from, auto tile) {
+    for_tiles<8>(records, [&](int64_t from, auto tile) {
         score_tile<K, tile.size, WIDTH>(keys, values, count, width, q + from * padded(width),
                                         s + from * BLOCK);
     });
@@ -118,7 +116,6 @@ void scores(K, Rows keys, Rows values, int64_t count, int64_t width, const void*
 // of its own, and no sum has to be taken across lanes.
 template <class T>
 struct Columns {
-    static constexpr bool KEEPS_WIDE = true;  // values too are widened once for a block
     typedef T Type;
     typedef float Query;
     static int64_t lane(int64_t i) { return i; }
@@ -178,7 +175,7 @@ void scores(Columns<T>, Rows keys, Rows values, int64_t count, int64_t width, co
             int64_t records, float* s, float* columns) {
     const float* q = (const float*)queries;
     turn<T>(keys, values, count, width, columns);
-    for_tiles(records, MOST_SUMS, [&](int64_t from, auto tile) {
+    for_tiles<MOST_SUMS>(records, [&](int64_t from, auto tile) {
         column_tile<tile.size>(columns, count, width, q + from * padded(width), s + from * BLOCK);
     });
 }

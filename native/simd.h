@@ -133,6 +133,23 @@ KV_INLINE float sum(vf v) {
     return v[0];
 }
 
+KV_INLINE int32_t largest(vi v) {
+    const auto with = [&](vf other) { v = (vi)other > v ? (vi)other : v; };
+    if (W == 16) with(swap8((vf)v));
+    with(swap4((vf)v));
+    with(swap2((vf)v));
+    with(swap1((vf)v));
+    return v[0];
+}
+
+KV_INLINE int32_t sum(vi v) {
+    if (W == 16) v += (vi)swap8((vf)v);
+    v += (vi)swap4((vf)v);
+    v += (vi)swap2((vf)v);
+    v += (vi)swap1((vf)v);
+    return v[0];
+}
+
 KV_INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 
 KV_INLINE float largest(vf v) {

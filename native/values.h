@@ -81,7 +81,7 @@ template <class T>
 void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t records,
                 const float* p, const float* alpha, float* acc) {
     const int64_t stride = padded(width);
-    for_tiles(records, MOST_SUMS, [&](int64_t from, auto tile) {
+    for_tiles<MOST_SUMS>(records, [&](int64_t from, auto tile) {
         value_tile<T, tile.size>(values, next, count, width, p + from * BLOCK, alpha + from,
                                  acc + from * stride);
     });

@@ -131,6 +131,28 @@ def qkv(rows=1, heads=2, group=2, slots=40, n=40, dtype=torch.float32, width=D):
     )
 
 
+@pytest.mark.parametrize("observed", [0, 1, 2, 5, 9, None])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
+def test_observed_queries(monkeypatch, backend, observed):
+    """The mass of a row's newest real queries alone, in one block of queries or in many."""
+    q, k, v = qkv(rows=2, slots=9, n=5)
+    place = torch.arange(9).repeat(2, 1)
+    place[0] -= 6
+    place[0].clamp_(min=-1)  # of the five queries of row 0 three are real
+    view = View((segment(k, v, place),), place[:, -5:])
+    expected = torch.zeros(2, 2, 9)
+    for row, first in ((0, 6), (1, 4)):
+        newest = range(max(first, 9 - (9 if observed is None else observed)), 9)
+        for i in newest:
+            one = View((segment(k, v, place),), place[:, i : i + 1])
+            _, mass = attend(q[:, :, i - 4 : i - 3], one, scale=0.4, need_mass=True)
+            expected[row] += mass[row]
+    for _ in range(2):
+        _, mass = attend(q, view, scale=0.4, need_mass=True, observed=observed, backend=backend)
+        torch.testing.assert_close(mass, expected, atol=2e-6, rtol=1e-5)
+        monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 40)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("width", [D, 4])
 @pytest.mark.parametrize("offset", [7, -3])

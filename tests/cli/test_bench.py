@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from kvkeep.attention import native
 from kvkeep.cli import app
 from kvkeep.errors import UnsupportedError
 
@@ -58,6 +59,20 @@ def test_op(dtype, queries):
     assert result["read_gb_per_s"] > 0
 
 
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_op_of_codecs():
+    shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "100")
+    options = ("--codecs", "plain,int8,int8/int4", "--turns", "1", "--json")
+    rows = last_line(run("op", *shape, *options))["rows"]
+    sizes = {  # of 2 heads x 100 slots
+        row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 200
+        for row in rows
+        if row["backend"] == "native"
+    }
+    assert sizes == pytest.approx({"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36})
+    assert [row["codec"] for row in rows if row["backend"] != "native"] == ["plain", "plain"]
+
+
 @pytest.mark.usefixtures("_model")
 def test_decode():
     options = ("--dtype", "bf16", "--contexts", "8,200", "--turns", "1", "--json")
@@ -101,6 +116,7 @@ def test_a_plot(tmp_path, suffix):
         (("op", "--heads", "7", "--kv-heads", "2"), "must be a multiple"),
         (("op", "--queries", "300"), "must be within"),
         (("op", "--dtype", "int3"), "no dtype 'int3'"),
+        (("op", "--codecs", "int9"), "no codec 'int9'"),
         (("op", "--plot", "x.foo"), "end it in one of"),
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),

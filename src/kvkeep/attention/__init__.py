@@ -89,7 +89,8 @@ def attend(
         softcap: scores x become softcap * tanh(x / softcap).
         sinks: logits (Hq,) that take part in the softmax and receive no value.
         need_mass: also return the mass.
-        observed: count in the mass only each row's newest `observed` real queries of the chunk.
+        observed: the mass counts only each row's newest `observed` real queries (position >= 0) of
+            the chunk; None: all.
         backend: a name from `backends()`; None takes the first that can.
 
     Returns:

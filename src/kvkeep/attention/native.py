@@ -1,20 +1,20 @@
 """The native CPU backend: one pass of C++ over the slots where they lie.
 
-It reads keys and values of float32, bfloat16 and float16 through pointers and strides (see
-`native/abi.h`), shares torch's OpenMP threads, and takes the
-best of AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and works all
-the same.
+It reads keys and values of float32, bfloat16 and float16, and codes of 8 and 4 bits, through
+pointers and strides (see `native/abi.h`), shares torch's OpenMP threads, and takes the best of
+AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and works all the same.
 """
 
 from __future__ import annotations
 
 from struct import Struct
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention.options import Options
-from kvkeep.attention.view import Segment, View
+from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.chunk import wants_gradients
 from kvkeep.library import (  # noqa: F401 - tests and tools look for them here
     LIBRARY,
@@ -24,10 +24,13 @@ from kvkeep.library import (  # noqa: F401 - tests and tools look for them here
     reason,
     use_instructions,
 )
-from kvkeep.planes import POSITION, unsliced
+from kvkeep.planes import POSITION, Planes, unsliced
+
+_CODES = {"int8": 3, "int4": 4}
+"""Packings that the kernel reads besides "plain" -> KvType."""
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-_CALL, _SEGMENT, _REACH = Struct("=21q2d"), Struct("=22q"), Struct("=2q")
+_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=44q"), Struct("=2q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -38,15 +41,15 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return f"the native kernel computes in float32, which is too little for {q.dtype}"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, which tracing does not have"
-    if options.need_mass and options.observed is not None and view.chunk > options.observed:
-        return "the native kernel gives the mass of all queries"
     for segment in view.segments:
         planes = unsliced(segment.planes)
         k, v = planes["k"], planes["v"]
-        if segment.key_codec.packing != "plain" or segment.value_codec.packing != "plain":
-            return "the native kernel reads plain keys and values"
-        if k.dtype not in TYPES or v.dtype not in TYPES:
-            return f"the native kernel reads no {k.dtype}"
+        for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
+            if codec.packing == "plain":
+                if plane.dtype not in TYPES:
+                    return f"the native kernel reads no {plane.dtype}"
+            elif codec.packing not in _CODES:
+                return f"the native kernel cannot read what {codec} encodes"
         if wants_gradients(q, k, v):
             return "the native kernel has no gradients"
     return None
@@ -56,15 +59,19 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
     assert LIBRARY is not None
     rows, query_heads, n, key_width = q.shape
-    _, heads, _, value_width = unsliced(view.segments[-1].planes)["v"].shape
+    last = view.segments[-1]
+    _, heads, _, value_width = unsliced(last.planes)["v"].shape
+    if last.value_codec.packing == "int4":
+        value_width *= 2
     # As (B, n, Hq, Dv), which is how models want it next; one token lies the same either way.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
     else:
         out = q.new_empty((rows, n, query_heads, value_width)).transpose(1, 2)
-    mass = None
+    mass = observed = None
     if options.need_mass:
         mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
+        observed = view.observed(options.observed)
     dense = view.dense
     kept: list[Tensor] = []  # what the kernel reads and nobody else holds
     segments = b"".join([_segment(segment, q, dense, kept) for segment in view.segments])
@@ -79,9 +86,12 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         0 if mass is None else mass.data_ptr(),
+        0 if observed is None else observed.data_ptr(),
         len(view.segments),
         len(view.reaches),
         n if position is not None and position.dim() == 2 else 0,
+        n if observed is not None and observed.shape[0] > 1 else 0,
+        0 if observed is None else _first(observed),
         n * token,
         value_width,
         token,
@@ -102,12 +112,18 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     return out, mass
 
 
+def _first(observed: Tensor) -> int:
+    """The first query that is observed in any row; n when there is none."""
+    some = observed.any(dim=0)
+    return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
+
+
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
     planes = unsliced(segment.planes)
-    k, v = planes["k"], planes["v"]
-    shared = k.shape[0] != q.shape[0]
+    shared = planes["k"].shape[0] != q.shape[0]
     # Turned queries stay in float32, so that a rotary offset costs no precision.
     turned = q if segment.rotation is None else segment.queries(q.float())
+    turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
     if not dense:
         place = planes[POSITION]
@@ -115,8 +131,8 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
     return _SEGMENT.pack(
-        *_plane(k, shared, kept),
-        *_plane(v, shared, kept),
+        *_encoded(planes, "k", segment.key_codec, shared, kept),
+        *_encoded(planes, "v", segment.value_codec, shared, kept),
         *position,
         *_plane(turned, False, kept),
         segment.slots,
@@ -124,10 +140,40 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
     )
 
 
-def _plane(x: Tensor, shared: bool, kept: list[Tensor]) -> tuple[int, int, int, int, int]:
+_ABSENT = (0, 0, 0, 0, 0)
+
+
+class Coded(Decoder, Protocol):
+    """A codec whose packing is in `_CODES`."""
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring elements share a scale."""
+
+
+def _encoded(
+    planes: Planes, name: str, codec: Decoder, shared: bool, kept: list[Tensor]
+) -> tuple[int, ...]:
+    """A KvEncoded."""
+    plane = planes[name]
+    kind = _CODES.get(codec.packing or "")
+    if kind is None:
+        return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0)
+    zero = planes.get(name + "_zero")
+    return (
+        *_plane(plane, shared, kept, kind),
+        *_plane(planes[name + "_scale"], shared, kept),
+        *(_ABSENT if zero is None else _plane(zero, shared, kept)),
+        cast(Coded, codec).group,
+    )
+
+
+def _plane(
+    x: Tensor, shared: bool, kept: list[Tensor], kind: int | None = None
+) -> tuple[int, int, int, int, int]:
     row, head, slot, width = x.stride()
     if width != 1:
         x = x.contiguous()
         row, head, slot, _ = x.stride()
     kept.append(x)
-    return x.data_ptr(), 0 if shared else row, head, slot, TYPES[x.dtype]
+    return x.data_ptr(), 0 if shared else row, head, slot, TYPES[x.dtype] if kind is None else kind

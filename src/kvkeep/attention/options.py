@@ -8,8 +8,11 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits; the
-    mass counts only each row's newest `observed` real queries of the chunk, or all."""
+    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits.
+
+    The mass counts each row's newest `observed` real queries (position >= 0) of the chunk; None:
+    all.
+    """
 
     scale: float
     softcap: float | None = None

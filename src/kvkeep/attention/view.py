@@ -25,11 +25,11 @@ class Decoder(Protocol):
     def width(self, planes: Planes) -> int:
         """D of the tensor that these planes hold."""
 
-    def rotate(self, q: Tensor) -> Tensor:
-        """Queries as encoded keys need them."""
-
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""
+
+    def rotate(self, q: Tensor) -> Tensor:
+        """Queries (..., D) as the encoded keys need them; decoded keys need them as they are."""
 
 
 _DECODED_AT_ONCE = 2048

@@ -66,6 +66,9 @@ def op(
     lengths: Annotated[
         str, typer.Option(help="Tokens held, comma-separated.")
     ] = "256,2048,8192,32768",
+    codecs: Annotated[
+        str, typer.Option(help="Codecs of the slots, or keys/values, comma-separated.")
+    ] = "plain",
     turns: Annotated[int, typer.Option(min=1)] = 10,
     plot: PlotFile = None,
     json: JsonFlag = False,
@@ -88,6 +91,7 @@ def op(
             head_dim=head_dim,
             queries=queries,
             lengths=held,
+            codecs=[name.strip() for name in codecs.split(",")],
             turns=turns,
             progress=working,
         )

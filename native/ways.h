@@ -1,0 +1,228 @@
+// How keys are scored and values are summed, by what they are: plain, coded, and for many queries.
+#pragma once
+#include "coded.h"
+#include "scores.h"
+#include "values.h"
+
+namespace {
+
+// A run, its scratch memory, and the block at hand.
+struct Work {
+    const KvCall& call;
+    const KvRun& run;
+    const KvSegment& segment;
+    const int64_t records, tokens, value_stride;
+    float *queries, *s, *acc, *alpha, *top, *total;
+    float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)), or of coded planes their scales
+    int32_t* mask;                      // (rows, tokens, BLOCK)
+    int64_t slot, count;
+    Rows key, value, next;  // the block's, and the next block's keys
+
+    Work(const KvCall& call, const KvRun& run, float* scratch)
+        : call(call),
+          run(run),
+          segment(call.segments[run.segment]),
+          records(kv_records(call, run)),
+          tokens(run.query1 - run.query0),
+          value_stride(padded(call.value_width)) {
+        const int64_t key_stride = padded(call.key_width);
+        queries = scratch;
+        s = queries + records * key_stride;
+        acc = s + records * BLOCK;
+        columns = acc + records * value_stride;
+        wide_keys = columns + BLOCK * key_stride;
+        wide = wide_keys + BLOCK * key_stride;
+        alpha = wide + BLOCK * value_stride;
+        top = alpha + records;
+        total = top + records;
+        mask = (int32_t*)(total + records);
+    }
+};
+
+template <class F>
+void with_type(int64_t type, F f) {
+    switch (type) {
+        case KV_F32: f(F32{}); break;
+        case KV_BF16: f(BF16{}); break;
+        default: f(F16{}); break;
+    }
+}
+
+// Call f(record, its elements as floats) for each query.
+template <class F>
+void each_query(const Work& work, F f) {
+    const KvCall& call = work.call;
+    const KvRun& run = work.run;
+    const KvPlane& plane = work.segment.queries;
+    int64_t record = 0;
+    with_type(plane.type, [&](auto type) {
+        typedef decltype(type) T;
+        for (int64_t row = run.row0; row < run.row1; ++row)
+            for (int64_t g = 0; g < call.group; ++g)
+                for (int64_t t = run.query0; t < run.query1; ++t)
+                    f(record++, [from = (const typename T::Element*)plane.data + row * plane.row +
+                                        (run.head * call.group + g) * plane.head +
+                                        t * plane.slot](int64_t i) { return T::widen1(from[i]); });
+    });
+}
+
+// How the keys of a run are scored, and how its values are summed: chosen once, called for each
+// block, so that no code is compiled for each pair of types.
+struct KeyWay {
+    void (*load)(const Work&);
+    void (*score)(const Work&);
+};
+struct ValueWay {
+    void (*add)(const Work&);
+    void (*give)(const Work&);  // the sums to the run's records, in order
+};
+
+template <class K>
+void load_queries(const Work& work) {
+    const int64_t stride = padded(work.call.key_width);
+    typename K::Query* q = (typename K::Query*)work.queries;
+    memset(q, 0, work.records * stride * sizeof *q);
+    each_query(work, [&](int64_t record, auto x) {
+        for (int64_t i = 0; i < work.call.key_width; ++i)
+            q[record * stride + K::lane(i)] = K::query(x(i));
+    });
+}
+
+template <class K>
+void score(const Work& work) {
+    scores(K{}, work.key, work.value, work.count, work.call.key_width, work.queries, work.records,
+           work.s, work.columns);
+}
+
+template <class V>
+void add(const Work& work) {
+    add_values<V>(work.value, work.next, work.count, work.call.value_width, work.records, work.s,
+                  work.alpha, work.acc);
+}
+
+Rows rows_of_floats(const float* floats, int64_t width) {
+    return {(const char*)floats, padded(width) * 4, width * 4};
+}
+
+// The sums of element i are at LANE(i).
+template <int64_t LANE(int64_t)>
+void give(const Work& work) {
+    const int64_t width = work.call.value_width;
+    for (int64_t r = 0; r < work.records; ++r)
+        for (int64_t i = 0; i < width; ++i)
+            work.run.partial[r * (width + 2) + i] = work.acc[r * work.value_stride + LANE(i)];
+}
+
+// With many queries, values are widened once for all tiles of them.
+void add_wide(const Work& work) {
+    const Rows rows = rows_of_floats(work.wide, work.call.value_width);
+    add_values<F32>(rows, rows, work.count, work.call.value_width, work.records, work.s, work.alpha,
+                    work.acc);
+}
+
+template <class V>
+void widen_and_add(const Work& work) {
+    widen<V>(work.value, work.next, work.count, work.call.value_width, work.wide);
+    add_wide(work);
+}
+
+// -- coded keys and values
+
+template <int BITS, class K>
+void decode_and_score(const Work& work) {
+    const int64_t width = work.call.key_width;
+    decode<BITS>(work.segment.k, work.run.row0, work.run.head, work.slot, work.key, work.value,
+                 work.count, width, work.wide_keys);
+    const Rows rows = rows_of_floats(work.wide_keys, width);
+    scores(K{}, rows, rows, work.count, width, work.queries, work.records, work.s, work.columns);
+}
+
+template <int BITS>
+void decode_and_add(const Work& work) {
+    decode<BITS>(work.segment.v, work.run.row0, work.run.head, work.slot, work.value, work.next,
+                 work.count, work.call.value_width, work.wide);
+    add_wide(work);
+}
+
+template <int BITS>
+void load_coded(const Work& work) {
+    const int64_t width = work.call.key_width, group = work.segment.k.group;
+    each_query(work, [&](int64_t record, auto x) {
+        float query[MOST_WIDTH];
+        for (int64_t i = 0; i < width; ++i) query[i] = x(i);
+        code_query<BITS>(query, width, group, work.segment.k.zero.data,
+                         {work.queries + record * padded(width), width, group_count(width, group)});
+    });
+}
+
+// The block's scales, and after them its zeros if there are any; returns those, or null.
+const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
+    const KvRun& run = work.run;
+    load_scales(x.scale, run.row0, run.head, work.slot, work.count, groups, scale);
+    if (!x.zero.data) return nullptr;
+    float* zero = scale + groups * BLOCK;
+    load_scales(x.zero, run.row0, run.head, work.slot, work.count, groups, zero);
+    return zero;
+}
+
+template <int BITS>
+void score_coded(const Work& work) {
+    const int64_t width = work.call.key_width, group = work.segment.k.group;
+    float* scale = work.columns;
+    const float* zero = load_groups(work, work.segment.k, group_count(width, group), scale);
+    coded_scores<BITS>(work.key, work.value, work.count, width, group, scale, zero ? zero : scale,
+                       work.queries, work.records, work.s);
+}
+
+template <int BITS>
+void add_coded(const Work& work) {
+    const int64_t width = work.call.value_width, group = work.segment.v.group;
+    float* scale = work.wide;
+    const float* zero = load_groups(work, work.segment.v, group_count(width, group), scale);
+    add_coded_values<BITS>(work.value, work.next, work.count, width, group, scale, zero,
+                           work.records, work.s, work.alpha, work.acc);
+}
+
+template <int BITS>
+KeyWay coded_key_way(const KvEncoded& x, int64_t width, bool many) {
+    if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
+    if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
+    return {load_queries<Widened<F32>>, decode_and_score<BITS, Widened<F32>>};
+}
+
+KeyWay key_way(const Work& work, bool many) {
+    const KvEncoded& x = work.segment.k;
+    if (x.plane.type == KV_I8) return coded_key_way<8>(x, work.call.key_width, many);
+    if (x.plane.type == KV_I4) return coded_key_way<4>(x, work.call.key_width, many);
+#if defined(__AVX512BF16__)
+    if (x.plane.type == KV_BF16 && work.segment.queries.type == KV_BF16 && !many)
+        return {load_queries<Dotted>, score<Dotted>};
+#endif
+    KeyWay way{};
+    with_type(x.plane.type, [&](auto type) {
+        typedef decltype(type) T;
+        way = many ? KeyWay{load_queries<Columns<T>>, score<Columns<T>>}
+                   : KeyWay{load_queries<Widened<T>>, score<Widened<T>>};
+    });
+    return way;
+}
+
+template <int BITS>
+ValueWay coded_value_way(const KvEncoded& x, int64_t width, bool many) {
+    if (!many && fits(x, width)) return {add_coded<BITS>, give<coded_lane<BITS>>};
+    return {decode_and_add<BITS>, give<Widened<F32>::lane>};
+}
+
+ValueWay value_way(const Work& work, bool many) {
+    const KvEncoded& x = work.segment.v;
+    if (x.plane.type == KV_I8) return coded_value_way<8>(x, work.call.value_width, many);
+    if (x.plane.type == KV_I4) return coded_value_way<4>(x, work.call.value_width, many);
+    ValueWay way{};
+    with_type(x.plane.type, [&](auto type) {
+        typedef decltype(type) T;
+        way = many ? ValueWay{widen_and_add<T>, give<Widened<F32>::lane>} : ValueWay{add<T>, give<Widened<T>::lane>};
+    });
+    return way;
+}
+
+}  // namespace
