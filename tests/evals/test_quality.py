@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import kvkeep
 from kvkeep.errors import CapacityError, ShapeError, SpecError
-from kvkeep.evals.kept import kept, shares
+from kvkeep.evals.kept import kept, prompt_ids, shares
 from kvkeep.evals.quality import compare
 from kvkeep.evals.run import TIMED_STEPS, evaluate
 from kvkeep.evals.text import windows_of_text
@@ -183,4 +183,8 @@ def test_kept(model):
                 newest = 30 - min(4, layer.window or 4)
                 assert all(head[-4:] == [*range(newest, 30)] for head in mine)
     assert shares([[0, 2], [2]], 4) == [0.5, 0, 1, 0]
+    assert prompt_ids(model, Letters(), "abc").shape == (1, 3)
+    assert prompt_ids(model, Letters(), "", 128).shape == (1, 128)
+    with pytest.raises(ShapeError, match="at most 128"):
+        prompt_ids(model, Letters(), "", 129)
     assert kvkeep.Cache(model).layers[0].positions().shape == (0, 1, 0)

@@ -38,19 +38,17 @@ class Chatting(Characters):
 
 
 class Scripted:
-    """A model that says what it is told to, token by token; it sees prompts only by their text."""
+    """A model that says what it is told to after a prompt of six chunks."""
 
     device = torch.device("cpu")
 
     def __init__(self, answer):
         self.answer = answer
-        self.fed = []
 
     def __call__(self, ids, past_key_values, logits_to_keep):
-        self.fed += ids[0].tolist()
         past_key_values.append(ids.shape[1])
         logits = torch.zeros(1, 1, 128)
-        logits[0, 0, ord(self.answer[len(past_key_values) - 1])] = 1
+        logits[0, 0, ord(self.answer[max(0, len(past_key_values) - 6)])] = 1
         return SimpleNamespace(logits=logits)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.errors import ShapeError
+from kvkeep.hf.config import base_config, decoder_config
+
 Tick = Callable[[int], None]
 """Told the cost of every forward, in tokens of a prefill."""
 
@@ -29,3 +32,20 @@ def follow(model: Any, cache: Any, first: Tensor, ids: Tensor, tick: Tick) -> It
     yield first
     for token in torch.split(ids[:, :-1], 1, dim=1):
         yield fill(model, cache, token, None, tick)
+
+
+def require_positions(model: Any, context: int, more: int = 0) -> None:
+    """Raise when there is no context, or a model's positions end before it and `more` tokens do.
+
+    Raises:
+        ShapeError: so it is.
+    """
+    if context < 1:
+        raise ShapeError(f"a context of {context} tokens; give at least 1")
+    most = getattr(decoder_config(base_config(model)), "max_position_embeddings", None)
+    if most is not None and context + more > most:
+        after = f" and {more} more" if more else ""
+        raise ShapeError(
+            f"a context of {context}{after} tokens, but the model holds {most}; use a context of "
+            f"at most {most - more}"
+        )

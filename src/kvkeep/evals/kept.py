@@ -8,13 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.evals.feed import fill
+from kvkeep.evals.feed import fill, require_positions
+from kvkeep.evals.text import windows_of_text
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.decode import prepared
 from kvkeep.spec import CacheSpec
 
 Kept = list[list[list[int]]]
 """Positions kept, ascending: layer -> kv head -> positions."""
+
+
+def prompt_ids(model: Any, tokenizer: Any, prompt: str, context: int | None = None) -> Tensor:
+    """Ids (1, n) of a prompt as it is, or of `context` tokens of the standard library's help texts.
+
+    Raises:
+        ShapeError: no token, or more than the model holds.
+    """
+    if context is not None:
+        require_positions(model, context)
+        return windows_of_text(tokenizer, 1, context)
+    ids: Tensor = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
+    require_positions(model, ids.shape[1])
+    return ids
 
 
 @torch.inference_mode()

@@ -57,13 +57,14 @@ def recovered(
     """Whether the greedy answer through an empty cache contains the hidden number."""
     logits = fill(model, cache, probe.prompt.to(model.device), chunk, tick)
     answer: list[int] = []
-    for _ in range(ANSWER_TOKENS):
+    for left in reversed(range(ANSWER_TOKENS)):
         token = logits.argmax(dim=-1, keepdim=True)
         answer.append(int(token))
         found = probe.number in tokenizer.decode(answer).replace(",", "")
         if found or answer[-1] == tokenizer.eos_token_id:
             return found
-        logits = fill(model, cache, token, None, tick)
+        if left:
+            logits = fill(model, cache, token, None, tick)
     return False
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import ShapeError, SpecError
+from kvkeep.errors import SpecError
 from kvkeep.evals import retrieval
-from kvkeep.evals.feed import STEP_COST, fill, follow
+from kvkeep.evals.feed import STEP_COST, fill, follow, require_positions
 from kvkeep.evals.quality import compare
 from kvkeep.evals.text import windows_of_text
 from kvkeep.evals.timing import interleaved
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, decoder_config
 from kvkeep.hf.decode import prepared
 from kvkeep.hf.models import load
 from kvkeep.spec import CacheSpec
@@ -119,7 +118,7 @@ def evaluate(
     parsed = {spec: CacheSpec.parse(spec) for spec in specs}
     distinct = list(dict.fromkeys([CacheSpec.parse(BASELINE), *parsed.values()]))
     for context in contexts:
-        _require(model, context, continuation)
+        require_positions(model, context, max(continuation, TIMED_STEPS))
     # Every text is cut, and every cache built once, before anything is computed.
     texts = [
         windows_of_text(tokenizer, windows, context + continuation, text_file)
@@ -253,21 +252,6 @@ class _Context:
 def _cache(model: Any, spec: CacheSpec, context: int, more: int) -> Cache:
     """An empty cache with room for the context and what is fed after it."""
     return Cache(model, spec, capacity=context + max(more, TIMED_STEPS))
-
-
-def _require(model: Any, context: int, continuation: int) -> None:
-    """Raise when a model's positions end before the tokens do."""
-    if context < 1 or continuation < 1:
-        raise ShapeError(
-            f"a context of {context} and a continuation of {continuation} tokens; give at least 1"
-        )
-    most = getattr(decoder_config(base_config(model)), "max_position_embeddings", None)
-    after = max(continuation, TIMED_STEPS)
-    if most is not None and context + after > most:
-        raise ShapeError(
-            f"a context of {context} and {after} more tokens, but the model holds {most}; use a "
-            f"context of at most {most - after}"
-        )
 
 
 def _text_cost(rows: int, context: int, continuation: int) -> int:
