@@ -86,6 +86,9 @@ def _with_baseline(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _columns(row: dict[str, Any], retrieval: bool) -> dict[str, Any]:
-    """What of a row is shown in the table."""
-    left_out = {"retrieval_by_depth", "allocated"} | (set() if retrieval else {"retrieval"})
-    return {name: value for name, value in row.items() if name not in left_out}
+    """What of a row is shown in the table, under names that fit a narrow terminal."""
+    names = {"spec": "spec", "context": "context", "perplexity": "perplexity"}
+    names |= {"perplexity_ratio": "ratio", "kl": "kl", "top1": "top1"}
+    names |= {"retrieval": "found"} if retrieval else {}
+    shown = {new: row[old] for old, new in names.items()}
+    return shown | {"MiB": row["bytes"] / 2**20, "tokens/s": row["tokens_per_s"]}

@@ -27,7 +27,7 @@ BASELINE = "keep_all"
 Progress = Callable[[str, float], None]
 """Told what is being done, and the share of everything that is done, 0 to 1."""
 
-_TURNS, _BURST = 5, 4
+_TURNS, _BURST = 4, 3
 TIMED_STEPS = (_TURNS + 1) * _BURST
 """Steps that are made to time a cache."""
 
