@@ -71,7 +71,9 @@ def inspect(
             return
         console = Console()
         words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
-        console.print(_shaded(words, shares(list(lines.values()), tokens)))
+        chosen = [heads for i, heads in enumerate(layers) if layer in (None, i)]
+        each = [one for heads in chosen for j, one in enumerate(heads) if head in (None, j)]
+        console.print(_shaded(words, shares(each, tokens)))
         console.print(f"\n{title}: the brighter a token, the more heads keep it\n", style="bold")
         _print_bars(console, lines, tokens)
 

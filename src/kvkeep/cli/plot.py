@@ -72,6 +72,9 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, 2)
+    # The full cache has 0, which a logarithmic axis has not.
+    panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
+    panels[1].set_yscale("log")
     for panel, column in zip(panels, ("kl", "perplexity"), strict=True):
         for context in dict.fromkeys(row["context"] for row in rows):
             mine = [row for row in rows if row["context"] == context]
@@ -82,12 +85,9 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
                     row["spec"], place, xytext=(4, 4), textcoords="offset points", fontsize=8
                 )
         panel.set(xscale="log", xlabel="MiB held")
-        panel.margins(x=0.15)
+        panel.margins(x=0.15, y=0.1)
     panels[0].set(ylabel="KL to the full cache, nats per token")
-    # The full cache has 0, which a logarithmic axis has not.
-    panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
-    panels[0].set_ylim(bottom=0)
-    panels[1].set(ylabel="perplexity", yscale="log")
+    panels[1].set(ylabel="perplexity")
     panels[1].legend()
     figure.savefig(file)
 
