@@ -277,6 +277,11 @@ class LayerCache:
         fed = torch.full((rows,), self.fed, dtype=torch.int64)
         return fed if self._pads is None else fed - self._pads.cpu()
 
+    def positions(self) -> Tensor:
+        """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""
+        heads = 1 if self._like is None else self._like[0].shape[1]
+        return self._slots.positions().expand(-1, heads, -1)
+
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, every plane included."""

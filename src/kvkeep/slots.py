@@ -234,6 +234,11 @@ class LayerSlots:
         self.bulk.append(blocks)
         self.storage.evict(oldest)
 
+    def positions(self) -> Tensor:
+        """Positions of everything held, int32 (B, 1|H, S); -1 where a slot is empty."""
+        held = [segment.position for segment in self.segments()]
+        return torch.cat(held, dim=2) if held else torch.empty(0, 1, 0, dtype=torch.int32)
+
     def newest_positions(self, tokens: int) -> Tensor:
         """Positions (B, tokens) of the newest ones, which nothing was evicted after."""
         return self.rewritable()[POSITION][:, 0, -tokens:]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvkeep.bench.environment import environment
-from kvkeep.bench.timing import interleaved, median_ratio
+from kvkeep.evals.timing import interleaved, median_ratio
 from kvkeep.layer import LayerCache
 from kvkeep.spec import CacheSpec
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvkeep.bench import llama_cpp
 from kvkeep.bench.environment import environment, read_bandwidth
-from kvkeep.bench.text import tokens_of_text
-from kvkeep.bench.timing import interleaved
 from kvkeep.errors import SpecError
+from kvkeep.evals.text import tokens_of_text
+from kvkeep.evals.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
 from kvkeep.hf.models import load

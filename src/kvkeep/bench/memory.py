@@ -63,7 +63,7 @@ def run(
 
 
 def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]:
-    from kvkeep.bench.text import tokens_of_text
+    from kvkeep.evals.text import tokens_of_text
     from kvkeep.hf.decode import decode, new_cache, prepared
     from kvkeep.hf.models import load
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, View, attend, backends
 from kvkeep.bench.environment import environment, read_bandwidth
-from kvkeep.bench.timing import interleaved
 from kvkeep.codec import Plain
+from kvkeep.evals.timing import interleaved
 from kvkeep.planes import POSITION, joined, plane_bytes
 from kvkeep.spec import CacheSpec
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from kvkeep.bench.environment import environment
-from kvkeep.bench.text import tokens_of_text
-from kvkeep.bench.timing import interleaved
+from kvkeep.evals.text import tokens_of_text
+from kvkeep.evals.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, new_cache
 from kvkeep.hf.models import load

@@ -9,7 +9,9 @@ import typer
 
 from kvkeep.cli.bench import bench
 from kvkeep.cli.doctor import doctor
+from kvkeep.cli.eval import evaluate
 from kvkeep.cli.generate import generate
+from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
 
 app = typer.Typer(
@@ -37,6 +39,8 @@ def main(
 
 
 app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(inspect)
 app.command()(doctor)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")

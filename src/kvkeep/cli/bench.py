@@ -7,13 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.output import JsonFlag, Working, print_json, print_table, reported
-from kvkeep.cli.plot import check_plot
+from kvkeep.cli.output import (
+    JsonFlag,
+    Working,
+    print_json,
+    print_table,
+    reported,
+    whole_numbers,
+)
+from kvkeep.cli.plot import PlotFile, check_plot
 from kvkeep.cli.plot import plot as draw
-
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Also draw it: a .png, .svg or .pdf file.")
-]
 
 bench = typer.Typer(help="Measure kvkeep beside other caches.", no_args_is_help=True)
 
@@ -31,7 +34,7 @@ def append(
     check_plot(plot)
     from kvkeep.bench.append import run
 
-    held = _whole_numbers(tokens)
+    held = whole_numbers(tokens)
     with Working("append") as working:
         result = run(held, turns=turns, progress=working)
     _show("Append one token; ratios are concat / growing", result, plot, json)
@@ -75,7 +78,7 @@ def op(
 ) -> None:
     """Attention alone, on every backend and torch's own function."""
     check_plot(plot)
-    held = _whole_numbers(lengths)
+    held = whole_numbers(lengths)
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     if queries > min(held):
@@ -113,7 +116,7 @@ def decode(
 ) -> None:
     """Steps of a real model at several contexts; the slope is what a cache costs per token."""
     check_plot(plot)
-    held = _whole_numbers(contexts)
+    held = whole_numbers(contexts)
     with reported(), Working("decode") as working:
         from kvkeep.bench.decode import run
 
@@ -140,7 +143,7 @@ def prefill(
 ) -> None:
     """A whole prompt at once, beside transformers with sdpa."""
     check_plot(plot)
-    fed = _whole_numbers(lengths)
+    fed = whole_numbers(lengths)
     with reported(), Working("prefill") as working:
         from kvkeep.bench.prefill import run
 
@@ -154,10 +157,3 @@ def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> 
     print_table(title, result["rows"], stderr=json)
     if json:
         print_json(result)
-
-
-def _whole_numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r}: give whole numbers above 0, e.g. 256,1024")
-    return [int(part) for part in parts]

@@ -42,7 +42,7 @@ def generate(
         from kvkeep.spec import CacheSpec
 
         spec = CacheSpec.parse(cache)
-        text = _prompt(prompt, prompt_file)
+        text = given_prompt(prompt, prompt_file)
         with Working("starting") as working:
             from kvkeep.hf.generate import generate as run
             from kvkeep.hf.models import load
@@ -95,7 +95,12 @@ def generate(
     )
 
 
-def _prompt(prompt: str, prompt_file: Path | None) -> str:
+def given_prompt(prompt: str, prompt_file: Path | None) -> str:
+    """The prompt: as it is, from a file, or for "-" or nothing from stdin.
+
+    Raises:
+        BadParameter: both, none, or no text.
+    """
     if prompt_file is not None and prompt:
         raise typer.BadParameter("give a prompt or --prompt-file, not both")
     if prompt_file is not None:

@@ -1,4 +1,4 @@
-"""What commands share: the consoles, progress, errors, and the JSON line."""
+"""What commands share: the consoles, progress, errors, lists of numbers, and the JSON line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from kvkeep.errors import KVKeepError
@@ -65,6 +72,50 @@ class Working:
     def stop(self) -> None:
         """Make room for other output."""
         self._status.stop()
+
+
+class Advancing:
+    """What is being done and how much of all: a progress bar on a terminal's stderr, a line for
+    each change elsewhere."""
+
+    def __init__(self, doing: str) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(doing, total=1.0)
+        self._doing = doing
+
+    def __enter__(self) -> Advancing:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, doing: str, share: float) -> None:
+        self._bar.update(self._task, description=doing, completed=share)
+        if doing != self._doing and not self._console.is_terminal:
+            self._console.print(f"{share:4.0%} {doing} ...", style="dim", highlight=False)
+        self._doing = doing
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers above 0.
+
+    Raises:
+        BadParameter: something else.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r}: give whole numbers above 0, e.g. 256,1024")
+    return [int(part) for part in parts]
 
 
 def print_json(result: Mapping[str, Any]) -> None:

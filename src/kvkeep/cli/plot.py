@@ -1,12 +1,16 @@
-"""`--plot FILE`: a benchmark's rows as a picture."""
+"""`--plot FILE`: what a command found, as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Also draw it: a .png, .svg or .pdf file.")
+]
 
 _AXES = ("length", "context", "tokens")
 
@@ -58,3 +62,54 @@ def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         if label:
             panel.legend()
     figure.savefig(file)
+
+
+def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw what each spec loses (divergence, perplexity) over the bytes it holds, a labelled point
+    for each row and a colour for each context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(1, 2)
+    # The full cache has 0, which a logarithmic axis has not.
+    panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
+    panels[1].set_yscale("log")
+    for panel, column in zip(panels, ("kl", "perplexity"), strict=True):
+        for context in dict.fromkeys(row["context"] for row in rows):
+            mine = [row for row in rows if row["context"] == context]
+            x, y = [row["bytes"] / 2**20 for row in mine], [row[column] for row in mine]
+            panel.plot(x, y, "o", label=f"{context:,} tokens")
+            for row, place in zip(mine, zip(x, y, strict=True), strict=True):
+                panel.annotate(
+                    row["spec"], place, xytext=(4, 4), textcoords="offset points", fontsize=8
+                )
+        panel.set(xscale="log", xlabel="MiB held")
+        panel.margins(x=0.15, y=0.1)
+    panels[0].set(ylabel="KL to the full cache, nats per token")
+    panels[1].set(ylabel="perplexity")
+    panels[1].legend()
+    figure.savefig(file)
+
+
+def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
+    """Draw a line for each head, dark at the positions that it keeps of `tokens`."""
+    from matplotlib.figure import Figure
+
+    grid = [[0] * tokens for _ in lines]
+    for row, positions in zip(grid, lines.values(), strict=True):
+        for position in positions:
+            row[position] = 1
+    figure = Figure(figsize=(12, 1.5 + 0.12 * max(8, len(lines))), layout="constrained")
+    figure.suptitle(title)
+    panel = figure.subplots()
+    panel.imshow(grid, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+    panel.set_xlabel("position")
+    every = -(-len(lines) // 40)
+    panel.set_yticks(range(0, len(lines), every), list(lines)[::every], fontsize=7)
+    figure.savefig(file)
+
+
+def _smallest(values: Iterable[float]) -> float:
+    """The least value above 0; 1 when there is none."""
+    return min((value for value in values if value > 0), default=1.0)

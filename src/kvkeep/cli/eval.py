@@ -1,0 +1,94 @@
+"""`kvkeep eval`: what cache specs cost in quality, and what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.cli.output import (
+    Advancing,
+    JsonFlag,
+    print_json,
+    print_table,
+    reported,
+    whole_numbers,
+)
+from kvkeep.cli.plot import PlotFile, check_plot, plot_tradeoff
+
+DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int4;window:512,sinks=4"
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
+    ] = "smollm2-135m",
+    specs: Annotated[
+        str, typer.Option(help="What to compare with keep_all, separated by semicolons.")
+    ] = DEFAULT_SPECS,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    context: Annotated[str, typer.Option(help="Tokens fed before, comma-separated.")] = "2000",
+    continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Places in the text to average.")] = 1,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Feed the context in chunks of so many tokens.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Another text, UTF-8.")
+    ] = None,
+    retrieval: Annotated[
+        bool, typer.Option(help="Also hide numbers and ask for them: five prefills more.")
+    ] = True,
+    plot: PlotFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Compare cache specs with the full cache on real text: perplexity, divergence, hidden numbers.
+
+    Each spec is fed the context, then the true continuation one token at a time.
+    """
+    check_plot(plot)
+    contexts = whole_numbers(context)
+    chosen = [spec.strip() for spec in specs.split(";") if spec.strip()]
+    with reported(), Advancing("starting") as advancing:
+        from kvkeep.bench.environment import environment
+        from kvkeep.evals.run import run
+
+        result = run(
+            model,
+            dtype=dtype,
+            context=contexts,
+            continuation=continuation,
+            specs=chosen,
+            windows=windows,
+            chunk=chunk,
+            text_file=text,
+            retrieve=retrieval,
+            progress=advancing,
+        )
+        result["environment"] = environment()
+    title = f"{model}, {dtype}, {windows * continuation:,} tokens predicted"
+    shown = _with_baseline(result)
+    if plot is not None:
+        plot_tradeoff(title, shown, plot)
+    print_table(title, [_columns(row, retrieval) for row in shown], stderr=json)
+    if json:
+        print_json(result)
+
+
+def _with_baseline(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows, and before those of each context the full cache's unless it was asked for."""
+    rows = []
+    for full in result["baseline"]:
+        mine = [row for row in result["rows"] if row["context"] == full["context"]]
+        rows += mine if any(row["spec"] == full["spec"] for row in mine) else [full, *mine]
+    return rows
+
+
+def _columns(row: dict[str, Any], retrieval: bool) -> dict[str, Any]:
+    """What of a row is shown in the table, under names that fit a narrow terminal."""
+    names = {"spec": "spec", "context": "context", "perplexity": "perplexity"}
+    names |= {"perplexity_ratio": "ratio", "kl": "kl", "top1": "top1"}
+    names |= {"retrieval": "found"} if retrieval else {}
+    shown = {new: row[old] for old, new in names.items()}
+    return shown | {"MiB": row["bytes"] / 2**20, "tokens/s": row["tokens_per_s"]}

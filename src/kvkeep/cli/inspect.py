@@ -1,0 +1,132 @@
+"""`kvkeep inspect`: which tokens of a prompt a cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvkeep.cli.generate import given_prompt
+from kvkeep.cli.output import JsonFlag, Working, print_json, reported
+from kvkeep.cli.plot import PlotFile, check_plot, plot_kept
+
+BARS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 64  # characters of a bar at most
+
+
+def inspect(
+    prompt: Annotated[
+        str, typer.Argument(help="The prompt, fed as it is; - reads it from stdin.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
+    ] = "smollm2-135m",
+    cache: Annotated[str, typer.Option(help="What to keep, e.g. h2o:256.")] = "h2o:256",
+    prompt_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Feed so many tokens of running text instead.")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Feed the prompt in chunks of so many tokens.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(min=0, help="This layer only.")] = None,
+    head: Annotated[int | None, typer.Option(min=0, help="This kv head only.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    plot: PlotFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show which tokens of a prompt a cache keeps, per layer and kv head."""
+    check_plot(plot)
+    with reported():
+        from kvkeep.spec import CacheSpec
+
+        spec = CacheSpec.parse(cache)
+        if context is not None and (prompt or prompt_file):
+            raise typer.BadParameter("give a prompt or --context, not both")
+        text = "" if context is not None else given_prompt(prompt, prompt_file)
+        with Working("starting") as working:
+            from kvkeep.evals.kept import kept, prompt_ids, shares
+            from kvkeep.hf.models import load
+
+            loaded, tokenizer = load(model, dtype, progress=working)
+            ids = prompt_ids(loaded, tokenizer, text, context)
+            working(f"feeding {ids.shape[1]} tokens")
+            layers = kept(loaded, ids, spec, chunk)
+        tokens = ids.shape[1]
+        _within("layer", layer, len(layers))
+        _within("head", head, max(map(len, layers)))
+        lines = _lines(layers, layer, head)
+        title = f"{spec} of {tokens:,} tokens, {model}"
+        if plot is not None:
+            plot_kept(title, lines, tokens, plot)
+        if json:
+            result = {"model": model, "cache": str(spec), "tokens": tokens, "layers": layers}
+            print_json({**result, "ids": ids[0].tolist()})
+            return
+        console = Console()
+        words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+        chosen = [heads for i, heads in enumerate(layers) if layer in (None, i)]
+        each = [one for heads in chosen for j, one in enumerate(heads) if head in (None, j)]
+        console.print(_shaded(words, shares(each, tokens)))
+        console.print(f"\n{title}: the brighter a token, the more heads keep it\n", style="bold")
+        _print_bars(console, lines, tokens)
+
+
+def _lines(
+    layers: Sequence[Sequence[list[int]]], layer: int | None, head: int | None
+) -> dict[str, list[int]]:
+    """What is kept under the name of who keeps it; one line for heads that keep the same."""
+    lines = {}
+    for i, heads in enumerate(layers):
+        if layer not in (None, i):
+            continue
+        if head is None and len(heads) > 1 and all(one == heads[0] for one in heads):
+            lines[f"layer {i} all heads"] = heads[0]
+            continue
+        for j, positions in enumerate(heads):
+            if head in (None, j):
+                lines[f"layer {i} head {j}"] = positions
+    return lines
+
+
+def _within(what: str, index: int | None, count: int) -> None:
+    if index is not None and index >= count:
+        raise typer.BadParameter(f"--{what} {index}: the model has {count}; give 0..{count - 1}")
+
+
+def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:
+    """The text, each token the brighter the larger its share."""
+    text = Text()
+    for token, share in zip(tokens, shares, strict=True):
+        light = int(70 + 185 * share)
+        text.append(token, style=f"rgb({light},{light},{int(70 + 60 * share)})")
+    return text
+
+
+def _print_bars(console: Console, lines: dict[str, list[int]], tokens: int) -> None:
+    """A bar for each head: how many of the tokens at each place are kept."""
+    width = min(_WIDTH, tokens, max(8, console.width - 34))
+    console.print(f"{'':>20} kept  0{tokens - 1:>{width - 1}}", highlight=False)
+    for name, positions in lines.items():
+        console.print(
+            f"{name:>20} {len(positions):>4}  {bar(positions, tokens, width)}", highlight=False
+        )
+
+
+def bar(positions: Sequence[int], tokens: int, width: int) -> str:
+    """`width` characters for `tokens` positions, each the taller the more of its share is kept."""
+    counts, sizes = [0] * width, [0] * width
+    for position in range(tokens):
+        sizes[position * width // tokens] += 1
+    for position in positions:
+        counts[position * width // tokens] += 1
+    most = len(BARS) - 1
+    return "".join(
+        BARS[-(-most * count // size)] for count, size in zip(counts, sizes, strict=True)
+    )

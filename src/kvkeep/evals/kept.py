@@ -1,0 +1,62 @@
+"""Which tokens of a prompt a cache spec kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.evals.feed import fill, require_positions
+from kvkeep.evals.text import windows_of_text
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.decode import prepared
+from kvkeep.spec import CacheSpec
+
+Kept = list[list[list[int]]]
+"""Positions kept, ascending: layer -> kv head -> positions."""
+
+
+def prompt_ids(model: Any, tokenizer: Any, prompt: str, context: int | None = None) -> Tensor:
+    """Ids (1, n) of a prompt as it is, or of `context` tokens of the standard library's help texts.
+
+    Raises:
+        ShapeError: no token, or more than the model holds.
+    """
+    if context is not None:
+        require_positions(model, context)
+        return windows_of_text(tokenizer, 1, context)
+    ids: Tensor = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
+    require_positions(model, ids.shape[1])
+    return ids
+
+
+@torch.inference_mode()
+def kept(model: Any, ids: Tensor, spec: str | CacheSpec, chunk: int | None = None) -> Kept:
+    """Feed ids (1, n) to a model that is not attached, and say what is held then.
+
+    Args:
+        chunk: feed the tokens in chunks of that many; None: at once.
+
+    Raises:
+        SpecError: the spec does not exist or does not fit the model.
+        CapacityError: its fixed slots cannot hold the tokens.
+    """
+    cache = Cache(model, spec, capacity=ids.shape[1])
+    cache.admit(ids.shape[1])
+    with prepared("keep_all", model):
+        fill(model, cache, ids.to(model.device), chunk, lambda cost: None)
+    return [
+        [sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()]
+        for layer in cache.layers
+    ]
+
+
+def shares(heads: Sequence[Sequence[int]], tokens: int) -> list[float]:
+    """For each of `tokens` positions, the share of these heads that keep it, 0 to 1."""
+    counts = [0] * tokens
+    for head in heads:
+        for position in head:
+            counts[position] += 1
+    return [count / len(heads) for count in counts]

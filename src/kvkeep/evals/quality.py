@@ -1,0 +1,43 @@
+"""Perplexity of a text's true continuation, and divergence from the full cache's predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Means over all tokens of a continuation, and over rows.
+
+    Args:
+        perplexity: exp of the mean negative log-probability of the true tokens.
+        kl: KL(full || this) of the predictions, in nats.
+        top1: share of predictions whose likeliest token is the full cache's.
+    """
+
+    perplexity: float
+    kl: float
+    top1: float
+
+
+def compare(logits: Iterable[Tensor], full: Iterable[Tensor], ids: Tensor) -> Quality:
+    """Score predictions of ids (B, N) against the full cache's.
+
+    Args:
+        logits, full: N predictions (B, V) each, of any dtype; computed with in float64.
+    """
+    loss, kl, agreed = 0.0, 0.0, 0
+    for mine, theirs, token in zip(logits, full, ids.T, strict=True):
+        log_q, log_p = (torch.log_softmax(x.cpu().double(), -1) for x in (mine, theirs))
+        loss -= float(log_q.gather(1, token.cpu()[:, None]).sum())
+        # A token that the model rules out (log-probability -inf) counts 0 where both do.
+        difference = torch.where(log_p == -torch.inf, 0, log_p - log_q)
+        kl += float((log_p.exp() * difference).sum())
+        agreed += int((log_q.argmax(dim=-1) == log_p.argmax(dim=-1)).sum())
+    count = ids.numel()
+    return Quality(math.exp(loss / count), kl / count, agreed / count)

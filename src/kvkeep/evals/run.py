@@ -1,0 +1,264 @@
+"""Cache specs side by side: what each costs in quality, and what it saves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.evals import retrieval
+from kvkeep.evals.feed import STEP_COST, fill, follow, require_positions
+from kvkeep.evals.quality import compare
+from kvkeep.evals.text import windows_of_text
+from kvkeep.evals.timing import interleaved
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.decode import prepared
+from kvkeep.hf.models import load
+from kvkeep.spec import CacheSpec
+
+BASELINE = "keep_all"
+
+Progress = Callable[[str, float], None]
+"""Told what is being done, and the share of everything that is done, 0 to 1."""
+
+_TURNS, _BURST = 4, 3
+TIMED_STEPS = (_TURNS + 1) * _BURST
+"""Steps that are made to time a cache."""
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "float32",
+    context: int | Sequence[int] = 2000,
+    continuation: int = 256,
+    specs: Sequence[str] = (BASELINE,),
+    windows: int = 1,
+    chunk: int | None = None,
+    text_file: Path | None = None,
+    retrieve: bool = True,
+    progress: Progress = lambda doing, share: None,
+) -> dict[str, Any]:
+    """`evaluate` a model by name: one that `kvkeep models` knows, a directory, or a hub name.
+
+    Raises:
+        SpecError, before the model is loaded: a spec that does not exist.
+        ModelError: the model or dtype does not exist or cannot be loaded.
+    """
+    for spec in specs:
+        CacheSpec.parse(spec)
+    loaded, tokenizer = load(model, dtype, progress=lambda doing: progress(doing, 0.0))
+    contexts = [context] if isinstance(context, int) else context
+    found = evaluate(
+        loaded,
+        tokenizer,
+        specs,
+        contexts=contexts,
+        continuation=continuation,
+        windows=windows,
+        chunk=chunk,
+        text_file=text_file,
+        retrieve=retrieve,
+        progress=progress,
+    )
+    return {"evaluation": "quality", "model": model, "dtype": dtype, **found}
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    specs: Sequence[str],
+    *,
+    contexts: Sequence[int] = (2000,),
+    continuation: int = 256,
+    windows: int = 1,
+    chunk: int | None = None,
+    text_file: Path | None = None,
+    retrieve: bool = True,
+    progress: Progress = lambda doing, share: None,
+) -> dict[str, Any]:
+    """Compare cache specs with the full cache, on a loaded model that is not attached.
+
+    Each spec is fed the context, then the true continuation one token at a time, so that it evicts
+    and encodes as it does when a model generates.
+
+    Args:
+        specs: what to compare with `keep_all`, which is always measured.
+        contexts: tokens fed before the first that is predicted; also the length of the prompts in
+            which numbers are hidden.
+        continuation: tokens that are predicted.
+        windows: places in the text whose figures are averaged.
+        chunk: feed the context in chunks of that many tokens; None: at once.
+        text_file: UTF-8 text; None takes the standard library's help texts.
+        retrieve: hide numbers and ask for them, which takes five more prefills per window.
+        progress: told what is being done.
+
+    Returns:
+        `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
+        `context`, `perplexity` of the continuation and `perplexity_ratio` to the full cache's, `kl`
+        (mean KL(full || spec) per token, nats), `top1` (agreement with the full cache's likeliest
+        token), `retrieval` (share of hidden numbers found; None without `retrieve`), `bytes` and
+        `allocated` of one row after the context, `tokens_per_s` of one row's steps from there, and
+        `retrieval_by_depth` (percent of the text -> share).
+
+    Raises:
+        SpecError: a spec that does not exist or does not fit the model, or none at all.
+        ShapeError: the text or the model cannot hold what is asked for.
+        CapacityError: a spec's fixed slots cannot.
+    """
+    if not specs:
+        raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
+    parsed = {spec: CacheSpec.parse(spec) for spec in specs}
+    distinct = list(dict.fromkeys([CacheSpec.parse(BASELINE), *parsed.values()]))
+    for context in contexts:
+        require_positions(model, context, max(continuation, TIMED_STEPS))
+    # Every text is cut, and every cache built once, before anything is computed.
+    texts = [
+        windows_of_text(tokenizer, windows, context + continuation, text_file)
+        for context in contexts
+    ]
+    if retrieve:
+        for context, text in zip(contexts, texts, strict=True):
+            retrieval.probes(tokenizer, text[0], context)
+    for spec in distinct:
+        most, after = max(contexts), max(continuation, TIMED_STEPS)
+        _cache(model, spec, most, after).admit(most + after)
+    rows, baseline = [], []
+    total = sum(_cost(windows, c, continuation, retrieve) for c in contexts) * len(distinct)
+    work = _Work(progress, total)
+    with prepared(BASELINE, model):
+        for context, text in zip(contexts, texts, strict=True):
+            one = _Context(model, tokenizer, text.to(model.device), context, chunk, retrieve, work)
+            found = one.rows(distinct)
+            baseline.append({"spec": BASELINE, **found[distinct[0]]})
+            rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
+    return {
+        "continuation": continuation,
+        "windows": windows,
+        "chunk": chunk,
+        "rows": rows,
+        "baseline": baseline,
+    }
+
+
+class _Work:
+    """How much of everything is done; a stage that ends early counts as a whole one."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._done = self._next = 0
+        self._doing = ""
+
+    def stage(self, doing: str, cost: int) -> None:
+        self._doing, self._done = doing, self._next
+        self._next += cost
+        self.tick(0)
+
+    def tick(self, cost: int) -> None:
+        self._done = min(self._done + cost, self._next)
+        self._progress(self._doing, self._done / self._total)
+
+
+class _Context:
+    """All specs at one context: text (windows, context + continuation), one window in a row."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: Tensor,
+        context: int,
+        chunk: int | None,
+        retrieve: bool,
+        work: _Work,
+    ) -> None:
+        self.model, self.tokenizer, self.work = model, tokenizer, work
+        self.past, self.ids = text[:, :context], text[:, context:]
+        self.context, self.chunk, self.retrieve = context, chunk, retrieve
+        self._full: list[Tensor] = []  # the full cache's predictions
+        self._held: dict[CacheSpec, Cache] = {}  # one row of each after the context, to be timed
+
+    def rows(self, specs: Sequence[CacheSpec]) -> dict[CacheSpec, dict[str, Any]]:
+        """Each spec's figures; the first is the full cache, with which the others are compared."""
+        found: dict[CacheSpec, dict[str, Any]] = {}
+        for spec in specs:
+            found[spec] = self._quality(spec) | self._retrieval(spec)
+        speed = self._speed()
+        full = found[specs[0]]["perplexity"]
+        order = ("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval")
+        for spec, row in found.items():
+            row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
+            rest = ("bytes", "allocated", "tokens_per_s", "retrieval_by_depth")
+            found[spec] = {name: row[name] for name in (*order, *rest)}
+        return found
+
+    def _quality(self, spec: CacheSpec) -> dict[str, Any]:
+        rows, length = self.ids.shape
+        self._begin(spec, "text", _text_cost(rows, self.context, length))
+        cache = _cache(self.model, spec, self.context, length)
+        first = fill(self.model, cache, self.past, self.chunk, self.work.tick)
+        held = {
+            "context": self.context,
+            "bytes": cache.live_bytes // rows,
+            "allocated": cache.nbytes // rows,
+        }
+        self._held[spec] = deepcopy(cache)
+        self._held[spec].select([0])
+        logits = follow(self.model, cache, first, self.ids, self.work.tick)
+        if not self._full:
+            self._full = [x.cpu() for x in logits]
+            logits = iter(self._full)
+        return held | vars(compare(logits, self._full, self.ids))
+
+    def _retrieval(self, spec: CacheSpec) -> dict[str, Any]:
+        if not self.retrieve:
+            return {"retrieval": None, "retrieval_by_depth": None}
+        found: dict[int, list[bool]] = {depth: [] for depth in retrieval.DEPTHS}
+        self._begin(spec, "hidden numbers", len(self.past) * retrieval.cost(self.context))
+        for index, text in enumerate(torch.cat([self.past, self.ids], dim=1).cpu()):
+            for probe in retrieval.probes(self.tokenizer, text, self.context, seed=index):
+                cache = _cache(self.model, spec, self.context, retrieval.ANSWER_TOKENS)
+                found[probe.depth].append(
+                    retrieval.recovered(
+                        self.model, self.tokenizer, cache, probe, self.chunk, self.work.tick
+                    )
+                )
+        shares = {str(depth): statistics.fmean(hits) for depth, hits in found.items()}
+        return {"retrieval": statistics.fmean(shares.values()), "retrieval_by_depth": shares}
+
+    def _speed(self) -> dict[CacheSpec, float]:
+        """Tokens per second of single steps after the context, all specs taking turns."""
+        self.work.stage("timing", len(self._held) * TIMED_STEPS * STEP_COST)
+        token = self.ids[:1, :1]
+
+        def step(cache: Cache) -> None:
+            fill(self.model, cache, token, None, self.work.tick)
+
+        steps = {spec: (lambda c=cache: step(c)) for spec, cache in self._held.items()}
+        seconds = interleaved(steps, turns=_TURNS, burst=_BURST)
+        return {spec: 1 / statistics.median(times) for spec, times in seconds.items()}
+
+    def _begin(self, spec: CacheSpec, doing: str, cost: int) -> None:
+        self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
+
+
+def _cache(model: Any, spec: CacheSpec, context: int, more: int) -> Cache:
+    """An empty cache with room for the context and what is fed after it."""
+    return Cache(model, spec, capacity=context + max(more, TIMED_STEPS))
+
+
+def _text_cost(rows: int, context: int, continuation: int) -> int:
+    return rows * context + (continuation - 1) * max(STEP_COST, rows)
+
+
+def _cost(windows: int, context: int, continuation: int, retrieve: bool) -> int:
+    """What a spec costs at one context, in tokens of a prefill."""
+    hidden = windows * retrieval.cost(context) if retrieve else 0
+    return _text_cost(windows, context, continuation) + hidden + TIMED_STEPS * STEP_COST

@@ -1,0 +1,61 @@
+"""Long real text: what every Python carries, or a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+
+
+def tokens_of_text(tokenizer: Any, count: int) -> Tensor:
+    """The first `count` tokens (1, count) of the standard library's help texts.
+
+    Raises:
+        ShapeError: the texts have fewer.
+    """
+    ids: Tensor = tokenizer(_text(None), return_tensors="pt", verbose=False).input_ids
+    if ids.shape[1] < count:
+        raise ShapeError(f"{count} tokens of text, but there are {ids.shape[1]}; ask for fewer")
+    return ids[:, :count]
+
+
+def windows_of_text(tokenizer: Any, count: int, length: int, file: Path | None = None) -> Tensor:
+    """`count` windows of running text that share no token, spread evenly over it.
+
+    Args:
+        length: tokens of each; a tokenizer that begins every text with a token of its own gets it
+            at the start of each window.
+        file: UTF-8 text; None takes the standard library's help texts.
+
+    Returns:
+        int64 (count, length).
+
+    Raises:
+        ShapeError: the text is too short, or no text.
+    """
+    first = tokenizer("").input_ids
+    ids = tokenizer(_text(file), add_special_tokens=False, verbose=False).input_ids
+    own = length - len(first)
+    if len(ids) < count * own:
+        raise ShapeError(
+            f"{count} windows of {length} tokens, but the text has {len(ids)}; give a longer text, "
+            "a smaller context, or fewer windows"
+        )
+    share = len(ids) / count
+    starts = [int(index * share + (share - own) / 2) for index in range(count)]
+    windows = [torch.tensor([*first, *ids[start : start + own]]) for start in starts]
+    return torch.stack(windows).long()
+
+
+def _text(file: Path | None) -> str:
+    if file is None:
+        return "\n".join(topics.topics.values())
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ShapeError(f"{file} is not UTF-8 text: {error}; convert it first") from None

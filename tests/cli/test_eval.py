@@ -1,0 +1,140 @@
+"""`kvkeep eval` and `kvkeep inspect`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli import app
+from kvkeep.cli.inspect import BARS, bar
+
+PROMPT = "One two three four five six seven eight nine ten eleven twelve"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def last_line(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def _model(smollm2):
+    """The model is fetched."""
+
+
+@pytest.mark.usefixtures("_model")
+def test_eval(tmp_path):
+    picture, text = tmp_path / "quality.svg", tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog wonders why. " * 20)
+    options = ("--context", "16,24", "--continuation", "3", "--windows", "2", "--chunk", "16")
+    files = ("--text", str(text), "--plot", str(picture), "--no-retrieval", "--json")
+    result = run("eval", "--specs", "window:8; keep_all", *options, *files)
+    found = last_line(result)
+    assert [(row["spec"], row["context"]) for row in found["rows"]] == [
+        ("window:8", 16),
+        ("keep_all", 16),
+        ("window:8", 24),
+        ("keep_all", 24),
+    ]
+    window, full = found["rows"][:2]
+    assert full == found["baseline"][0]
+    assert (full["kl"], full["top1"], full["perplexity_ratio"]) == (0, 1, 1)
+    assert window["kl"] > 0
+    assert window["bytes"] == 30 * 8 * (2 * 3 * 64 * 4 + 4)
+    assert full["bytes"] == 30 * 16 * (2 * 3 * 64 * 4 + 4)
+    assert (found["windows"], found["chunk"]) == (2, 16)
+    assert found["environment"]["torch"]
+    assert "window:8" in result.stderr
+    assert b"<svg" in picture.read_bytes()
+
+
+@pytest.mark.usefixtures("_model")
+def test_eval_shows_the_full_cache_too():
+    options = ("--context", "8", "--continuation", "2", "--no-retrieval")
+    result = run("eval", "--specs", "window:4", *options)
+    assert result.exit_code == 0
+    assert "keep_all" in result.stdout
+    assert "perplexity" in result.stdout
+
+
+@pytest.mark.usefixtures("_model")
+def test_inspect_json(tmp_path):
+    picture = tmp_path / "kept.png"
+    cache = ("--cache", "h2o:6,recent=2", "--plot", str(picture))
+    found = last_line(run("inspect", PROMPT, *cache, "--json"))
+    assert found["tokens"] == len(found["ids"]) > 6
+    assert found["cache"] == "h2o:6,recent=2+plain@growing"
+    assert [len(heads) for heads in found["layers"]] == [3] * 30
+    for heads in found["layers"]:
+        for positions in heads:
+            assert len(positions) == 6
+            assert positions == sorted(set(positions))
+            assert positions[-2:] == [found["tokens"] - 2, found["tokens"] - 1]
+    assert any(heads[0] != heads[1] for heads in found["layers"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_model")
+def test_inspect_shows_the_text_and_a_bar_for_each_head():
+    options = ("--cache", "h2o:6,recent=2", "--layer", "3")
+    shown = run("inspect", PROMPT, *options).stdout
+    assert PROMPT in shown.replace("\n", "")
+    bars = [line.split()[:5] for line in shown.splitlines() if line.strip().startswith("layer")]
+    assert bars == [["layer", "3", "head", str(head), "6"] for head in range(3)]
+    one = run("inspect", "--context", "30", *options, "--head", "1").stdout
+    assert one.count("layer 3 head 1") == one.count("layer") == 1
+    alike = run("inspect", PROMPT, "--cache", "window:4", "--layer", "3").stdout
+    assert "layer 3 all heads" in alike
+
+
+def test_bar():
+    assert bar([0, 1, 2, 3], 4, 4) == "████"
+    assert bar([], 4, 4) == "    "
+    assert bar([0], 100, 4) == BARS[1] + "   "
+    assert bar([3, 4], 5, 2) == " █"
+    assert bar([4], 5, 2) == " ▄"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("eval", "--specs", "keep_all;windw:3"), "did you mean 'window'"),
+        (("eval", "--specs", " ; "), "no spec"),
+        (("eval", "--context", "20,x"), "whole numbers"),
+        (("eval", "--text", "nowhere.txt"), "does not exist"),
+        (("eval", "--plot", "x.foo"), "end it in one of"),
+        (("eval", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
+        (("eval", "--context", "8000"), "the model holds 8192; use a context of at most 7936"),
+        (("eval", "--windows", "99"), "fewer windows"),
+        (("inspect", "hello", "--cache", "h2o"), "lacks 'tokens'"),
+        (("inspect", "hello", "--context", "9"), "not both"),
+        (("inspect", "hello", "--layer", "30"), "give 0..29"),
+        (("inspect", "hello", "--head", "3"), "give 0..2"),
+        (("inspect", "--context", "9000"), "use a context of at most 8192"),
+        (("inspect", "hello", "--plot", "nowhere/x.png"), "there is no directory"),
+        (("inspect",), "give a prompt"),
+    ],
+)
+@pytest.mark.usefixtures("_model")
+def test_bad_input(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect"])
+def test_help_needs_no_torch(command):
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvkeep.cli import app; "
+        f"assert CliRunner().invoke(app, ['{command}', '--help']).exit_code == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
