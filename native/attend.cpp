@@ -70,10 +70,10 @@ std::atomic<bool> forked{false};
     return true;
 }();
 
-// A thread's scratch memory, in two pieces, kept for its next call.
+// A thread's scratch memory, in three pieces, kept for its next call.
 float* scratch(int piece, int64_t floats) {
-    static thread_local std::unique_ptr<float[]> memory[2];
-    static thread_local int64_t held[2] = {0, 0};
+    static thread_local std::unique_ptr<float[]> memory[3];
+    static thread_local int64_t held[3] = {0, 0, 0};
     if (floats > held[piece]) {
         memory[piece].reset(new (std::nothrow) float[floats + 16]);
         held[piece] = memory[piece] ? floats : 0;
@@ -91,6 +91,8 @@ constexpr int64_t MOST_WEIGHTS = 1 << 24;      // kept at once for the mass, unl
 struct SegmentPlan {
     int64_t rows, row_tiles, parts, first;  // rows of a tile; parts of a tile; index of its first run
 };
+
+constexpr int64_t MOST_HELD = 1 << 20;         // floats a thread keeps for its next call
 
 // Queries of the chunk that are attended to together, and whether their mass is wanted.
 struct Range {
@@ -227,7 +229,7 @@ struct Job {
     Plan plan;
     KvKernel* kernel = instructions().run;
     int64_t record_floats = call.value_width + 2;
-    std::unique_ptr<float[]> partials, kept;
+    std::unique_ptr<float[]> large;  // what is too much to keep for the next call
     std::vector<Softmax> softmax;  // of (row, query head, token of the range), for the mass
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
@@ -239,12 +241,10 @@ struct Job {
             partial_floats += kv_records(call, run) * record_floats;
             kept_floats += kv_records(call, run) * (slots(run) + kv_blocks(run));
         }
-        partials.reset(new float[partial_floats]);
-        if (range.mass) {
-            kept.reset(new float[kept_floats]);
-            softmax.resize(call.rows * call.heads * call.group * (range.end - range.first));
-        }
-        float *partial = partials.get(), *keep = kept.get();
+        if (!range.mass) kept_floats = 0;
+        else softmax.resize(call.rows * call.heads * call.group * (range.end - range.first));
+        float* partial = memory(partial_floats + kept_floats);
+        float* keep = partial + partial_floats;
         for (KvRun& run : plan.runs) {
             const int64_t records = kv_records(call, run);
             run.partial = partial;
@@ -254,6 +254,16 @@ struct Job {
             run.tops = keep + records * slots(run);
             keep += records * (slots(run) + kv_blocks(run));
         }
+    }
+
+    float* memory(int64_t floats) {
+        if (floats > MOST_HELD) {
+            large.reset(new float[floats]);
+            return large.get();
+        }
+        float* held = scratch(2, floats);
+        if (!held) throw std::bad_alloc();
+        return held;
     }
 
     static int64_t slots(const KvRun& run) { return run.slot1 - run.slot0; }
