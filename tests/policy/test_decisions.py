@@ -12,7 +12,9 @@ from kvkeep.planes import POSITION
 from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
 
-TOKENS, HEADS, DIM, SCALE = 40, 2, 8, 0.4
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS, HEADS, DIM, SCALE = 32, 2, 8, 0.4
 SEPARATED = 1e-5
 """Scores that decide differ by more than float32 can err."""
 
@@ -47,16 +49,16 @@ SPECS: list[tuple[str, int | None]] = [
 ]
 SCHEDULES = {
     "single tokens": [1] * TOKENS,
-    "prompt": [20] + [1] * 20,
-    "sevens": [7] * 5 + [5],
-    "larger than the budget": [16, 3, 16, 1, 4],
+    "prompt": [16] + [1] * 16,
+    "sevens": [7] * 4 + [4],
+    "larger than the budget": [16, 3, 9, 1, 3],
 }
 PADDING: dict[str, tuple[int, list[tuple[int, int, int]]]] = {
     "none, G 1": (1, []),
     "none, G 3": (3, []),
     "left": (3, [(0, 0, 5)]),
     "middle": (1, [(0, 9, 12), (1, 18, 24)]),
-    "whole chunks": (3, [(0, 14, 28)]),
+    "whole chunks": (3, [(0, 14, 22)]),
 }
 WHERE = [
     ("native", "growing"),
@@ -101,15 +103,6 @@ def reachable(kept, reach, seen):
         [[p for p in head if now - p < reach.size or p < reach.sinks] for head in row]
         for row, now in zip(kept, seen.tolist(), strict=True)
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors this small take longer with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
