@@ -341,7 +341,7 @@ class LayerCache:
         return View(
             self._slots.segments(),
             position,
-            ragged=self._pads is not None,
+            ragged=self._pads is not None or self.policy.ragged,
             reaches=self._reaches(position.shape[-1]),
         )
 
