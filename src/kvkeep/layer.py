@@ -76,6 +76,7 @@ class LayerCache:
             position: the tokens' positions, (n,) when the rows are alike, or (B, n) with -1 for
                 padding. None continues every row where it stands. A padding query sees the row's
                 tokens before it, as far as they are kept; a policy's reach does not wait for it.
+                Where the policy needs the mass, it sees nothing.
 
         Returns:
             Everything kept and the new tokens; valid until the next change.
@@ -101,8 +102,9 @@ class LayerCache:
             position = position.expand(k.shape[0], -1)
             before = self._pads if self._pads is not None else position.new_zeros(k.shape[0])
             self._pads = before + (position < 0).sum(dim=1)
-            last = self.fed - 1 - before[:, None]
-            position = torch.maximum(position.cummax(dim=1).values, last)
+            if Need.MASS not in self.policy.needs:  # or what padding attends to would count
+                last = self.fed - 1 - before[:, None]
+                position = torch.maximum(position.cummax(dim=1).values, last)
         self.fed += n
         return self._view(position)
 
@@ -347,7 +349,8 @@ class LayerCache:
 
     def _view(self, position: Tensor) -> View:
         reaches = self._reaches(position.shape[-1])
-        return View(self._slots.segments(), position, self._pads is not None, reaches)
+        ragged = self._pads is not None or self.policy.ragged  # heads leave rows empty slots
+        return View(self._slots.segments(), position, ragged, reaches)
 
     def _reaches(self, n: int) -> tuple[Reach, ...]:
         """The limits that exclude a slot from a query of this chunk; host knowledge only.

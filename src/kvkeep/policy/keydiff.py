@@ -31,6 +31,6 @@ class KeyDiff(Scored):
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         assert seen.keys is not None
         keys, live = seen.keys(planes), planes[POSITION][..., None] >= 0
-        unit = torch.where(live, normalize(keys, dim=-1), 0)
+        unit = torch.where(live, normalize(keys, dim=-1), 0).nan_to_num()  # a key may be no number
         anchor = unit.sum(dim=2, keepdim=True) / live.sum(dim=2, keepdim=True).clamp(min=1)
         return -cosine_similarity(keys, anchor, dim=-1)

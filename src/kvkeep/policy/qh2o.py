@@ -48,7 +48,9 @@ class QH2O(H2O):
 
 
 def _unit(x: Tensor, live: Tensor) -> Tensor:
-    """x scaled so that the live slots of a head span 0..1; all 0 where they are equal."""
-    low = x.masked_fill(~live, torch.inf).amin(dim=-1, keepdim=True)
-    span = x.masked_fill(~live, -torch.inf).amax(dim=-1, keepdim=True) - low
-    return torch.where(span > 0, (x - low) / span, 0)
+    """x scaled so that the live slots of a head span 0..1; all 0 where they are equal. What is no
+    number stays so, and changes no other."""
+    counted = live & ~x.isnan()
+    low = x.masked_fill(~counted, torch.inf).amin(dim=-1, keepdim=True)
+    span = x.masked_fill(~counted, -torch.inf).amax(dim=-1, keepdim=True) - low
+    return torch.where(span > 0, (x - low) / span, x * 0)

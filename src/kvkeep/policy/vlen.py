@@ -33,7 +33,7 @@ class VLen(H2O):
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None
-        # What stands in an empty slot is nobody's; its mass is 0, but its norm may be no number.
-        moved = torch.where(seen.mass > 0, seen.mass * planes[_NORM], 0)
+        moved = seen.mass * planes[_NORM]
+        moved = torch.where(moved > 0, moved, 0)  # a value may be no number, as may an empty slot's
         total = moved.sum(dim=-1, keepdim=True)
         planes[SCORE].add_(torch.where(total > 0, moved / total * seen.fed(), 0))
