@@ -36,9 +36,9 @@ struct KvSegment {
     int64_t shared;  // 1 when all rows read the same slots
 };
 
-// A query at position t sees a slot at position p if t - p < size or p < sinks.
+// A query at position t sees a slot at position p if t - p < size or p < sinks, or if keep_from <= p < keep_to.
 struct KvReach {
-    int64_t size, sinks;
+    int64_t size, sinks, keep_from, keep_to;
 };
 
 struct KvCall {

@@ -100,8 +100,11 @@ Sight sight(const KvCall& call, const KvRun& run, int64_t row, int64_t slot0, in
         for (int64_t j = 0; j < BLOCK; ++j) {
             const int64_t slot = j < count ? place[(slot0 + j) * plane.slot] : -1;
             bool seen = slot >= 0 && slot <= query;
-            for (int64_t r = 0; r < call.reach_count; ++r)
-                seen &= query - slot < call.reaches[r].size || slot < call.reaches[r].sinks;
+            for (int64_t r = 0; r < call.reach_count; ++r) {
+                const KvReach& reach = call.reaches[r];
+                seen &= query - slot < reach.size || slot < reach.sinks ||
+                        (slot >= reach.keep_from && slot < reach.keep_to);
+            }
             mask[t * BLOCK + j] = -(int32_t)seen;
             any |= seen;
             every &= seen || j >= count;

@@ -9,7 +9,7 @@ from kvkeep.attention import Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.planes import POSITION, PlaneSpec, Reach, along_slots, part
+from kvkeep.planes import POSITION, PlaneSpec, along_slots, limits, part
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots, LayerStats
@@ -265,7 +265,7 @@ class LayerCache:
         reach = self.policy.reach
         if reach is None or self.record_past:
             return self.length
-        return min(self.length, reach.size - 1 + reach.sinks)
+        return min(self.length, reach.size - 1 + reach.fixed)
 
     @property
     def capacity(self) -> int:
@@ -348,29 +348,10 @@ class LayerCache:
         return planes
 
     def _view(self, position: Tensor) -> View:
-        reaches = self._reaches(position.shape[-1])
+        n, reach = position.shape[-1], self.policy.reach
+        reaches = limits(reach, self.window, n, self.length, self.fed)
         ragged = self._pads is not None or self.policy.ragged  # heads leave rows empty slots
-        return View(self._slots.segments(), position, ragged, reaches)
-
-    def _reaches(self, n: int) -> tuple[Reach, ...]:
-        """The limits that exclude a slot from a query of this chunk; host knowledge only.
-
-        A policy with a reach keeps the newest tokens and its sinks, so a single query sees all
-        slots once their number is down to the reach.
-        """
-        kept = self.policy.reach
-        if kept is None and self.window is None:
-            return ()
-        limits = [] if kept is None else [kept]
-        if self.window is not None and Reach(self.window) not in limits:
-            limits.append(Reach(self.window))
-
-        def excludes(reach: Reach) -> bool:
-            if n == 1 and kept is not None and (reach == kept or not kept.sinks):
-                return self.length > reach.size + reach.sinks
-            return self.fed > reach.size
-
-        return tuple(filter(excludes, limits))
+        return View(self._slots.segments(), position, ragged, tuple(reaches))
 
     def _seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,15 +36,47 @@ class PlaneSpec:
     shared: bool = False
 
 
-@dataclass(frozen=True)
-class Reach:
-    """How far back a query sees: the last `size` positions, its own among them, and `sinks` more.
-
-    A slot at position p is within reach of a query at position t when t - p < size or p < sinks.
-    """
+class Reach(NamedTuple):
+    """How far back a query sees: the last `size` positions, its own among them, the first `sinks`,
+    and those from `keep_from` to `keep_to` (exclusive)."""
 
     size: int
     sinks: int = 0
+    keep_from: int = 0
+    keep_to: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Positions that stay within reach as tokens come."""
+        return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
+
+    def allows(self, query: Any, slot: Any) -> Any:
+        """Whether a slot at a position is within reach of a query; integers, or tensors of them."""
+        kept = (slot >= self.keep_from) & (slot < self.keep_to)
+        return (query - slot < self.size) | (slot < self.sinks) | kept
+
+
+def limits(kept: Reach | None, window: int | None, n: int, length: int, fed: int) -> list[Reach]:
+    """The reaches that exclude a slot from a query; host knowledge only.
+
+    Args:
+        kept: the policy's reach. It keeps the newest tokens and its sinks, so that a single query
+            sees all slots once their number is down to it.
+        window: the layer's own sliding window.
+        n: tokens of the chunk, the last of `fed` in all.
+        length: slots in use.
+    """
+    both = [] if kept is None else [kept]
+    if window is not None and Reach(window) not in both:
+        both.append(Reach(window))
+
+    def excludes(reach: Reach) -> bool:
+        alone = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
+        if alone and (reach == kept or not (kept and kept.sinks)):
+            return length > reach.size + reach.sinks
+        return fed > reach.size
+
+    return [reach for reach in both if excludes(reach)]
 
 
 @final

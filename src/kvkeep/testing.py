@@ -136,7 +136,7 @@ class OracleLayer:
         if self.window is not None and now - position >= self.window:
             return False
         reach = self.reach
-        return reach is None or now - position < reach.size or position < reach.sinks
+        return reach is None or bool(reach.allows(now, position))
 
     def crop(self, tokens: int) -> None:
         """As `LayerCache.crop`."""

@@ -27,6 +27,14 @@ def test_window_spares_its_sinks():
     assert victims(Window(2, sinks=2), 2, [0, 1, 2, 3, 4]) == [[2, 3]]
 
 
+def test_window_spares_a_range():
+    policy = Window(2, sinks=1, keep_from=2, keep_to=4)
+    assert policy.budget == 5
+    assert victims(policy, 2, [0, 1, 2, 3, 4, 5, 6]) == [[1, 4]]
+    allowed = [slot for slot in range(9) if policy.reach.allows(8, slot)]
+    assert allowed == [0, 2, 3, 7, 8]
+
+
 def test_window_budget_and_reach():
     assert Window(1024, sinks=4).budget == 1028
     assert Window(1024, sinks=4).reach == Reach(1024, 4)

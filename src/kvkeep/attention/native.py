@@ -30,7 +30,7 @@ _CODES = {"int8": 3, "int4": 4}
 """Packings that the kernel reads besides "plain" -> KvType."""
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=44q"), Struct("=2q")
+_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=44q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -75,7 +75,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     dense = view.dense
     kept: list[Tensor] = []  # what the kernel reads and nobody else holds
     segments = b"".join([_segment(segment, q, dense, kept) for segment in view.segments])
-    reaches = b"".join([_REACH.pack(reach.size, reach.sinks) for reach in view.reaches])
+    reaches = b"".join([_REACH.pack(*reach) for reach in view.reaches])
     position = None if dense else view.position.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     token = query_heads * value_width

@@ -154,8 +154,5 @@ class View(NamedTuple):
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
         seen = (slot >= 0) & (slot <= query)
         for reach in self.reaches:
-            within = query - slot < reach.size
-            if reach.sinks:
-                within |= slot < reach.sinks
-            seen &= within
+            seen &= reach.allows(query, slot)
         return seen

@@ -173,7 +173,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                     f"{self.config.model_type} expands its latent cache itself, so it takes "
                     f"keep_all only, not {self.specs[index]}"
                 )
-            contiguous = policy.reach is not None and not policy.reach.sinks
+            contiguous = policy.reach is not None and not policy.reach.fixed
             if k.shape[0] > 1 or k.shape[2] > 1 or not contiguous:
                 raise UnsupportedError(
                     f"{self.specs[index]} with {k.shape[0]} rows and {k.shape[2]} new tokens after "

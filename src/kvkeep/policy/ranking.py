@@ -28,8 +28,7 @@ class Protection(NamedTuple):
     @property
     def fixed(self) -> int:
         """How many of them do not change as tokens come."""
-        kept = max(self.keep_to, self.sinks) - max(self.keep_from, self.sinks)
-        return self.sinks + max(0, kept)
+        return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
 
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:

@@ -16,7 +16,8 @@ from kvkeep.policy.ranking import Protection, least_worthy
 @final
 @dataclass(frozen=True)
 class Window(Policy):
-    """Each query sees the last `size` tokens, its own included, and the first `sinks` tokens.
+    """Each query sees the last `size` tokens, its own included, the first `sinks` tokens, and
+    positions `keep_from` to `keep_to` (exclusive).
 
     The result does not depend on how the tokens were split into chunks. Sources: Mistral 7B
     (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
@@ -24,34 +25,40 @@ class Window(Policy):
 
     size: int
     sinks: int = 0
+    keep_from: int = 0
+    keep_to: int = 0
 
     name: ClassVar[str] = "window"
     rollback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (self.size >= 1 and self.sinks >= 0 and self.budget < 2**31):
+        ordered = 0 <= self.keep_from <= self.keep_to
+        if not (self.size >= 1 and self.sinks >= 0 and ordered and self.budget < 2**31):
             raise SpecError(
-                f"window of {self.size} tokens and {self.sinks} sinks: size must be at least 1, "
-                "sinks at least 0, both together below 2**31; use window:1024,sinks=4"
+                f"window of {self.size} tokens, {self.sinks} sinks and positions {self.keep_from} "
+                f"to {self.keep_to}: size must be at least 1, sinks at least 0, positions in "
+                "order, all together below 2**31; use window:1024,sinks=4"
             )
 
     @property
     def budget(self) -> int:
-        return self.size + self.sinks
+        return self.size + self.reach.fixed
 
     @property
     def reach(self) -> Reach:
-        return Reach(self.size, self.sinks)
+        return Reach(self.size, self.sinks, self.keep_from, self.keep_to)
 
     @property
     def protected(self) -> int:
-        return self.sinks
+        return self.reach.fixed
 
     def with_budget(self, tokens: int) -> Policy:
-        return replace(self, size=tokens - self.sinks)
+        return replace(self, size=tokens - self.protected)
 
     def within(self, window: int) -> Policy:
         return self if self.size < window else Window(window)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        return least_worthy(None, planes, seen, Protection(sinks=self.sinks), count)
+        return least_worthy(
+            None, planes, seen, Protection(0, self.sinks, self.keep_from, self.keep_to), count
+        )
