@@ -38,15 +38,17 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
     try:
         library = ctypes.CDLL(str(path))
+        library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
+        library.kv_encode.argtypes = (c_char_p,)
+        library.kv_lowest.argtypes = (c_char_p,)
+        library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
+        library.kv_instructions.restype = c_char_p
+        library.kv_use_instructions.argtypes = (c_char_p,)
+        library.kv_use_instructions.restype = c_int
     except OSError as error:
         return None, f"cannot be loaded: {error}"
-    library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
-    library.kv_encode.argtypes = (c_char_p,)
-    library.kv_lowest.argtypes = (c_char_p,)
-    library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
-    library.kv_instructions.restype = c_char_p
-    library.kv_use_instructions.argtypes = (c_char_p,)
-    library.kv_use_instructions.restype = c_int
+    except AttributeError:
+        return None, f"{path} is of another version: install kvkeep again"
     return library, library.kv_instructions().decode()
 
 
