@@ -1,7 +1,6 @@
 """For those who add a policy, codec, storage or backend: an oracle, and every legal combination.
 
-for spec in conformance_specs():
-    check_layer(spec)
+`check_policy("mine:8")` holds a policy to what every policy must do.
 """
 
 from __future__ import annotations
@@ -199,10 +198,72 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
             assert sum(len(place) for place, _, _ in heads[b]) <= budget * len(heads[b])
 
 
+def check_policy(spec: str) -> None:
+    """What every policy must do, with every codec and storage it goes with, for two rows of which
+    one has padding: attend to what was kept and to the chunk, keep its budget, move each token's
+    planes together, and decide for each row as if it were alone.
+
+    Args:
+        spec: the policy's part of a spec, with a budget of at most 16 tokens.
+
+    Raises:
+        SpecError: no such policy, or it goes with no codec and storage.
+        AssertionError: it does something else.
+    """
+    CacheSpec.parse(spec)
+    checked = 0
+    for codec in CODECS:
+        for storage in STORAGES:
+            parts = f"{spec}+{CODEC_EXAMPLES.get(codec, codec)}@{storage}"
+            try:
+                layers = [CacheSpec.parse(parts).layer(capacity=64) for _ in range(3)]
+            except SpecError:
+                continue
+            _check_rows(*layers)
+            checked += 1
+    if not checked:
+        raise SpecError(f"{spec} goes with no codec and storage")
+
+
+def _check_rows(both: LayerCache, padded: LayerCache, other: LayerCache) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pads, heads, width = 5, 2, 16
+    oracle = OracleLayer(reach=both.policy.reach)
+    start = 0
+    for n in (11, 1, 1, 8, 1, 4):
+        q, k, v = (
+            torch.randn(2, count, n, width, generator=generator)
+            for count in (2 * heads, heads, heads)
+        )
+        position = torch.stack(
+            [torch.arange(start, start + n) - pads, torch.arange(start, start + n)]
+        )
+        position = position.clamp(min=-1)
+        start += n
+        live = [[set(place) for place, _, _ in row] for row in live_tokens(both)] or None
+        out = both.step(q, k, v, position, scale=0.25)
+        expected = oracle.step(
+            q, k, v, position, scale=0.25, live=live if both.policy.reach is None else None
+        )
+        if both.key_codec.packing == both.value_codec.packing == "plain":
+            real = (position >= 0)[:, None, :, None]
+            torch.testing.assert_close(out * real, expected.float() * real, atol=2e-5, rtol=1e-4)
+        check_layer(both, oracle)
+        for row, alone in enumerate((padded, other)):
+            real = position[row] >= 0
+            if real.any():
+                own = [x[row : row + 1, :, real] for x in (q, k, v)]
+                alone.step(own[0], own[1], own[2], position[row, real], scale=0.25)
+                places = [sorted(place) for place, _, _ in live_tokens(alone)[0]]
+                together = [sorted(place) for place, _, _ in live_tokens(both)[row]]
+                assert places == together, f"row {row} keeps {together}, alone {places}"
+
+
 def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]]]:
     """Of each row and head: live positions, and their keys and values in float64, all segments
     one after the other."""
-    assert layer._like is not None
+    if layer._like is None:
+        return []
     rows, heads = layer._like[0].shape[:2]
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
@@ -256,6 +317,7 @@ __all__ = [
     "POSITION",
     "OracleLayer",
     "check_layer",
+    "check_policy",
     "conformance_specs",
     "example_planes",
     "live_tokens",

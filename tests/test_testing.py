@@ -1,0 +1,66 @@
+"""check_policy lets a right policy pass, and says what is wrong with another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvkeep.errors import SpecError
+from kvkeep.policy import POLICIES, Scored
+from kvkeep.testing import check_policy
+
+
+@dataclass(frozen=True)
+class Mine(Scored):
+    """Keeps values of large norm."""
+
+    name: ClassVar[str] = "mine"
+
+    def enter(self, tokens):
+        return {"score": tokens.values.float().norm(dim=-1)}
+
+    def score(self, planes, seen):
+        return planes["score"]
+
+
+class ByPlace(Mine):
+    """Scores a slot by where it lies, which says nothing of the token."""
+
+    def score(self, planes, seen):
+        return torch.arange(planes["score"].shape[2]).expand_as(planes["score"]).float()
+
+
+class TooFew(Mine):
+    """Evicts fewer slots than it must."""
+
+    def victims(self, count, planes, seen):
+        return super().victims(max(1, count - 1), planes, seen)
+
+
+class Meddling(Mine):
+    """Changes a plane that is not its own."""
+
+    def observe(self, planes, seen):
+        planes["k"].mul_(2)
+
+
+def test_a_right_policy_passes(monkeypatch):
+    monkeypatch.setitem(POLICIES, "mine", Mine)
+    check_policy("mine:8,recent=2")
+    check_policy("adakv(mine:8)")
+    check_policy("pyramid(mine:8)")
+
+
+@pytest.mark.parametrize("wrong", [ByPlace, TooFew, Meddling])
+def test_a_wrong_policy_does_not(monkeypatch, wrong):
+    monkeypatch.setitem(POLICIES, "mine", wrong)
+    with pytest.raises(AssertionError):
+        check_policy("mine:8,recent=2")
+
+
+def test_no_policy():
+    with pytest.raises(SpecError, match="did you mean"):
+        check_policy("knrom:8")
