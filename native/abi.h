@@ -25,6 +25,7 @@ struct KvEncoded {
     KvPlane plane;
     KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; data is null where there is none
     int64_t group;        // a multiple of 8; a slot's last group may be shorter
+    int64_t rotated;      // 1: keys stand for themselves rotated, so queries are rotated to meet them
 };
 
 // A run of slots with one encoding. `queries` are as these keys need them: a rotary offset turns
@@ -36,7 +37,8 @@ struct KvSegment {
     int64_t shared;  // 1 when all rows read the same slots
 };
 
-// A query at position t sees a slot at position p if t - p < size or p < sinks, or if keep_from <= p < keep_to.
+// A query at position t sees a slot at position p if t - p < size or p < sinks, or if
+// keep_from <= p < keep_to.
 struct KvReach {
     int64_t size, sinks, keep_from, keep_to;
 };

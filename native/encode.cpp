@@ -19,20 +19,6 @@ void load_token(const void* from, int64_t offset, int64_t width, float* to) {
     for (int64_t i = 0; i < width; ++i) to[i] = T::widen1(x[i]);
 }
 
-// Rotate by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two.
-void rotate(float* x, int64_t width) {
-    const int64_t block = width & -width;
-    for (int64_t half = 1; half < block; half *= 2)
-        for (int64_t at = 0; at < width; at += 2 * half)
-            for (int64_t i = at; i < at + half; ++i) {
-                const float a = x[i], b = x[i + half];
-                x[i] = a + b;
-                x[i + half] = a - b;
-            }
-    const float scale = 1.0f / std::sqrt((float)block);
-    for (int64_t i = 0; i < width; ++i) x[i] *= scale;
-}
-
 // To float16 and back; what is not finite becomes no number, so that it is not hidden.
 float rounded_half(float x, uint16_t* out) {
     if (!std::isfinite(x)) x = std::numeric_limits<float>::quiet_NaN();

@@ -1,6 +1,7 @@
 // Vectors of W floats for one instruction set, chosen by the flags this is compiled with. GCC's and
 // clang's vector extensions say what to compute; intrinsics only where those have no word for it.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -284,6 +285,22 @@ struct F16 {
         return sign | (uint16_t)((bits - 0x38000000 + 0xfff + odd) >> 13);
     }
 };
+
+// -- rotating --------------------------------------------------------------------------------
+
+// Rotate by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two.
+[[maybe_unused]] void rotate(float* x, int64_t width) {
+    const int64_t block = width & -width;
+    for (int64_t half = 1; half < block; half *= 2)
+        for (int64_t at = 0; at < width; at += 2 * half)
+            for (int64_t i = at; i < at + half; ++i) {
+                const float a = x[i], b = x[i + half];
+                x[i] = a + b;
+                x[i + half] = a - b;
+            }
+    const float scale = 1.0f / std::sqrt((float)block);
+    for (int64_t i = 0; i < width; ++i) x[i] *= scale;
+}
 
 // -- transposing -----------------------------------------------------------------------------
 

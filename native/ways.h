@@ -59,10 +59,18 @@ void each_query(const Work& work, F f) {
         typedef decltype(type) T;
         for (int64_t row = run.row0; row < run.row1; ++row)
             for (int64_t g = 0; g < call.group; ++g)
-                for (int64_t t = run.query0; t < run.query1; ++t)
-                    f(record++, [from = (const typename T::Element*)plane.data + row * plane.row +
-                                        (run.head * call.group + g) * plane.head +
-                                        t * plane.slot](int64_t i) { return T::widen1(from[i]); });
+                for (int64_t t = run.query0; t < run.query1; ++t) {
+                    const auto* from = (const typename T::Element*)plane.data + row * plane.row +
+                                       (run.head * call.group + g) * plane.head + t * plane.slot;
+                    if (!work.segment.k.rotated) {
+                        f(record++, [from](int64_t i) { return T::widen1(from[i]); });
+                        continue;
+                    }
+                    float turned[MOST_WIDTH];
+                    for (int64_t i = 0; i < call.key_width; ++i) turned[i] = T::widen1(from[i]);
+                    rotate(turned, call.key_width);
+                    f(record++, [&turned](int64_t i) { return turned[i]; });
+                }
     });
 }
 

@@ -29,8 +29,10 @@ from kvkeep.planes import POSITION, Planes, unsliced
 _CODES = {"int8": 3, "int4": 4}
 """Packings that the kernel reads besides "plain" -> KvType."""
 
+_MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
+
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=44q"), Struct("=4q")
+_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=46q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -123,7 +125,8 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
     shared = planes["k"].shape[0] != q.shape[0]
     # Turned queries stay in float32, so that a rotary offset costs no precision.
     turned = q if segment.rotation is None else segment.queries(q.float())
-    turned = segment.key_codec.rotate(turned)
+    if not _rotated_inside(segment.key_codec, q):
+        turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
     if not dense:
         place = planes[POSITION]
@@ -132,7 +135,9 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
         position = (place.data_ptr(), row, head, slot, 0)
     return _SEGMENT.pack(
         *_encoded(planes, "k", segment.key_codec, shared, kept),
+        _rotated_inside(segment.key_codec, q),
         *_encoded(planes, "v", segment.value_codec, shared, kept),
+        0,
         *position,
         *_plane(turned, False, kept),
         segment.slots,
@@ -149,6 +154,15 @@ class Coded(Decoder, Protocol):
     @property
     def group(self) -> int:
         """How many neighbouring elements share a scale."""
+
+    @property
+    def hadamard(self) -> bool:
+        """Whether keys are rotated by a Hadamard matrix before they are encoded."""
+
+
+def _rotated_inside(codec: Decoder, q: Tensor) -> bool:
+    """Whether the kernel rotates the queries itself."""
+    return codec.packing in _CODES and cast(Coded, codec).hadamard and q.shape[3] <= _MOST_WIDTH
 
 
 def _encoded(
