@@ -48,8 +48,8 @@ class LayerCache:
         if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
             raise SpecError(
                 f"policy {policy.name} evicts single slots, but codec {key_codec.name}/"
-                f"{value_codec.name} encodes blocks of tokens; use int8 or int4, or keep_all (on layers "
-                "without a sliding window)"
+                f"{value_codec.name} encodes blocks of tokens; use int8 or int4, or keep_all on "
+                "layers without a sliding window"
             )
         self.policy = policy
         self.key_codec = key_codec

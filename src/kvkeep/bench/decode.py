@@ -16,7 +16,7 @@ from kvkeep.bench import llama_cpp
 from kvkeep.bench.environment import environment, read_bandwidth
 from kvkeep.errors import SpecError
 from kvkeep.evals.text import tokens_of_text
-from kvkeep.evals.timing import interleaved
+from kvkeep.evals.timing import interleaved, spread
 from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
 from kvkeep.hf.models import load
@@ -76,13 +76,12 @@ def run(
         _say(progress, "steps")
         # Contexts take turns too, or drift between them would be taken for a slope.
         for (system, context), seconds in interleaved(steps, turns=turns, burst=burst).items():
-            quarters = statistics.quantiles(seconds, n=4)
             rows.append(
                 {
                     "system": system,
                     "context": context,
                     "median_ms": statistics.median(seconds) * 1e3,
-                    "spread_ms": (quarters[2] - quarters[0]) * 1e3,
+                    "spread_ms": spread(seconds) * 1e3,
                 }
             )
     read.append(read_bandwidth())

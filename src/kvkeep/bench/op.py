@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, View, attend, backends
 from kvkeep.bench.environment import environment, read_bandwidth
 from kvkeep.codec import Plain
-from kvkeep.evals.timing import interleaved
+from kvkeep.evals.timing import interleaved, spread
 from kvkeep.planes import POSITION, joined, plane_bytes
 from kvkeep.spec import CacheSpec
 
@@ -65,14 +65,13 @@ def run(
             burst = max(2, min(20, 200_000 // length))
             for (name, codec), seconds in interleaved(calls, turns=turns, burst=burst).items():
                 median = statistics.median(seconds)
-                quarters = statistics.quantiles(seconds, n=4)
                 rows.append(
                     {
                         "backend": name,
                         "codec": codec,
                         "length": length,
                         "median_us": median * 1e6,
-                        "spread_us": (quarters[2] - quarters[0]) * 1e6,
+                        "spread_us": spread(seconds) * 1e6,
                         "gb_per_s": sizes[codec] / median / 1e9,
                     }
                 )

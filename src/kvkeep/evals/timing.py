@@ -28,6 +28,12 @@ def interleaved(
     return seconds
 
 
+def spread(seconds: list[float]) -> float:
+    """Width of the middle half."""
+    quarters = statistics.quantiles(seconds, n=4)
+    return quarters[2] - quarters[0]
+
+
 def median_ratio(slow: list[float], fast: list[float]) -> float:
     """Median of the paired ratios slow / fast."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))

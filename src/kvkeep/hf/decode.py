@@ -45,7 +45,7 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of one token's keys and values in all layers, which a step must read at least."""
     config = decoder_config(base_config(model))
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads: int = config.num_key_value_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
 
 
