@@ -115,11 +115,16 @@ class LayerCache:
         While `record_past` is set nothing is evicted, so that the next `crop` can take steps back.
         """
         policy = self.policy
-        if observation is not None and policy.observes:
-            self._observe(observation)
+        if observation is not None and Need.MASS in policy.needs and observation.mass is None:
+            raise StateError(
+                f"policy {policy.name} needs the mass; attend(..., need_mass=True) and "
+                "settle(Observation(mass=mass))"
+            )
+        surplus = 0
         if policy.budget is not None and not self.record_past:
-            self._evict(self._slots.surplus(policy.budget), observation)
-        elif self._slots.waiting and not self.record_past:
+            surplus = self._slots.surplus(policy.budget)
+        self._evict(surplus, observation)
+        if self._slots.waiting and not self.record_past:
             self._slots.encode_waiting()
             self._floor = self.fed
 
@@ -368,18 +373,20 @@ class LayerCache:
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
 
-    def _observe(self, observation: Observation) -> None:
-        planes = self._slots.rewritable()
-        self.policy.observe(planes, self._seeing(observation))
-        for name in self.policy.planes:
-            self._slots.keep(name, planes[name])
-
     def _evict(self, count: int, observation: Observation | None = None) -> None:
-        if count <= 0:
+        """Show the policy what there was to see, if anything, and free `count` slots, if any."""
+        policy = self.policy
+        observes = observation is not None and policy.observes
+        if not observes and count <= 0:
             return
-        planes = self._slots.rewritable()
-        self._slots.evict(self.policy.victims(count, planes, self._seeing(observation)))
-        self._floor = self.fed
+        planes, seen = self._slots.rewritable(), self._seeing(observation)
+        if observes:
+            policy.observe(planes, seen)
+            for name in policy.planes:
+                self._slots.keep(name, planes[name])
+        if count > 0:
+            self._slots.evict(policy.victims(count, planes, seen))
+            self._floor = self.fed
 
     def _drop(self, n: int) -> None:
         """Take back the newest n tokens, which no eviction has followed."""
