@@ -88,7 +88,7 @@ struct KvSlots {
 };
 
 // Free the slots `victims` (rows or 1, heads or 1, count): survivors from behind fill the holes, in
-// their order. 0, or 1 without memory.
+// their order. 0; 1 without memory; 2, with nothing changed, unless they are `count` slots each.
 KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
                        const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
                        int64_t count, int64_t length);

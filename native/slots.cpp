@@ -88,6 +88,14 @@ int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows, const int
              int64_t victim_rows, int64_t victim_heads, int64_t count, int64_t length) {
     const int64_t kept = length - count;
     try {
+        // A policy of the user's own may be wrong; nothing has been changed yet.
+        std::vector<int64_t> sorted(count);
+        for (int64_t i = 0; i < victim_rows * victim_heads; ++i) {
+            std::copy_n(victims + i * count, count, sorted.begin());
+            std::sort(sorted.begin(), sorted.end());
+            const bool twice = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
+            if (twice || (count && (sorted[0] < 0 || sorted[count - 1] >= length))) return 2;
+        }
         std::vector<int64_t> holes;
         std::vector<char> freed(count);
         for (int64_t row = 0; row < rows; ++row)

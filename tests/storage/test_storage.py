@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from kvkeep.errors import CapacityError, SpecError
+from kvkeep.errors import CapacityError, ShapeError, SpecError
 from kvkeep.storage import Concat, Fixed, Growing, buffer
 
 STORAGES = {"concat": Concat, "growing": Growing, "fixed": lambda: Fixed(16)}
@@ -82,6 +82,28 @@ def test_evict_differs_by_row_and_head(storage):
     storage.evict(torch.tensor([[[0], [1]], [[2], [3]]]))
     kept = storage.read()["k"].flatten(start_dim=2).sort(dim=2).values.tolist()
     assert kept == [[[1, 2, 3], [0, 2, 3]], [[0, 1, 3], [0, 1, 2]]]
+
+
+def test_compiled_and_torch_evict_alike(monkeypatch):
+    k, position = torch.randn(2, 3, 40, 5), torch.arange(240).view(2, 3, 40).int()
+    victims = torch.stack([torch.randperm(40)[:11] for _ in range(6)]).view(2, 3, 11)
+    stores = [Growing(), Growing()]
+    for store in stores:
+        store.append({"k": k, "position": position})
+    stores[0].evict(victims)
+    monkeypatch.setattr(buffer, "LIBRARY", None)
+    stores[1].evict(victims)
+    for name, plane in stores[0].read().items():
+        assert plane.equal(stores[1].read()[name])
+
+
+@pytest.mark.skipif(buffer.LIBRARY is None, reason="tensors check their indices themselves")
+@pytest.mark.parametrize("wrong", [[6], [-1], [2, 2]])
+def test_victims_that_are_no_slots(in_place, wrong):
+    in_place.append(planes(*range(6)))
+    with pytest.raises(ShapeError, match="different ones, 0 to 5"):
+        in_place.evict(torch.tensor([[wrong]]))
+    assert content(in_place) == [[[0, 1, 2, 3, 4, 5]]]
 
 
 def test_evict_everything(storage):

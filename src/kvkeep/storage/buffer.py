@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from ctypes import CDLL
 from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.errors import ShapeError
 from kvkeep.library import LIBRARY
 from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
@@ -75,19 +77,7 @@ class Buffer(Storage):
     def evict(self, victims: Tensor) -> None:
         kept = self._length - victims.shape[2]
         if LIBRARY is not None and victims.is_cpu:
-            moving = victims.contiguous()
-            rows = next(iter(self._planes.values())).shape[0]
-            planes = self._described()
-            if LIBRARY.kv_evict(
-                planes,
-                len(self._planes),
-                rows,
-                moving.data_ptr(),
-                *moving.shape,
-                self._length,
-            ):
-                raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
-            self._length = kept
+            self._evict_in_one_call(LIBRARY, victims.contiguous())
             return
         # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the
         # victims sorted, and the slots behind `kept` sorted survivors first, hole i takes
@@ -99,6 +89,21 @@ class Buffer(Storage):
             moved = plane.gather(2, along_slots(movers, plane))
             plane.scatter_(2, along_slots(holes, plane), moved)
         self._length = kept
+
+    def _evict_in_one_call(self, library: CDLL, victims: Tensor) -> None:
+        rows = next(iter(self._planes.values())).shape[0]
+        place, planes = victims.data_ptr(), self._described()
+        failed = library.kv_evict(
+            planes, len(self._planes), rows, place, *victims.shape, self._length
+        )
+        if failed == 1:
+            raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
+        if failed:
+            raise ShapeError(
+                f"victims {tuple(victims.shape)} of {self._length} slots: a policy must name "
+                f"{victims.shape[2]} different ones, 0 to {self._length - 1}, for each row and head"
+            )
+        self._length -= victims.shape[2]
 
     def truncate(self, length: int) -> None:
         self._length = length
