@@ -93,6 +93,13 @@ def test_decode():
 
 
 @pytest.mark.usefixtures("_model")
+def test_decode_of_several_specs():
+    options = ("--contexts", "20", "--turns", "1", "--specs", "h2o:8+int8;keep_all", "--json")
+    rows = last_line(run("decode", *options))["rows"]
+    assert [row["system"] for row in rows] == ["kvkeep h2o:8+int8", "kvkeep", "hf-dynamic"]
+
+
+@pytest.mark.usefixtures("_model")
 def test_prefill():
     result = last_line(run("prefill", "--lengths", "32", "--turns", "1", "--json"))
     ours, theirs = result["rows"]
@@ -121,6 +128,7 @@ def test_a_plot(tmp_path, suffix):
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),
         (("decode", "--against", "vllm"), "no system 'vllm'"),
+        (("decode", "--specs", "h3o:5"), "did you mean 'h2o'"),
         (("prefill", "--lengths", ""), "whole numbers"),
         (("prefill", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
     ],

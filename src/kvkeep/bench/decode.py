@@ -20,6 +20,7 @@ from kvkeep.evals.timing import interleaved, spread
 from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
 from kvkeep.hf.models import load
+from kvkeep.spec import CacheSpec
 
 KVKEEP, SPEC = "kvkeep", "keep_all"
 OTHERS = (DYNAMIC, STATIC, llama_cpp.LLAMA_CPP)
@@ -30,6 +31,7 @@ def run(
     *,
     dtype: str = "bfloat16",
     contexts: Sequence[int] = (128, 2048, 7936),
+    specs: Sequence[str] = (SPEC,),
     against: Sequence[str] = (DYNAMIC,),
     turns: int = 10,
     burst: int = 4,
@@ -43,6 +45,8 @@ def run(
         model: a name that `kvkeep models` knows, a directory, or a hub name.
         dtype: of weights and cache.
         contexts: tokens held when the steps begin; at least two, for a slope.
+        specs: what kvkeep caches keep; each is a system, called "kvkeep" for keep_all, else by both
+            names.
         against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
             llama-cpp-python).
         turns, burst: each system makes `turns` + 1 times `burst` steps, the first not counted.
@@ -56,6 +60,8 @@ def run(
         SpecError: a system that does not exist.
         UnsupportedError: llama.cpp is not here, or cannot run this model.
     """
+    for spec in specs:
+        CacheSpec.parse(spec)
     for system in against:
         if system not in OTHERS:
             raise SpecError(
@@ -67,7 +73,7 @@ def run(
     rows, read = [], [read_bandwidth()]
     steps: dict[tuple[str, int], Callable[[], object]] = {}
     with TemporaryDirectory() as directory:
-        systems = _Systems(loaded, against, Path(directory))
+        systems = _Systems(loaded, specs, against, Path(directory))
         for context in contexts:
             _say(progress, f"{context} tokens")
             ids = tokens_of_text(tokenizer, context + 1)
@@ -92,7 +98,9 @@ def run(
         "dtype": dtype,
         "environment": environment(),
         "rows": rows,
-        "slope_us_per_token": {system: _slope(rows, system) for system in (KVKEEP, *against)},
+        "slope_us_per_token": {
+            system: _slope(rows, system) for system in (*map(_named, specs), *against)
+        },
         "bandwidth_floor_us_per_token": bytes_per_token(loaded) / bandwidth / 1e3,
         "read_gb_per_s": bandwidth,
     }
@@ -101,11 +109,14 @@ def run(
 class _Systems:
     """The models to measure, all on the same weights; llama.cpp's file goes into `directory`."""
 
-    def __init__(self, model: Any, against: Sequence[str], directory: Path) -> None:
+    def __init__(
+        self, model: Any, specs: Sequence[str], against: Sequence[str], directory: Path
+    ) -> None:
         shared = {id(weight): weight for weight in model.parameters()}
         plain, static = (copy.deepcopy(model, shared) for _ in range(2))
         attach(model)
         self.kvkeep = model
+        self.specs = specs
         self.against = against
         self.directory = directory
         self.transformers: dict[str, Callable[..., Any]] = {
@@ -115,10 +126,13 @@ class _Systems:
 
     def steps(self, ids: Tensor, room: int) -> dict[str, Callable[[], object]]:
         """Feed all of ids (1, n) but the last, and return what feeds the last in each system."""
-        full = new_cache(SPEC, self.kvkeep)
-        with torch.inference_mode():
-            self.kvkeep(ids[:, :-1], past_key_values=full, logits_to_keep=1)
-        steps = {KVKEEP: _step(self.kvkeep, ids[:, -1:], full)}
+        steps: dict[str, Callable[[], object]] = {}
+        full: Any = None
+        for spec in self.specs:
+            cache = self._filled(spec, ids)
+            full = cache if spec == SPEC else full
+            steps[_named(spec)] = _step(self.kvkeep, ids[:, -1:], cache)
+        full = self._filled(SPEC, ids) if full is None and self.against else full
         for system in self.against:
             if system == llama_cpp.LLAMA_CPP:
                 steps[system] = llama_cpp.stepper(self.kvkeep, ids, room, self.directory)
@@ -126,6 +140,16 @@ class _Systems:
                 cache = filled_from(full, new_cache(system, self.kvkeep, room))
                 steps[system] = _step(self.transformers[system], ids[:, -1:], cache)
         return steps
+
+    def _filled(self, spec: str, ids: Tensor) -> Any:
+        cache = new_cache(spec, self.kvkeep)
+        with torch.inference_mode():
+            self.kvkeep(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        return cache
+
+
+def _named(spec: str) -> str:
+    return KVKEEP if spec == SPEC else f"{KVKEEP} {spec}"
 
 
 def _step(model: Callable[..., Any], token: Tensor, cache: Any) -> Callable[[], object]:

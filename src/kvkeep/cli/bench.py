@@ -10,6 +10,7 @@ import typer
 from kvkeep.cli.output import (
     JsonFlag,
     Working,
+    listed,
     print_json,
     print_table,
     reported,
@@ -106,7 +107,10 @@ def op(
 def decode(
     model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    contexts: Annotated[str, typer.Option(help="Tokens held, comma-separated.")] = "128,2048,7936",
+    contexts: Annotated[str, typer.Option(help="Tokens fed, comma-separated.")] = "128,2048,7936",
+    specs: Annotated[
+        str, typer.Option(help="What kvkeep keeps, separated by semicolons.")
+    ] = "keep_all",
     against: Annotated[
         str, typer.Option(help="hf-dynamic, hf-static (compiled), llama.cpp; comma-separated.")
     ] = "hf-dynamic",
@@ -120,9 +124,14 @@ def decode(
     with reported(), Working("decode") as working:
         from kvkeep.bench.decode import run
 
-        others = [name.strip() for name in against.split(",") if name.strip()]
         result = run(
-            model, dtype=dtype, contexts=held, against=others, turns=turns, progress=working
+            model,
+            dtype=dtype,
+            contexts=held,
+            specs=listed(specs, ";"),
+            against=listed(against, ","),
+            turns=turns,
+            progress=working,
         )
     _show(f"One decode step of {model}, {dtype}", result, plot, json)
     floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read it once"

@@ -10,6 +10,7 @@ import typer
 from kvkeep.cli.output import (
     Advancing,
     JsonFlag,
+    listed,
     print_json,
     print_table,
     reported,
@@ -49,7 +50,7 @@ def evaluate(
     """
     check_plot(plot)
     contexts = whole_numbers(context)
-    chosen = [spec.strip() for spec in specs.split(";") if spec.strip()]
+    chosen = listed(specs, ";")
     with reported(), Advancing("starting") as advancing:
         from kvkeep.bench.environment import environment
         from kvkeep.evals.run import run

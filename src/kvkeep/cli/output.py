@@ -118,6 +118,11 @@ def whole_numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def listed(text: str, separator: str) -> list[str]:
+    """The parts of an option's text that are not empty."""
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
 def print_json(result: Mapping[str, Any]) -> None:
     """One JSON object on one line of stdout."""
     typer.echo(json.dumps(result))
