@@ -89,6 +89,7 @@ struct Plan {
                         run.slot1 = std::min(blocks * (part + 1) / plan.parts * KV_BLOCK, slots);
                         if (call.dense && index + 1 == call.segment_count)
                             run.slot1 = std::min(run.slot1, slots - call.queries + run.query1);
+                        run.slot1 = std::max(run.slot0, run.slot1);  // a part that nobody sees
                         records = std::max(records, kv_records(call, run));
                         runs.push_back(run);
                     }

@@ -9,10 +9,10 @@ from kvkeep.attention import Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.planes import POSITION, PlaneSpec, along_slots, limits, part
+from kvkeep.planes import POSITION, PlaneSpec, limits, part
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
-from kvkeep.slots import LayerSlots, LayerStats
+from kvkeep.slots import LayerSlots, LayerStats, in_order
 from kvkeep.storage import Storage
 
 
@@ -22,7 +22,7 @@ class LayerCache:
     Args:
         policy: which slots stay.
         key_codec, value_codec: how a slot is encoded.
-        storage: where slots lie; owned by this layer from now on.
+        storage: where slots lie; owned from now on.
         window: the layer's own sliding window in tokens, if it has one.
         rotary: the model's rotary embedding, for policies that ask; None if keys carry none.
 
@@ -51,9 +51,9 @@ class LayerCache:
                 f"{value_codec.name} encodes blocks of tokens; use int8 or int4, or keep_all on "
                 "layers without a sliding window"
             )
-        self.policy = policy
+        self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
-        self.value_codec = value_codec
+        self.value_codec = value_codec = value_codec.for_values()
         self.window = window
         self.rotary = rotary
         self.record_past = False
@@ -91,6 +91,9 @@ class LayerCache:
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
+        if self._like is None:  # a width that a codec cannot take raises here
+            self.key_codec.planes(k.shape[3], k.dtype)
+            self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
         # What no query from here on can reach makes room first: the ring of a window.
         if self.policy.reach is not None:
@@ -110,23 +113,23 @@ class LayerCache:
         return self._view(position)
 
     def settle(self, observation: Observation | None = None) -> None:
-        """Let the policy look at the step, then evict down to its budget.
+        """Let the policy look at the step, then evict down to its budget. Without an observation it
+        chooses by what it saw before.
 
         While `record_past` is set nothing is evicted, so that the next `crop` can take steps back.
         """
         policy = self.policy
-        if observation is not None and Need.MASS in policy.needs and observation.mass is None:
-            raise StateError(
-                f"policy {policy.name} needs the mass; attend(..., need_mass=True) and "
-                "settle(Observation(mass=mass))"
-            )
-        surplus = 0
-        if policy.budget is not None and not self.record_past:
-            surplus = self._slots.surplus(policy.budget)
-        self._evict(surplus, observation)
-        if self._slots.waiting and not self.record_past:
-            self._slots.encode_waiting()
-            self._floor = self.fed
+        if observation is not None:
+            for need in policy.needs & {Need.MASS, Need.QUERIES}:
+                if getattr(observation, need.value) is None:
+                    raise StateError(
+                        f"policy {policy.name} needs the {need.value} of the step; give "
+                        f"settle(Observation({need.value}=...)), or use step()"
+                    )
+        if self.record_past:
+            self._evict(0, observation)
+        else:
+            self._fit(observation)
 
     def step(
         self,
@@ -156,7 +159,7 @@ class LayerCache:
             self._drop(k.shape[2])
             self._pads = pads
             raise
-        self.settle(Observation(mass, queries=q, scale=scale))
+        self.settle(Observation(mass, queries=q.detach(), scale=scale))
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -193,15 +196,8 @@ class LayerCache:
         on, and when the next `settle` will evict.
         """
         assert self._like is not None
-        k, v = self._like
-        keys = [segment.keys(k.dtype) for segment in view.segments]
-        values = [segment.values(v.dtype) for segment in view.segments]
-        whole = [x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in (keys, values)]
-        if self._floor or self.length > (self.policy.budget or self.length):
-            position = torch.cat([segment.position for segment in view.segments], dim=2)
-            order = position.argsort(dim=2, stable=True)
-            whole = [x.gather(2, along_slots(order, x)) for x in whole]
-        return whole[0], whole[1]
+        moved = bool(self._floor) or self.length > (self.policy.budget or self.length)
+        return in_order(view, self._like[0].dtype, self._like[1].dtype, moved=moved)
 
     # -- whole-state changes ----------------------------------------------------------------
 
@@ -241,8 +237,8 @@ class LayerCache:
                 position = self._slots.newest_positions(-tokens)
                 self._pads = self._pads - (position < 0).sum(dim=1)
             self._drop(-tokens)
-        if self.record_past and self.policy.budget is not None:
-            self._evict(self._slots.surplus(self.policy.budget))
+        if self.record_past:
+            self._fit()
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
@@ -302,10 +298,7 @@ class LayerCache:
 
     def stats(self) -> LayerStats:
         """All figures at once."""
-        held = self._slots
-        return LayerStats(
-            held.length, held.capacity, held.live_bytes, held.nbytes, held.reallocations
-        )
+        return self._slots.stats()
 
     def bytes_for(
         self,
@@ -317,12 +310,12 @@ class LayerCache:
         dtype: torch.dtype,
         rows: int = 1,
     ) -> int:
-        """What `live_bytes` will be after `tokens` columns have passed, between two steps."""
+        """What `live_bytes` will be after `tokens` columns; at least that for ragged heads and
+        several rows, for a head frees what no row needs."""
         policy = self.policy
         kept = tokens if policy.budget is None else min(tokens, policy.budget)
         own = {POSITION: PlaneSpec((), torch.int32, shared=not policy.per_head), **policy.planes}
-        each = self._slots.token_bytes(key_width, value_width, dtype, heads, own, kept)
-        return rows * each
+        return rows * self._slots.token_bytes(key_width, value_width, dtype, heads, own, kept)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -333,10 +326,12 @@ class LayerCache:
 
     def check_gradients(self, *tensors: Tensor) -> None:
         """Raise StateError when gradients are wanted of tensors this layer cannot keep them for."""
-        if not self.storage.differentiable and wants_gradients(*tensors):
+        parts = (self.storage, self.key_codec, self.value_codec)
+        fixed = next((part.name for part in parts if not part.differentiable), None)
+        if fixed is not None and wants_gradients(*tensors):
             raise StateError(
-                f"{self.storage.name} storage writes in place, so gradients cannot flow through "
-                "it; use torch.no_grad(), or @concat to train through the cache"
+                f"{fixed} lets no gradients through; use torch.no_grad(), or +plain@concat to "
+                "train through the cache"
             )
 
     def _planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
@@ -348,7 +343,7 @@ class LayerCache:
             error = None
             if Need.ENCODE_ERROR in policy.needs:
                 error = self._slots.errors(k, v, planes)
-            planes |= policy.enter(Arrivals(k, v, position, error))
+            planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error))
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes
@@ -381,11 +376,20 @@ class LayerCache:
             return
         planes, seen = self._slots.rewritable(), self._seeing(observation)
         if observes:
-            policy.observe(planes, seen)
-            for name in policy.planes:
-                self._slots.keep(name, planes[name])
+            with torch.inference_mode():  # in place, whatever mode the planes were made in
+                policy.observe(planes, seen)
+                for name in policy.planes:
+                    self._slots.keep(name, planes[name])
         if count > 0:
             self._slots.evict(policy.victims(count, planes, seen))
+            self._floor = self.fed
+
+    def _fit(self, observation: Observation | None = None) -> None:
+        """Evict down to the budget, and encode what waited for its block to be full."""
+        budget = self.policy.budget
+        self._evict(0 if budget is None else self._slots.surplus(budget), observation)
+        if self._slots.waiting:
+            self._slots.encode_waiting()
             self._floor = self.fed
 
     def _drop(self, n: int) -> None:

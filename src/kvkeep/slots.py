@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment
+from kvkeep.attention import Segment, View
 from kvkeep.codec import Codec, Plain
 from kvkeep.errors import SpecError
 from kvkeep.planes import (
     POSITION,
     Planes,
     PlaneSpec,
+    along_slots,
     concatenated,
     joined,
     part,
@@ -108,6 +109,12 @@ class LayerSlots:
         """How often slots were copied to make room."""
         return sum(s.reallocations for s in self._storages)
 
+    def stats(self) -> LayerStats:
+        """All figures at once."""
+        return LayerStats(
+            self.length, self.capacity, self.live_bytes, self.nbytes, self.reallocations
+        )
+
     def token_bytes(
         self,
         key_width: int,
@@ -151,7 +158,7 @@ class LayerSlots:
         if self.aside is not None:
             self.aside = concatenated(self.aside, planes)
         elif limit is not None and self.storage.length + slot_count(planes) > limit:
-            self.aside = planes
+            self.aside = {name: plane.clone() for name, plane in planes.items()}
         else:
             self.storage.append(planes)
 
@@ -227,11 +234,16 @@ class LayerSlots:
         planes = self.storage.read()
         oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, :count]
         taken = take(planes, oldest)
-        blocks = joined(self.key_codec.encode(taken["k"]), "k") | joined(
+        for name in ("k", "v"):
+            # What stands in empty slots is nobody's, and must not widen a block's range.
+            blocks = taken[name].reshape(*taken[name].shape[:2], -1, block, taken[name].shape[3])
+            empty = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, block, 1) < 0
+            taken[name] = torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)
+        encoded = joined(self.key_codec.encode(taken["k"]), "k") | joined(
             self.value_codec.encode(taken["v"]), "v"
         )
-        blocks[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, block)
-        self.bulk.append(blocks)
+        encoded[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, block)
+        self.bulk.append(encoded)
         self.storage.evict(oldest)
 
     def positions(self) -> Tensor:
@@ -241,7 +253,8 @@ class LayerSlots:
 
     def newest_positions(self, tokens: int) -> Tensor:
         """Positions (B, tokens) of the newest ones, which nothing was evicted after."""
-        return self.rewritable()[POSITION][:, 0, -tokens:]
+        planes = self.rewritable() if self.ragged is None else self.ragged.heads[0].read()
+        return planes[POSITION][:, 0, -tokens:]
 
     def drop(self, tokens: int) -> None:
         """Take back the newest, which no eviction has followed."""
@@ -255,8 +268,7 @@ class LayerSlots:
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
         for storage in self._storages:
-            if storage.length:
-                storage.rows(index)
+            storage.rows(index)
         if self.aside is not None:
             self.aside = {name: p.index_select(0, index) for name, p in self.aside.items()}
 
@@ -278,3 +290,19 @@ class LayerSlots:
 def _plane_bytes(spec: PlaneSpec, heads: int) -> int:
     """Bytes of one slot of a plane in one row."""
     return math.prod(spec.shape) * spec.dtype.itemsize * (1 if spec.shared else heads)
+
+
+def in_order(
+    view: View, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view, by position if slots were `moved`."""
+    first, *more = view.segments
+    keys, values = first.keys(key_dtype), first.values(value_dtype)
+    if more:
+        keys = torch.cat([keys, *(segment.keys(key_dtype) for segment in more)], dim=2)
+        values = torch.cat([values, *(segment.values(value_dtype) for segment in more)], dim=2)
+    if not moved:
+        return keys, values
+    position = torch.cat([segment.position for segment in view.segments], dim=2)
+    order = position.argsort(dim=2, stable=True)
+    return keys.gather(2, along_slots(order, keys)), values.gather(2, along_slots(order, values))

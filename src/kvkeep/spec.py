@@ -50,6 +50,9 @@ class CacheSpec:
     value_codec: Codec = dataclasses.field(default_factory=Plain)
     storage: StorageSpec = StorageSpec()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_codec", self.value_codec.for_values())
+
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
         """Read `keep_all`, `window:1024,sinks=4+plain@fixed:2048`, ...
@@ -68,7 +71,7 @@ class CacheSpec:
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
         key, value = (_codec(codec, text) for codec in (codecs * 2)[:2])
-        spec = cls(policy, key, value.for_values(), storage)
+        spec = cls(policy, key, value, storage)
         if storage.options:
             storage.build(None)
         return spec

@@ -34,7 +34,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
-    if not _gives_lse(q, view) and (len(view.in_runs().segments) > 1 or options.sinks is not None):
+    parts = view.in_runs() if q.is_cpu else view  # off the CPU, decoded as a whole
+    if not _gives_lse(q, view) and (len(parts.segments) > 1 or options.sinks is not None):
         return "torch gives a log-sum-exp to merge by on the CPU, for Dk = Dv, without gradients"
     return None
 

@@ -24,6 +24,9 @@ class Codec(ABC):
     """The layout of its planes, by which a kernel may read them as they are: "plain", "int8",
     "int4"; None: only `decode` reads them."""
 
+    differentiable: ClassVar[bool] = False
+    """Whether gradients flow through what was encoded."""
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together, in one slot; their planes have a token axis then. 1:

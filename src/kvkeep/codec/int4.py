@@ -47,13 +47,14 @@ class Int4(Codec):
         check_group(self.name, self.group)
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        if dim % 2:
+            raise ShapeError(f"int4 packs two elements in a byte, but the width is {dim}")
         scale = PlaneSpec((group_count(dim, self.group),), torch.float16)
         planes = {"": PlaneSpec((dim // 2,), torch.uint8), "_scale": scale}
         return planes | ({"_zero": scale} if self.affine else {})
 
     def encode(self, x: Tensor) -> Planes:
-        if x.shape[-1] % 2:
-            raise ShapeError(f"int4 packs two elements in a byte, but the width is {x.shape[-1]}")
+        self.planes(x.shape[-1], x.dtype)
         planes = encoded_in_one_call(x, 4, self.group, hadamard=self.hadamard, affine=self.affine)
         return self.encode_in_steps(x) if planes is None else planes
 

@@ -60,17 +60,17 @@ class Kivi(Codec):
         return self.recent
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        if dim % (8 // self.bits):
+            raise ShapeError(
+                f"kivi packs {8 // self.bits} elements in a byte, but the width is {dim}"
+            )
         values = (self.together, group_count(dim, self.group))
         scale = PlaneSpec((1, dim) if self.by_channel else values, torch.float16)
         codes = PlaneSpec((self.together, dim * self.bits // 8), torch.uint8)
         return {"": codes, "_scale": scale, "_zero": scale}
 
     def encode(self, x: Tensor) -> Planes:
-        per_byte = 8 // self.bits
-        if x.shape[-1] % per_byte:
-            raise ShapeError(
-                f"kivi packs {per_byte} elements in a byte, but the width is {x.shape[-1]}"
-            )
+        self.planes(x.shape[-1], x.dtype)
         blocks = x.reshape(*x.shape[:2], -1, self.together, x.shape[-1])
         axis = 3 if self.by_channel else -1
         groups = blocks.float() if self.by_channel else grouped(blocks.float(), self.group)

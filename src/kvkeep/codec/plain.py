@@ -18,6 +18,7 @@ class Plain(Codec):
     """Lossless; encoding and decoding copy nothing unless the dtype changes."""
 
     name: ClassVar[str] = "plain"
+    differentiable: ClassVar[bool] = True
     packing: ClassVar[str | None] = "plain"
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:

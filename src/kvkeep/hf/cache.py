@@ -159,15 +159,16 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 "layers of one type have different specs, but the model gives them one mask; call "
                 "kvkeep.attach(model) first"
             )
-        if policy.needs or policy.ragged:
+        if (policy.needs or policy.ragged) and not is_latent(self.config):
             raise UnsupportedError(
-                f"{self.specs[index]} must see attention, which the model computes itself while "
-                "unattached; call kvkeep.attach(model) first"
+                f"{self.specs[index]} takes part in attention, which the model computes "
+                "itself while unattached; call kvkeep.attach(model) first"
             )
         exact = policy.budget is None or (
             layer.window is not None and policy.reach == Reach(layer.window)
         )
-        if not exact and layer.fed + k.shape[2] > (policy.budget or 0):
+        over = layer.fed + k.shape[2] > (policy.budget or 0)
+        if not exact and (over or policy.needs or policy.ragged):
             if is_latent(self.config):
                 raise UnsupportedError(
                     f"{self.config.model_type} expands its latent cache itself, so it takes "

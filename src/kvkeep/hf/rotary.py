@@ -31,7 +31,9 @@ def rotary_of(config: PreTrainedConfig) -> Rotary | None:
     if turning is None and not classes:
         return None
     inv_freq = getattr(classes[0](text), "inv_freq", None) if len(classes) == 1 else None
-    if turning is None or inv_freq is None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    changing = rope.get("rope_type") in ("dynamic", "longrope")  # frequencies that depend on length
+    if turning is None or inv_freq is None or changing:
         raise UnsupportedError(
             f"kvkeep does not find how {text.model_type} rotates its keys, which the policy must "
             "know; use snapkv or h2o"

@@ -91,7 +91,7 @@ class AdaKV(Policy):
         worth = self.scored.worth(planes, seen)
         rows, heads, slots = worth.shape
         safe = min(slots, int(self.floor * self.budget))
-        best = worth.topk(safe, dim=2).indices
+        best = lowest(worth, position, slots)[..., slots - safe :]
         guarded = worth.scatter(2, best, torch.inf).masked_fill(worth == -torch.inf, -torch.inf)
         # A head's filling up to the longest one counts as empty slots do: they go first.
         many = heads * (slots - self.budget)

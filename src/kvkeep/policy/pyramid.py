@@ -48,7 +48,7 @@ class Pyramid(Policy):
         last = shared / self.beta
         at = 0.5 if count == 1 else index / (count - 1)
         tokens = self.inner.protected + round(2 * shared - last + at * 2 * (last - shared))
-        return self.inner.with_budget(max(1, tokens))
+        return self.inner.with_budget(max(self.inner.protected + 1, tokens))
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         raise AssertionError("a layer asks the policy that in_layer() gives it")

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Arrivals, Observation
 from kvkeep.policy.scored import SCORE, Scored
@@ -24,6 +25,11 @@ class Random(Scored):
 
     name: ClassVar[str] = "random"
     rollback: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.seed < 2**31:
+            raise SpecError(f"random seed {self.seed}: 0 to 2**31 - 1; use seed=0")
 
     def enter(self, tokens: Arrivals) -> Planes:
         rows, heads, n, _ = tokens.keys.shape

@@ -64,13 +64,15 @@ def least_worthy(
 ) -> Tensor:
     """`lowest` of the `worth`, int64 (B, H, count); on the CPU in one call."""
     position = planes[POSITION]
-    if LIBRARY is None or not position.is_cpu:
+    if LIBRARY is None or not position.is_cpu or not (score is None or score.is_cpu):
         return lowest(worth(score, planes, seen, kept), position, count)
     rows, heads, slots = position.shape
     if position.stride(2) != 1:
         position = position.contiguous()
     strides, address = (0, 0), 0
     if score is not None:
+        if score.shape != position.shape:
+            score = score.expand(position.shape).contiguous()
         if score.dtype != torch.float32 or score.stride(2) != 1:
             score = score.float().contiguous()
         strides, address = (score.stride(0), score.stride(1)), score.data_ptr()

@@ -38,7 +38,7 @@ class Scored(Policy):
 
     def __post_init__(self) -> None:
         values = (self.sinks, self.keep_from, self.keep_to - self.keep_from, self.protected_recent)
-        if min(values) < 0 or not 1 <= self.tokens < 2**31:
+        if min(values) < 0 or not 1 <= self.tokens < 2**31 or self.keep_to >= 2**31:
             raise SpecError(
                 f"{self}: tokens must be at least 1 and below 2**31, recent and sinks at least 0, "
                 f"keep_from at most keep_to; write {self.name}:1024"

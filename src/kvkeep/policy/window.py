@@ -32,7 +32,7 @@ class Window(Policy):
     rollback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        ordered = 0 <= self.keep_from <= self.keep_to
+        ordered = 0 <= self.keep_from <= self.keep_to < 2**31
         if not (self.size >= 1 and self.sinks >= 0 and ordered and self.budget < 2**31):
             raise SpecError(
                 f"window of {self.size} tokens, {self.sinks} sinks and positions {self.keep_from} "

@@ -76,7 +76,8 @@ class Buffer(Storage):
 
     def evict(self, victims: Tensor) -> None:
         kept = self._length - victims.shape[2]
-        if LIBRARY is not None and victims.is_cpu:
+        plane = next(iter(self._planes.values()))
+        if LIBRARY is not None and plane.is_cpu:
             self._evict_in_one_call(LIBRARY, victims.contiguous())
             return
         # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the
@@ -91,7 +92,18 @@ class Buffer(Storage):
         self._length = kept
 
     def _evict_in_one_call(self, library: CDLL, victims: Tensor) -> None:
+        heads = max(plane.shape[1] for plane in self._planes.values())
         rows = next(iter(self._planes.values())).shape[0]
+        if (
+            victims.dtype != torch.int64
+            or not victims.is_cpu
+            or victims.shape[0] not in (1, rows)
+            or victims.shape[1] not in (1, heads)
+        ):
+            raise ShapeError(
+                f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy "
+                f"must give int64 ({rows} or 1, {heads} or 1, count) where the slots are"
+            )
         place, planes = victims.data_ptr(), self._described()
         failed = library.kv_evict(
             planes, len(self._planes), rows, place, *victims.shape, self._length

@@ -94,7 +94,8 @@ class PerHead(Storage):
         all rows of a head."""
         for index, head in enumerate(self.heads):
             position = head.read()[POSITION]
-            position.masked_fill_(dropped[:, index : index + 1, : head.length], -1)
+            with torch.inference_mode():  # in place, whatever mode the plane was made in
+                position.masked_fill_(dropped[:, index : index + 1, : head.length], -1)
             live = position >= 0
             empty = int((~live).sum(dim=2).amin()) if len(live) else 0
             if empty:
