@@ -80,12 +80,19 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
             mine = [row for row in rows if row["context"] == context]
             x, y = [row["bytes"] / 2**20 for row in mine], [row[column] for row in mine]
             panel.plot(x, y, "o", label=f"{context:,} tokens")
-            for row, place in zip(mine, zip(x, y, strict=True), strict=True):
+            # Specs of one budget stand above each other: their labels take sides in turn.
+            for index, row in enumerate(sorted(mine, key=lambda row: float(row[column]))):
+                side = -1 if index % 2 else 1
                 panel.annotate(
-                    row["spec"], place, xytext=(4, 4), textcoords="offset points", fontsize=8
+                    row["spec"],
+                    (row["bytes"] / 2**20, row[column]),
+                    xytext=(6 * side, 2),
+                    textcoords="offset points",
+                    ha="left" if side > 0 else "right",
+                    fontsize=8,
                 )
         panel.set(xscale="log", xlabel="MiB held")
-        panel.margins(x=0.15, y=0.1)
+        panel.margins(x=0.25, y=0.1)
     panels[0].set(ylabel="KL to the full cache, nats per token")
     panels[1].set(ylabel="perplexity")
     panels[1].legend()
