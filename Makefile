@@ -1,5 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Tests run side by side; each worker loads the demo model, so no more than four.
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test check slow sanitize
 
@@ -7,10 +9,10 @@ demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
 
 test: .venv/installed
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(WORKERS)
 
 slow: .venv/installed
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q $(WORKERS) -m slow
 
 check: .venv/installed
 	$(BIN)/ruff check

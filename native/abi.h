@@ -7,6 +7,10 @@
 
 extern "C" {
 
+// To be raised by whoever changes what follows; src/kvkeep/library.py asks for it.
+constexpr int KV_ABI = 1;
+KV_PUBLIC int kv_abi();
+
 // What one element of a plane is. Codes of 4 bits lie two in a byte, the first in its low half; the
 // strides of their planes count bytes.
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4 };
@@ -95,10 +99,7 @@ KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
 
 // Tokens to encode in 8 or 4 bits, as src/kvkeep/codec/int8.py and int4.py say.
 struct KvEncoding {
-    const void* x;  // (rows, heads, slots, width); strides in elements, the width's is 1
-    void *codes, *scale, *zero;  // contiguous; zero is null unless the code is affine
-    int64_t type;  // KvType of x
-    int64_t row, head, slot;
+    KvPlane x, codes, scale, zero;  // zero's data is null unless the code is affine
     int64_t rows, heads, slots, width;
     int64_t bits, group;
     int64_t hadamard;  // 1: rotate first

@@ -348,6 +348,8 @@ int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* rea
     }
 }
 
+int kv_abi() { return KV_ABI; }
+
 const char* kv_instructions() { return instructions().name; }
 
 int kv_use_instructions(const char* name) {

@@ -14,9 +14,17 @@ namespace {
 constexpr float MOST_HALF = 65504.0f;  // the largest float16
 
 template <class T>
-void load_token(const void* from, int64_t offset, int64_t width, float* to) {
+void load(const void* from, int64_t offset, int64_t width, float* to) {
     const auto* x = (const typename T::Element*)from + offset;
     for (int64_t i = 0; i < width; ++i) to[i] = T::widen1(x[i]);
+}
+
+void load(const KvPlane& x, int64_t offset, int64_t width, float* to) {
+    switch (x.type) {
+        case KV_F32: return load<F32>(x.data, offset, width, to);
+        case KV_BF16: return load<BF16>(x.data, offset, width, to);
+        default: return load<F16>(x.data, offset, width, to);
+    }
 }
 
 // To float16 and back; what is not finite becomes no number, so that it is not hidden.
@@ -77,31 +85,28 @@ int kv_encode(const KvEncoding* given) {
         std::vector<float> token(e.width);
         std::vector<int> codes(e.width);
         const int64_t groups = (e.width + e.group - 1) / e.group;
-        int8_t* bytes = (int8_t*)e.codes;
-        uint8_t* nibbles = (uint8_t*)e.codes;
-        uint16_t *scale = (uint16_t*)e.scale, *zero = (uint16_t*)e.zero;
         for (int64_t row = 0; row < e.rows; ++row)
             for (int64_t head = 0; head < e.heads; ++head)
                 for (int64_t slot = 0; slot < e.slots; ++slot) {
-                    const int64_t at = row * e.row + head * e.head + slot * e.slot;
-                    switch (e.type) {
-                        case KV_F32: load_token<F32>(e.x, at, e.width, token.data()); break;
-                        case KV_BF16: load_token<BF16>(e.x, at, e.width, token.data()); break;
-                        default: load_token<F16>(e.x, at, e.width, token.data()); break;
-                    }
+                    const auto at = [&](const KvPlane& plane) {
+                        return row * plane.row + head * plane.head + slot * plane.slot;
+                    };
+                    load(e.x, at(e.x), e.width, token.data());
                     if (e.hadamard) rotate(token.data(), e.width);
+                    uint16_t* scale = (uint16_t*)e.scale.data + at(e.scale);
+                    uint16_t* zero = e.zero.data ? (uint16_t*)e.zero.data + at(e.zero) : nullptr;
                     for (int64_t g = 0; g < groups; ++g) {
                         const int64_t from = g * e.group;
                         const int64_t count = e.width - from < e.group ? e.width - from : e.group;
-                        encode_group(e, token.data() + from, count, codes.data() + from, scale++,
-                                     zero ? zero++ : nullptr);
+                        encode_group(e, token.data() + from, count, codes.data() + from, scale + g,
+                                     zero ? zero + g : nullptr);
                     }
-                    if (e.bits == 8) {
-                        for (int64_t i = 0; i < e.width; ++i) *bytes++ = (int8_t)codes[i];
-                    } else {
+                    uint8_t* out = (uint8_t*)e.codes.data + at(e.codes);
+                    if (e.bits == 8)
+                        for (int64_t i = 0; i < e.width; ++i) out[i] = (uint8_t)codes[i];
+                    else
                         for (int64_t i = 0; i < e.width; i += 2)
-                            *nibbles++ = (uint8_t)(codes[i] | codes[i + 1] << 4);
-                    }
+                            out[i / 2] = (uint8_t)(codes[i] | codes[i + 1] << 4);
                 }
         return 0;
     } catch (const std::bad_alloc&) {

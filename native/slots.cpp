@@ -43,10 +43,18 @@ struct Ranked {
     }
 
     int64_t least(int64_t slots) const {
-        float lowest = worth[0];
-        for (int64_t slot = 1; slot < slots; ++slot) lowest = std::min(lowest, worth[slot]);
+        // Several minima at once, or each comparison would wait for the one before.
+        constexpr int64_t LANES = 16;
+        float low[LANES];
+        std::fill(low, low + LANES, std::numeric_limits<float>::infinity());
+        int64_t slot = 0;
+        for (; slot + LANES <= slots; slot += LANES)
+            for (int64_t i = 0; i < LANES; ++i)
+                low[i] = worth[slot + i] < low[i] ? worth[slot + i] : low[i];
+        for (; slot < slots; ++slot) low[0] = std::min(low[0], worth[slot]);
+        const float lowest = *std::min_element(low, low + LANES);
         int64_t found = -1;
-        for (int64_t slot = 0; slot < slots; ++slot)
+        for (slot = 0; slot < slots; ++slot)
             if (worth[slot] == lowest && (found < 0 || position[slot] < position[found])) found = slot;
         return found;
     }

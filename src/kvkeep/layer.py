@@ -56,6 +56,7 @@ class LayerCache:
         self.value_codec = value_codec = value_codec.for_values()
         self.window = window
         self.rotary = rotary
+        self._has_planes = bool(policy.planes)
         self.record_past = False
         self.fed = 0
         self._slots = LayerSlots(key_codec, value_codec, storage, ragged=policy.ragged)
@@ -98,7 +99,7 @@ class LayerCache:
         # What no query from here on can reach makes room first: the ring of a window.
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
-        self._slots.add(self._planes(k, v, position))
+        self._slots.add(k, v, self._own_planes(k, v, position))
         if self._like is None:
             self._like = (empty_like(k), empty_like(v))
         self._chunk = position
@@ -334,15 +335,13 @@ class LayerCache:
                 "train through the cache"
             )
 
-    def _planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
-        """All planes of new tokens."""
+    def _own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
+        """The planes of new tokens beside keys and values."""
         rows, heads, n, _ = k.shape
         policy = self.policy
-        planes = self._slots.encoded(k, v)
-        if policy.planes:
-            error = None
-            if Need.ENCODE_ERROR in policy.needs:
-                error = self._slots.errors(k, v, planes)
+        planes: dict[str, Tensor] = {}
+        if self._has_planes:
+            error = self._slots.errors(k, v) if Need.ENCODE_ERROR in policy.needs else None
             planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error))
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)

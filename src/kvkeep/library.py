@@ -38,6 +38,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
     try:
         library = ctypes.CDLL(str(path))
+        if library.kv_abi() != _ABI:
+            return None, f"{path} is of another version: install kvkeep again"
         library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_lowest.argtypes = (c_char_p,)
@@ -54,6 +56,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """KvType of native/abi.h."""
+
+_ABI = 1  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

@@ -144,20 +144,33 @@ class LayerSlots:
         keys, values = self._new_key.encode(k), self._new_value.encode(v)
         return joined(keys, "k") | joined(values, "v")
 
-    def errors(self, k: Tensor, v: Tensor, planes: Planes) -> Tensor:
-        """What encoding changed, fp32 (B, H, n): |k - k'| + |v - v'|, Euclidean norms."""
+    def errors(self, k: Tensor, v: Tensor) -> Tensor:
+        """What encoding changes, fp32 (B, H, n): |k - k'| + |v - v'|, Euclidean norms."""
+        planes = self.encoded(k, v)
         pairs = ((k, self._new_key, "k"), (v, self._new_value, "v"))
         total = torch.zeros(k.shape[:3], device=k.device)
         for x, codec, name in pairs:
             total += (x.float() - codec.decode(part(planes, name), torch.float32)).norm(dim=-1)
         return total
 
-    def add(self, planes: Planes) -> None:
-        """Put new tokens behind all others; aside, if they do not fit."""
-        limit = self.storage.limit
+    def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
+        """Put new tokens behind all others, with the planes `own` beside keys and values; aside,
+        if they do not fit."""
+
+        def write(slots: Planes) -> None:
+            self._new_key.encode_into(k, slots, "k")
+            self._new_value.encode_into(v, slots, "v")
+            for name, plane in own.items():
+                slots[name].copy_(plane)
+
+        limit, n = self.storage.limit, k.shape[2]
+        fits = limit is None or self.storage.length + n <= limit
+        if self.aside is None and fits and self.storage.append_in_place(n, write):
+            return
+        planes = self.encoded(k, v) | dict(own)
         if self.aside is not None:
             self.aside = concatenated(self.aside, planes)
-        elif limit is not None and self.storage.length + slot_count(planes) > limit:
+        elif not fits:
             self.aside = {name: plane.clone() for name, plane in planes.items()}
         else:
             self.storage.append(planes)

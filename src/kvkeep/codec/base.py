@@ -51,6 +51,11 @@ class Codec(ABC):
     def encode(self, x: Tensor) -> Planes:
         """Encode x (B, H, n, D); may be a view of it. n is a multiple of `block`."""
 
+    def encode_into(self, x: Tensor, planes: Planes, prefix: str) -> None:
+        """Encode x into planes of its n slots, whose names begin with `prefix`."""
+        for name, plane in self.encode(x).items():
+            planes[prefix + name].copy_(plane)
+
     @abstractmethod
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Decode to (B, H, S, D) in `dtype`; may be a view of the planes."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import dataclass, replace
 from struct import Struct
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.codec.base import Codec
+from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
 from kvkeep.library import LIBRARY, TYPES
 from kvkeep.planes import Planes
@@ -68,42 +73,75 @@ def unpacked(planes: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, dim=-1).flatten(-2)
 
 
-_ENCODING = Struct("=15q")  # KvEncoding of native/abi.h
-
-
-def encoded_in_one_call(
-    x: Tensor, bits: int, group: int, *, hadamard: bool, affine: bool = False
-) -> Planes | None:
-    """What `encode` gives for codes of 8 or 4 bits, from compiled code; None where that cannot run.
-
-    A code may differ by one from what tensor operations give, where x lies halfway between two.
+@dataclass(frozen=True)
+class Grouped(Codec):
+    """Codes of 8 or 4 bits in groups, which compiled code writes on the CPU, one call for a tensor.
+    Its code may differ by one from that of tensor operations where x lies halfway between two.
     """
-    if LIBRARY is None or not x.is_cpu or x.dtype not in TYPES or torch.compiler.is_compiling():
-        return None
-    if x.stride(3) != 1:
-        x = x.contiguous()
-    rows, heads, slots, width = x.shape
-    front = (rows, heads, slots)
-    codes = x.new_empty((*front, width * bits // 8), dtype=torch.int8 if bits == 8 else torch.uint8)
-    scale = x.new_empty((*front, group_count(width, group)), dtype=torch.float16)
-    planes = {"": codes, "_scale": scale}
-    if affine:
-        planes["_zero"] = torch.empty_like(scale)
-    encoding = _ENCODING.pack(
-        x.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        planes["_zero"].data_ptr() if affine else 0,
-        TYPES[x.dtype],
-        *x.stride()[:3],
-        rows,
-        heads,
-        slots,
-        width,
-        bits,
-        group,
-        hadamard,
-    )
-    if LIBRARY.kv_encode(encoding):
-        raise MemoryError(f"no scratch memory to encode {slots} tokens")
-    return planes
+
+    bits: ClassVar[int]
+    group: int
+    hadamard: bool
+
+    def encode(self, x: Tensor) -> Planes:
+        planes = self.planes(x.shape[3], x.dtype)
+        if not _compiled(x):
+            return self.encode_in_steps(x)
+        front = x.shape[:3]
+        into = {
+            name: x.new_empty((*front, *spec.shape), dtype=spec.dtype)
+            for name, spec in planes.items()
+        }
+        self.encode_into(x, into, "")
+        return into
+
+    def encode_into(self, x: Tensor, planes: Planes, prefix: str) -> None:
+        if not _compiled(x):
+            super().encode_into(x, planes, prefix)
+            return
+        assert LIBRARY is not None
+        if x.stride(3) != 1:
+            x = x.contiguous()
+        zero = planes.get(prefix + "_zero")
+        encoding = _ENCODING.pack(
+            *_plane(x),
+            TYPES[x.dtype],
+            *_plane(planes[prefix]),
+            0,
+            *_plane(planes[prefix + "_scale"]),
+            0,
+            *(_ABSENT if zero is None else _plane(zero)),
+            0,
+            *x.shape,
+            self.bits,
+            self.group,
+            self.hadamard,
+        )
+        if LIBRARY.kv_encode(encoding):
+            raise MemoryError(f"no scratch memory to encode {x.shape[2]} tokens")
+
+    @abstractmethod
+    def encode_in_steps(self, x: Tensor) -> Planes:
+        """`encode` by tensor operations, on any device and of any floating-point type."""
+
+    def for_values(self) -> Codec:
+        return replace(self, hadamard=False)
+
+    def rotate(self, q: Tensor) -> Tensor:
+        return hadamard(q) if self.hadamard else q
+
+
+_ENCODING = Struct("=27q")  # KvEncoding of native/abi.h
+_ABSENT = (0, 0, 0, 0)
+
+
+def _compiled(x: Tensor) -> bool:
+    """Whether compiled code can encode x."""
+    here = LIBRARY is not None and x.is_cpu and x.dtype in TYPES
+    return here and not torch.compiler.is_compiling()
+
+
+def _plane(x: Tensor) -> tuple[int, int, int, int]:
+    """A KvPlane without its type."""
+    row, head, slot, _ = x.stride()
+    return x.data_ptr(), row, head, slot

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
+    Grouped,
     check_group,
     divided,
-    encoded_in_one_call,
     group_count,
     grouped,
     packed,
@@ -20,14 +19,13 @@ from kvkeep.codec.groups import (
     ungrouped,
     unpacked,
 )
-from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import ShapeError
 from kvkeep.planes import Planes, PlaneSpec
 
 
 @final
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(Grouped):
     """x = (code - 8) * scale, or code * scale + zero when `affine`; codes 0..15.
 
     Planes: "" uint8 (D / 2,), element 2i in the low half of byte i; "_scale" float16
@@ -42,6 +40,7 @@ class Int4(Codec):
 
     name: ClassVar[str] = "int4"
     packing: ClassVar[str | None] = "int4"
+    bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
@@ -53,13 +52,7 @@ class Int4(Codec):
         planes = {"": PlaneSpec((dim // 2,), torch.uint8), "_scale": scale}
         return planes | ({"_zero": scale} if self.affine else {})
 
-    def encode(self, x: Tensor) -> Planes:
-        self.planes(x.shape[-1], x.dtype)
-        planes = encoded_in_one_call(x, 4, self.group, hadamard=self.hadamard, affine=self.affine)
-        return self.encode_in_steps(x) if planes is None else planes
-
     def encode_in_steps(self, x: Tensor) -> Planes:
-        """`encode` by tensor operations, on any device and of any floating-point type."""
         groups = grouped(self.rotate(x), self.group)
         low, high = groups.aminmax(dim=-1)
         if self.affine:
@@ -87,9 +80,3 @@ class Int4(Codec):
 
     def width(self, planes: Planes) -> int:
         return planes[""].shape[-1] * 2
-
-    def for_values(self) -> Codec:
-        return replace(self, hadamard=False)
-
-    def rotate(self, q: Tensor) -> Tensor:
-        return hadamard(q) if self.hadamard else q

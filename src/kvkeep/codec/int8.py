@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
+    Grouped,
     check_group,
     divided,
-    encoded_in_one_call,
     group_count,
     grouped,
     rounded_half,
     ungrouped,
 )
-from kvkeep.codec.hadamard import hadamard
 from kvkeep.planes import Planes, PlaneSpec
 
 
 @final
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(Grouped):
     """x = code * scale, codes -127..127, for each token and `group` elements of it.
 
     Planes: "" int8 (D,), "_scale" float16 (groups,). Absolute-maximum quantisation, as in LLM.int8
@@ -37,6 +35,7 @@ class Int8(Codec):
 
     name: ClassVar[str] = "int8"
     packing: ClassVar[str | None] = "int8"
+    bits: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
@@ -47,12 +46,7 @@ class Int8(Codec):
             "_scale": PlaneSpec((group_count(dim, self.group),), torch.float16),
         }
 
-    def encode(self, x: Tensor) -> Planes:
-        planes = encoded_in_one_call(x, 8, self.group, hadamard=self.hadamard)
-        return self.encode_in_steps(x) if planes is None else planes
-
     def encode_in_steps(self, x: Tensor) -> Planes:
-        """`encode` by tensor operations, on any device and of any floating-point type."""
         groups = grouped(self.rotate(x), self.group)
         scale = rounded_half(groups.abs().amax(dim=-1) / 127)
         codes = divided(groups, scale[..., None]).round_().clamp_(-127, 127)
@@ -63,9 +57,3 @@ class Int8(Codec):
         compute = torch.promote_types(dtype, torch.float32)
         x = grouped(codes.to(compute), self.group) * planes["_scale"].to(compute)[..., None]
         return self.rotate(ungrouped(x, codes.shape[-1])).to(dtype)
-
-    def for_values(self) -> Codec:
-        return replace(self, hadamard=False)
-
-    def rotate(self, q: Tensor) -> Tensor:
-        return hadamard(q) if self.hadamard else q

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -68,6 +69,12 @@ class Observation(NamedTuple):
         if self.position.dim() == 1:
             return self.position.shape[0]
         return (self.position >= 0).sum(dim=1)[:, None, None]
+
+
+@lru_cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -140,11 +147,10 @@ class Policy(ABC):
     def enter(self, tokens: Arrivals) -> Planes:
         """Its planes for new tokens, (B, H|1, n, ...). Zeros, unless a policy knows better."""
         rows, heads, n, _ = tokens.keys.shape
+        device = tokens.keys.device
         return {
-            name: torch.zeros(
-                (rows, 1 if spec.shared else heads, n, *spec.shape),
-                dtype=spec.dtype,
-                device=tokens.keys.device,
+            name: _zero(spec.dtype, device).expand(
+                rows, 1 if spec.shared else heads, n, *spec.shape
             )
             for name, spec in self.planes.items()
         }

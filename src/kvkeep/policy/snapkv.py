@@ -49,12 +49,17 @@ class SnapKV(Scored):
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None
-        fed = torch.as_tensor(seen.fed(), device=seen.mass.device).clamp(max=self.window)
-        score, mass = planes[SCORE], seen.mass
-        if bool((fed == self.window).any()):
-            pooled = self._pooled(mass, planes[POSITION], seen.newest)
-            mass = torch.where(fed == self.window, pooled, mass)
-        score.mul_(1 - fed / self.window).add_(mass, alpha=1 / self.window)
+        mass, fed = seen.mass, seen.fed()
+        if isinstance(fed, int):
+            fed = min(fed, self.window)
+            if fed == self.window:
+                mass = self._pooled(mass, planes[POSITION], seen.newest)
+        else:
+            fed = fed.clamp(max=self.window)
+            if bool((fed == self.window).any()):
+                pooled = self._pooled(mass, planes[POSITION], seen.newest)
+                mass = torch.where(fed == self.window, pooled, mass)
+        planes[SCORE].mul_(1 - fed / self.window).add_(mass, alpha=1 / self.window)
 
     def _pooled(self, mass: Tensor, position: Tensor, newest: int | Tensor) -> Tensor:
         """Mass (B, H, S) averaged over neighbours in the order of their positions; that of the

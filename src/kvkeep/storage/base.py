@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -54,6 +55,12 @@ class Storage(ABC):
 
         Strided input is read as it is. Raises CapacityError, unchanged, when `limit` is exceeded.
         """
+
+    def append_in_place(self, count: int, write: Callable[[Planes], None]) -> bool:
+        """Like `append`, but `write` puts the `count` new tokens into views of their slots. False,
+        with nothing changed, where slots are not written in place, or their planes not known yet.
+        """
+        return False
 
     @abstractmethod
     def write(self, slots: Tensor, planes: Planes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from struct import Struct
 from typing import Any, NamedTuple
@@ -21,13 +22,13 @@ _PLANE = Struct("=5q")  # KvSlots of native/abi.h
 
 
 class _Ahead(NamedTuple):
-    """Views of the single slots from `first` on, for each plane."""
+    """Views of the single slots from `first` on."""
 
-    views: dict[str, tuple[Tensor, ...]]
+    views: Sequence[Planes]
     first: int
 
 
-_NOTHING_AHEAD = _Ahead({}, 0)
+_NOTHING_AHEAD = _Ahead([], 0)
 
 
 class Buffer(Storage):
@@ -55,16 +56,19 @@ class Buffer(Storage):
         if not start and not self._fits(planes):
             self._drop_planes()
         stop = start + slot_count(planes)
-        if stop > self.capacity:
-            self._reallocate(self._capacity_for(stop), self._planes or planes)
-        if stop - start == 1:
-            for name, plane in planes.items():
-                self._slot(name, start).copy_(plane)
-        else:
-            for name, plane in planes.items():
-                self._planes[name].narrow(2, start, stop - start).copy_(plane)
+        slots = self._spare(stop, planes)
+        for name, plane in planes.items():
+            slots[name].copy_(plane)
         self._length = stop
         return slice(start, stop)
+
+    def append_in_place(self, count: int, write: Callable[[Planes], None]) -> bool:
+        if not self._length:
+            return False
+        stop = self._length + count
+        write(self._spare(stop, self._planes))
+        self._length = stop
+        return True
 
     def write(self, slots: Tensor, planes: Planes) -> None:
         for name, plane in self._planes.items():
@@ -148,19 +152,31 @@ class Buffer(Storage):
             self._reallocate(capacity, live)
             self.append(live)
 
-    def _slot(self, name: str, slot: int) -> Tensor:
-        """A view (B, H|1, 1, ...) of one slot. Decoding asks for one after another, so a run of
+    def _spare(self, stop: int, like: Planes) -> Planes:
+        """Views (B, H|1, n, ...) of the slots from the first free one to `stop`."""
+        start = self._length
+        if stop > self.capacity:
+            self._reallocate(self._capacity_for(stop), self._planes or like)
+        if stop - start == 1:
+            return self._slot(start)
+        return {name: p.narrow(2, start, stop - start) for name, p in self._planes.items()}
+
+    def _slot(self, slot: int) -> Planes:
+        """Views (B, H|1, 1, ...) of one slot. Decoding asks for one after another, so a run of
         them is made at once, which costs little more than one."""
         ahead = self._ahead
-        if not ahead.first <= slot < ahead.first + len(ahead.views.get(name, ())):
+        if not ahead.first <= slot < ahead.first + len(ahead.views):
             count = min(_SLOTS_AHEAD, self.capacity - slot)
             with torch.inference_mode(False), torch.no_grad():
-                views = {
-                    name: torch.split(plane.narrow(2, slot, count), 1, dim=2)
-                    for name, plane in self._planes.items()
-                }
+                split = [
+                    torch.split(plane.narrow(2, slot, count), 1, dim=2)
+                    for plane in self._planes.values()
+                ]
+            views = [
+                dict(zip(self._planes, slots, strict=True)) for slots in zip(*split, strict=True)
+            ]
             ahead = self._ahead = _Ahead(views, slot)
-        return ahead.views[name][slot - ahead.first]
+        return ahead.views[slot - ahead.first]
 
     def _drop_planes(self) -> None:
         self._planes = {}
