@@ -17,8 +17,13 @@ PROMPTS = (
     "Dear Sir or Madam,\nI am writing to complain about",
     "Water boils at 100 degrees because the molecules, once they have enough energy, can leave",
 )
-CACHES = ("keep_all@growing", "keep_all@fixed", "keep_all@concat", "dynamic")
-INPUTS = (*range(len(PROMPTS)), "left", "right")
+INPUTS = (*range(len(PROMPTS)), "left")
+CASES = [
+    *(("keep_all@growing", which) for which in INPUTS),
+    *(("keep_all@fixed", which) for which in (0, "left")),
+    *(("keep_all@concat", which) for which in (1, "left")),
+    *(("dynamic", which) for which in (2, "left")),
+]
 
 
 def encode(tokenizer, which):
@@ -34,37 +39,52 @@ def generate(model, inputs, **options):
     )
 
 
-@pytest.fixture(scope="module")
-def uncached(smollm2):
-    model, tokenizer = smollm2
-    return {which: generate(model, encode(tokenizer, which), use_cache=False) for which in INPUTS}
+def likeliest_without_cache(model, inputs, text):
+    """What the model itself would have said at each new token of text, from one forward over all."""
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, -NEW:])], dim=1)
+    place = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)  # as generate() has it
+    with torch.inference_mode():
+        logits = model(text, attention_mask=mask, position_ids=place, use_cache=False).logits
+        logits[..., model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
+        return logits[:, -NEW - 1 : -1].argmax(dim=-1)
 
 
 def new_cache(model, name):
     return DynamicCache(config=model.config) if name == "dynamic" else kvkeep.Cache(model, name)
 
 
-@pytest.mark.parametrize("which", INPUTS)
-@pytest.mark.parametrize("name", CACHES)
-def test_attached(smollm2, uncached, which, name):
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_attached(smollm2, name, which):
     model, tokenizer = smollm2
+    inputs = encode(tokenizer, which)
     with kvkeep.attach(model):
-        cache = new_cache(model, name)
-        text = generate(model, encode(tokenizer, which), past_key_values=cache)
-    assert text.equal(uncached[which])
+        text = generate(model, inputs, past_key_values=new_cache(model, name))
+    assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
 
 
 @pytest.mark.parametrize("which", [0, "left"])
 @pytest.mark.parametrize("name", ["keep_all@growing", "keep_all@fixed"])
-def test_unattached(smollm2, uncached, which, name):
+def test_unattached(smollm2, which, name):
     model, tokenizer = smollm2
-    text = generate(model, encode(tokenizer, which), past_key_values=new_cache(model, name))
-    assert text.equal(uncached[which])
+    inputs = encode(tokenizer, which)
+    text = generate(model, inputs, past_key_values=new_cache(model, name))
+    assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
 
 
-def test_left_padded_rows_equal_rows_alone(smollm2, uncached):
-    for row in range(len(PROMPTS)):
-        assert uncached["left"][row, -NEW:].equal(uncached[row][0, -NEW:])
+def test_one_forward_says_what_generating_without_a_cache_says(smollm2):
+    model, tokenizer = smollm2
+    inputs = encode(tokenizer, 3)
+    text = generate(model, inputs, use_cache=False)
+    assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
+
+
+def test_right_padding(smollm2):
+    """After which the first new token follows a padding token, so only generating will do."""
+    model, tokenizer = smollm2
+    inputs = encode(tokenizer, "right")
+    with kvkeep.attach(model):
+        text = generate(model, inputs, past_key_values=kvkeep.Cache(model, "keep_all@growing"))
+    assert text.equal(generate(model, inputs, use_cache=False))
 
 
 @torch.inference_mode()
