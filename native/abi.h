@@ -8,7 +8,7 @@
 extern "C" {
 
 // To be raised by whoever changes what follows; src/kvkeep/library.py asks for it.
-constexpr int KV_ABI = 1;
+constexpr int KV_ABI = 2;
 KV_PUBLIC int kv_abi();
 
 // What one element of a plane is. Codes of 4 bits lie two in a byte, the first in its low half; the
@@ -38,7 +38,8 @@ struct KvSegment {
     KvEncoded k, v;
     KvPlane position, queries;
     int64_t slots;
-    int64_t shared;  // 1 when all rows read the same slots
+    int64_t shared;   // 1 when all rows read the same slots
+    int64_t follows;  // 1: goes on where the segment before it ends, with the same encoding and queries
 };
 
 // A query at position t sees a slot at position p if t - p < size or p < sinks, or if

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -19,7 +18,9 @@ constexpr int64_t FEWEST_SLOTS = 256;        // of a run, when a tile is split
 constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer to read, another thread costs more
 constexpr int64_t MOST_WEIGHTS = 1 << 24;      // kept at once for the mass, unless one query has more
 
-struct SegmentPlan {
+// Segments that follow each other, cut into runs as one.
+struct ChainPlan {
+    int64_t segment, segments, slots;       // the first, how many, and theirs together
     int64_t rows, row_tiles, parts, first;  // rows of a tile; parts of a tile; index of its first run
 };
 
@@ -38,7 +39,7 @@ int64_t tokens_of_tile(const KvCall& call) {
 struct Plan {
     const Range range;
     int64_t tokens, token_tiles, threads;
-    std::vector<SegmentPlan> segments;
+    std::vector<ChainPlan> chains;
     std::vector<KvRun> runs;
     int64_t records = 0;    // most of any run
     bool alone = false;     // each tile is one run, which needs no merge
@@ -50,26 +51,31 @@ struct Plan {
         int64_t work = 0;  // slots to pass by, in all tiles
         for (int64_t i = 0; i < call.segment_count; ++i) {
             const KvSegment& segment = call.segments[i];
-            SegmentPlan plan;
-            plan.rows = segment.shared
-                            ? std::clamp<int64_t>(KV_RECORDS / (call.group * tokens), 1, call.rows)
-                            : 1;
-            plan.row_tiles = (call.rows + plan.rows - 1) / plan.rows;
+            if (!i || !segment.follows) {
+                ChainPlan plan{};
+                plan.segment = i;
+                plan.rows = segment.shared
+                                ? std::clamp<int64_t>(KV_RECORDS / (call.group * tokens), 1, call.rows)
+                                : 1;
+                plan.row_tiles = (call.rows + plan.rows - 1) / plan.rows;
+                chains.push_back(plan);
+            }
+            ChainPlan& plan = chains.back();
+            ++plan.segments;
+            plan.slots += segment.slots;
             work += plan.row_tiles * call.heads * token_tiles * segment.slots;
-            segments.push_back(plan);
         }
         const int64_t bytes = work * (call.key_width + call.value_width) * 2;
         threads = std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, call.threads));
         if (forked) threads = 1;
         const int64_t share =
             threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
-        for (int64_t i = 0; i < call.segment_count; ++i) add_runs(call, i, share);
-        alone = call.segment_count == 1 && segments[0].parts == 1 && !range.mass;
+        for (ChainPlan& chain : chains) add_runs(call, chain, share);
+        alone = chains.size() == 1 && chains[0].parts == 1 && !range.mass;
     }
 
-    void add_runs(const KvCall& call, int64_t index, int64_t share) {
-        const int64_t slots = call.segments[index].slots;
-        SegmentPlan& plan = segments[index];
+    void add_runs(const KvCall& call, ChainPlan& plan, int64_t share) {
+        const int64_t slots = plan.slots;
         plan.parts = slots > share ? (slots + share - 1) / share : 1;
         plan.first = (int64_t)runs.size();
         const int64_t blocks = (slots + KV_BLOCK - 1) / KV_BLOCK;
@@ -78,7 +84,9 @@ struct Plan {
                 for (int64_t tile = 0; tile < token_tiles; ++tile)
                     for (int64_t part = 0; part < plan.parts; ++part) {
                         KvRun run{};
-                        run.segment = index;
+                        run.segment = plan.segment;
+                        run.segments = plan.segments;
+                        run.past = slots - call.queries;
                         run.head = head;
                         run.row0 = row_tile * plan.rows;
                         run.row1 = std::min(run.row0 + plan.rows, call.rows);
@@ -87,7 +95,7 @@ struct Plan {
                         run.query1 = std::min(run.query0 + tokens, range.end);
                         run.slot0 = blocks * part / plan.parts * KV_BLOCK;
                         run.slot1 = std::min(blocks * (part + 1) / plan.parts * KV_BLOCK, slots);
-                        if (call.dense && index + 1 == call.segment_count)
+                        if (call.dense && plan.segment + plan.segments == call.segment_count)
                             run.slot1 = std::min(run.slot1, slots - call.queries + run.query1);
                         run.slot1 = std::max(run.slot0, run.slot1);  // a part that nobody sees
                         records = std::max(records, kv_records(call, run));
@@ -96,9 +104,8 @@ struct Plan {
     }
 
     // The run of a part, and the record in it, for one row, head, query head of the group and token.
-    const KvRun& run_of(const KvCall& call, int64_t segment, int64_t part, int64_t row,
+    const KvRun& run_of(const KvCall& call, const ChainPlan& plan, int64_t part, int64_t row,
                         int64_t head, int64_t token) const {
-        const SegmentPlan& plan = segments[segment];
         const int64_t tile = token_tiles - 1 - (token - range.first) / tokens;
         const int64_t row_tile = row / plan.rows;
         return runs[plan.first +
@@ -228,7 +235,7 @@ struct Job {
     void finish(int64_t row, int64_t query_head) {
         const int64_t head = query_head / call.group, g = query_head % call.group;
         int64_t most = 0;
-        for (const SegmentPlan& segment : plan.segments) most += segment.parts;
+        for (const ChainPlan& chain : plan.chains) most += chain.parts;
         const float** partial = (const float**)scratch(1, most * 2);
         if (!partial) {
             failed = true;
@@ -236,9 +243,9 @@ struct Job {
         }
         for (int64_t token = plan.range.first; token < plan.range.end; ++token) {
             int64_t count = 0;
-            for (int64_t i = 0; i < call.segment_count; ++i)
-                for (int64_t part = 0; part < plan.segments[i].parts; ++part) {
-                    const KvRun& run = plan.run_of(call, i, part, row, head, token);
+            for (const ChainPlan& chain : plan.chains)
+                for (int64_t part = 0; part < chain.parts; ++part) {
+                    const KvRun& run = plan.run_of(call, chain, part, row, head, token);
                     partial[count++] =
                         run.partial + record_of(call, run, row, g, token) * record_floats;
                 }

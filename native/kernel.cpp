@@ -77,13 +77,13 @@ void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask 
 enum Sight { NONE, SOME, ALL };
 
 // Which slots of a block the tokens of a run see: a mask (tokens, BLOCK) for one row when only some.
-Sight sight(const KvCall& call, const KvRun& run, int64_t row, int64_t slot0, int64_t count,
-            int32_t* mask) {
-    const KvSegment& segment = call.segments[run.segment];
-    const int64_t tokens = run.query1 - run.query0;
+Sight sight(const Work& work, int64_t row, int32_t* mask) {
+    const KvCall& call = work.call;
+    const KvRun& run = work.run;
+    const int64_t tokens = run.query1 - run.query0, count = work.count;
     if (call.dense) {
-        if (run.segment + 1 < call.segment_count) return ALL;
-        const int64_t past = segment.slots - call.queries;  // token i sees slots 0..past + i
+        if (run.segment + run.segments < call.segment_count) return ALL;
+        const int64_t past = run.past, slot0 = work.slot;  // token i sees slots 0..past + i
         if (slot0 + count <= past + run.query0 + 1) return ALL;
         if (slot0 > past + run.query1 - 1) return NONE;
         for (int64_t t = 0; t < tokens; ++t)
@@ -91,7 +91,8 @@ Sight sight(const KvCall& call, const KvRun& run, int64_t row, int64_t slot0, in
                 mask[t * BLOCK + j] = -(slot0 + j <= past + run.query0 + t);
         return SOME;
     }
-    const KvPlane& plane = segment.position;
+    const KvPlane& plane = work.segment().position;
+    const int64_t slot0 = work.at();
     const int32_t* place = (const int32_t*)plane.data + row * plane.row + run.head * plane.head;
     const int32_t* now = call.position + row * call.position_row;
     bool any = false, every = true;
@@ -116,7 +117,7 @@ Sight sight(const KvCall& call, const KvRun& run, int64_t row, int64_t slot0, in
 // -- the run ---------------------------------------------------------------------------------
 
 Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
-    const int64_t size = plane.type == KV_F32 ? 4 : plane.type >= KV_I8 ? 1 : 2;
+    const int64_t size = element_bytes(plane);
     return {(const char*)plane.data + (row * plane.row + head * plane.head) * size,
             plane.slot * size, plane.type == KV_I4 ? width / 2 : width * size};
 }
@@ -128,7 +129,7 @@ Sight sight_of_rows(Work& work) {
     bool any = false, every = true;
     for (int64_t row = run.row0; row < run.row1; ++row) {
         int32_t* own = work.mask + (row - run.row0) * row_size;
-        const Sight seen = sight(work.call, run, row, work.slot, work.count, own);
+        const Sight seen = sight(work, row, own);
         any |= seen != NONE;
         every &= seen == ALL;
         if (work.call.dense) {  // the rows are alike
@@ -164,17 +165,17 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     memset(work.acc, 0, records * work.value_stride * sizeof *work.acc);
     for (int64_t r = 0; r < records; ++r) work.top[r] = -INFINITY, work.total[r] = 0;
 
-    const KvSegment& segment = work.segment;
-    const Rows key = rows_of(segment.k.plane, run.row0, run.head, call.key_width);
-    const Rows value = rows_of(segment.v.plane, run.row0, run.head, call.value_width);
     for (int64_t slot = run.slot0; slot < run.slot1; slot += BLOCK) {
         work.slot = slot;
         work.count = run.slot1 - slot < BLOCK ? run.slot1 - slot : BLOCK;
+        work.chain.go(slot, work.count);
         const Sight seen = sight_of_rows(work);
         if (seen != NONE) {
-            work.key = {key.at(slot), key.stride, key.bytes};
-            work.value = {value.at(slot), value.stride, value.bytes};
-            work.next = {key.at(slot + BLOCK), key.stride, key.bytes};
+            const Rows key = rows_of(work.segment().k.plane, run.row0, run.head, call.key_width);
+            const Rows value = rows_of(work.segment().v.plane, run.row0, run.head, call.value_width);
+            work.key = {key.at(work.at()), key.stride, key.bytes};
+            work.value = {value.at(work.at()), value.stride, value.bytes};
+            work.next = {key.at(work.at() + BLOCK), key.stride, key.bytes};
             const auto mask_of = [&](int64_t r) -> const int32_t* {
                 if (seen == ALL) return nullptr;
                 return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;

@@ -2,9 +2,11 @@
 #pragma once
 #include "abi.h"
 
-// Queries of one head and some rows against a range of slots of one segment.
+// Queries of one head and some rows against a range of slots of one chain: a segment, and those that
+// follow it.
 struct KvRun {
-    int64_t segment, head;
+    int64_t segment, head;   // the chain's first segment
+    int64_t segments, past;  // how many it has; slots of the chain before the chunk's own, if dense
     int64_t row0, row1;      // rows, several only where they share the slots
     int64_t query0, query1;  // tokens of the chunk
     int64_t slot0, slot1;
@@ -33,10 +35,16 @@ static inline int64_t kv_padded(int64_t width) {
     return (width + KV_WIDTH_STEP - 1) / KV_WIDTH_STEP * KV_WIDTH_STEP;
 }
 
+// Floats of a block that is gathered from several segments: elements, scales, zeros, positions.
+static inline int64_t kv_seam(const KvCall& call) {
+    return KV_BLOCK * ((call.key_width + call.value_width) * 5 / 4 + 4);
+}
+
 // Floats of scratch memory a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
-    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64;
+    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64 +
+           kv_seam(call);
 }
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

@@ -1,5 +1,6 @@
 // How keys are scored and values are summed, by what they are: plain, coded, and for many queries.
 #pragma once
+#include "chain.h"
 #include "coded.h"
 #include "scores.h"
 #include "values.h"
@@ -10,7 +11,7 @@ namespace {
 struct Work {
     const KvCall& call;
     const KvRun& run;
-    const KvSegment& segment;
+    Chain chain;
     const int64_t records, tokens, value_stride;
     float *queries, *s, *acc, *alpha, *top, *total;
     float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)), or of coded planes their scales
@@ -21,12 +22,12 @@ struct Work {
     Work(const KvCall& call, const KvRun& run, float* scratch)
         : call(call),
           run(run),
-          segment(call.segments[run.segment]),
+          chain(call, run, scratch),
           records(kv_records(call, run)),
           tokens(run.query1 - run.query0),
           value_stride(padded(call.value_width)) {
         const int64_t key_stride = padded(call.key_width);
-        queries = scratch;
+        queries = scratch + kv_seam(call);
         s = queries + records * key_stride;
         acc = s + records * BLOCK;
         columns = acc + records * value_stride;
@@ -37,6 +38,10 @@ struct Work {
         total = top + records;
         mask = (int32_t*)(total + records);
     }
+
+    // Where the block at hand lies, and its first slot there.
+    const KvSegment& segment() const { return *chain.segment; }
+    int64_t at() const { return chain.at; }
 };
 
 template <class F>
@@ -53,7 +58,7 @@ template <class F>
 void each_query(const Work& work, F f) {
     const KvCall& call = work.call;
     const KvRun& run = work.run;
-    const KvPlane& plane = work.segment.queries;
+    const KvPlane& plane = work.segment().queries;
     int64_t record = 0;
     with_type(plane.type, [&](auto type) {
         typedef decltype(type) T;
@@ -62,7 +67,7 @@ void each_query(const Work& work, F f) {
                 for (int64_t t = run.query0; t < run.query1; ++t) {
                     const auto* from = (const typename T::Element*)plane.data + row * plane.row +
                                        (run.head * call.group + g) * plane.head + t * plane.slot;
-                    if (!work.segment.k.rotated) {
+                    if (!work.segment().k.rotated) {
                         f(record++, [from](int64_t i) { return T::widen1(from[i]); });
                         continue;
                     }
@@ -139,7 +144,7 @@ void widen_and_add(const Work& work) {
 template <int BITS, class K>
 void decode_and_score(const Work& work) {
     const int64_t width = work.call.key_width;
-    decode<BITS>(work.segment.k, work.run.row0, work.run.head, work.slot, work.key, work.value,
+    decode<BITS>(work.segment().k, work.run.row0, work.run.head, work.at(), work.key, work.value,
                  work.count, width, work.wide_keys);
     const Rows rows = rows_of_floats(work.wide_keys, width);
     scores(K{}, rows, rows, work.count, width, work.queries, work.records, work.s, work.columns);
@@ -147,18 +152,18 @@ void decode_and_score(const Work& work) {
 
 template <int BITS>
 void decode_and_add(const Work& work) {
-    decode<BITS>(work.segment.v, work.run.row0, work.run.head, work.slot, work.value, work.next,
+    decode<BITS>(work.segment().v, work.run.row0, work.run.head, work.at(), work.value, work.next,
                  work.count, work.call.value_width, work.wide);
     add_wide(work);
 }
 
 template <int BITS>
 void load_coded(const Work& work) {
-    const int64_t width = work.call.key_width, group = work.segment.k.group;
+    const int64_t width = work.call.key_width, group = work.segment().k.group;
     each_query(work, [&](int64_t record, auto x) {
         float query[MOST_WIDTH];
         for (int64_t i = 0; i < width; ++i) query[i] = x(i);
-        code_query<BITS>(query, width, group, work.segment.k.zero.data,
+        code_query<BITS>(query, width, group, work.segment().k.zero.data,
                          {work.queries + record * padded(width), width, group_count(width, group)});
     });
 }
@@ -166,27 +171,27 @@ void load_coded(const Work& work) {
 // The block's scales, and after them its zeros if there are any; returns those, or null.
 const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     const KvRun& run = work.run;
-    load_scales(x.scale, run.row0, run.head, work.slot, work.count, groups, scale);
+    load_scales(x.scale, run.row0, run.head, work.at(), work.count, groups, scale);
     if (!x.zero.data) return nullptr;
     float* zero = scale + groups * BLOCK;
-    load_scales(x.zero, run.row0, run.head, work.slot, work.count, groups, zero);
+    load_scales(x.zero, run.row0, run.head, work.at(), work.count, groups, zero);
     return zero;
 }
 
 template <int BITS>
 void score_coded(const Work& work) {
-    const int64_t width = work.call.key_width, group = work.segment.k.group;
+    const int64_t width = work.call.key_width, group = work.segment().k.group;
     float* scale = work.columns;
-    const float* zero = load_groups(work, work.segment.k, group_count(width, group), scale);
+    const float* zero = load_groups(work, work.segment().k, group_count(width, group), scale);
     coded_scores<BITS>(work.key, work.value, work.count, width, group, scale, zero ? zero : scale,
                        work.queries, work.records, work.s);
 }
 
 template <int BITS>
 void add_coded(const Work& work) {
-    const int64_t width = work.call.value_width, group = work.segment.v.group;
+    const int64_t width = work.call.value_width, group = work.segment().v.group;
     float* scale = work.wide;
-    const float* zero = load_groups(work, work.segment.v, group_count(width, group), scale);
+    const float* zero = load_groups(work, work.segment().v, group_count(width, group), scale);
     add_coded_values<BITS>(work.value, work.next, work.count, width, group, scale, zero,
                            work.records, work.s, work.alpha, work.acc);
 }
@@ -199,11 +204,11 @@ KeyWay coded_key_way(const KvEncoded& x, int64_t width, bool many) {
 }
 
 KeyWay key_way(const Work& work, bool many) {
-    const KvEncoded& x = work.segment.k;
+    const KvEncoded& x = work.segment().k;
     if (x.plane.type == KV_I8) return coded_key_way<8>(x, work.call.key_width, many);
     if (x.plane.type == KV_I4) return coded_key_way<4>(x, work.call.key_width, many);
 #if defined(__AVX512BF16__)
-    if (x.plane.type == KV_BF16 && work.segment.queries.type == KV_BF16 && !many)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
         return {load_queries<Dotted>, score<Dotted>};
 #endif
     KeyWay way{};
@@ -222,7 +227,7 @@ ValueWay coded_value_way(const KvEncoded& x, int64_t width, bool many) {
 }
 
 ValueWay value_way(const Work& work, bool many) {
-    const KvEncoded& x = work.segment.v;
+    const KvEncoded& x = work.segment().v;
     if (x.plane.type == KV_I8) return coded_value_way<8>(x, work.call.value_width, many);
     if (x.plane.type == KV_I4) return coded_value_way<4>(x, work.call.value_width, many);
     ValueWay way{};

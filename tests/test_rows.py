@@ -76,9 +76,9 @@ def test_a_block_is_encoded_once():
         bulk = layer._slots.bulk
         if before is not None:
             count = before["k"].shape[2]
-            assert all(bulk.read()[n][:, :, :count].equal(p) for n, p in before.items())
-        if bulk.length:
-            before = {n: p.clone() for n, p in bulk.read().items()}
+            assert all(bulk.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())
+        if bulk.storage.length:
+            before = {n: p.clone() for n, p in bulk.storage.read().items()}
     assert bulk.length == 3  # blocks of 4, with at least 6 tokens kept plain
 
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvkeep.errors import ShapeError, StateError
+from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.figures import LayerStats
 from kvkeep.layer import LayerCache
-from kvkeep.slots import LayerStats
+from kvkeep.ledger import LayerState
 
 
 @dataclass(frozen=True)
 class CacheStats:
     """A cache's figures. `length` and `capacity` are the largest of any layer, in slots; bytes and
-    reallocations are sums; `seen` counts each row's tokens."""
+    reallocations are sums; `seen` counts each row's tokens. Of the bytes, `shared_bytes` lie in
+    frozen slots that other caches may hold too."""
 
     length: int
     capacity: int
     seen: tuple[int, ...]
     live_bytes: int
     nbytes: int
+    shared_bytes: int
     reallocations: int
     layers: tuple[LayerStats, ...]
 
@@ -32,11 +36,22 @@ class CacheStats:
         return asdict(self)
 
 
+class Snapshot(NamedTuple):
+    """A copy of what a cache held: what its layers were like, their states, and `Cache.routed`."""
+
+    kinds: list[str]
+    layers: list[LayerState]
+    routed: bool | None
+
+
 class Cache:
     """A model's layers, for any loop: `cache.layers[i].step(q, k, v, scale=...)`.
 
     Layers may differ in policy, codec, storage, widths and device. Every forward feeds all.
     """
+
+    routed: bool | None = None
+    """Whether the tokens in it were fed through kvkeep's attention; None: who knows."""
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers: list[LayerCache] = list(layers)
@@ -122,6 +137,61 @@ class Cache:
             index = index.nonzero().flatten()
         self._take_rows(index)
 
+    def snapshot(self) -> Snapshot:
+        """A copy of what is held now, to `restore` later; spare slots are not copied.
+
+        Raises:
+            StateError: a forward is under way.
+        """
+        self._between_forwards("snapshot")
+        kinds = [layer.kind for layer in self.layers]
+        return Snapshot(kinds, [layer.state().copy() for layer in self.layers], self.routed)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Hold what was held at a snapshot of this cache, or of one like it. It can be restored
+        again. Fixed storage keeps its place in memory.
+
+        Raises:
+            SpecError: the snapshot is of a cache with other policies, codecs or windows.
+        """
+        kinds = [layer.kind for layer in self.layers]
+        if kinds != snapshot.kinds:
+            raise SpecError(
+                f"snapshot of {snapshot.kinds[:1]}, {len(snapshot.kinds)} layers, for a cache of "
+                f"{kinds[:1]}, {len(kinds)} layers; restore it to one of the same specs"
+            )
+        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+            layer.restore(state)
+        self.routed = snapshot.routed
+
+    def freeze(self) -> Frozen[Self]:
+        """What is held now, as an immutable cache that any number of forks share.
+
+        Nothing is copied: this cache goes on as the first of them, and copies the past only when
+        a policy must evict from it. (Heads of different lengths are copied.)
+
+        Raises:
+            StateError: a forward is under way.
+        """
+        self._between_forwards("freeze")
+        for layer in self.layers:
+            layer.freeze()
+        return Frozen(self)
+
+    def _forked(self) -> Self:
+        """A cache in the same state, which shares the frozen slots."""
+        other = copy(self)
+        other.layers = [layer.fork() for layer in self.layers]
+        return other
+
+    def _between_forwards(self, doing: str) -> None:
+        fed = {layer.fed for layer in self.layers}
+        if len(fed) > 1:
+            raise StateError(
+                f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is under way "
+                "or was interrupted; wait for it, or reset() the cache"
+            )
+
     @property
     def rows(self) -> int:
         """B; 0 before the first token."""
@@ -158,6 +228,11 @@ class Cache:
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    def shared_bytes(self) -> int:
+        """Bytes of frozen slots, which other caches may hold too."""
+        return sum(layer.stats().shared_bytes for layer in self.layers)
+
+    @property
     def reallocations(self) -> int:
         """How often some layer copied its past to make room."""
         return sum(layer.storage.reallocations for layer in self.layers)
@@ -170,6 +245,7 @@ class Cache:
             seen=tuple(self.seen.tolist()),
             live_bytes=self.live_bytes,
             nbytes=self.nbytes,
+            shared_bytes=self.shared_bytes,
             reallocations=self.reallocations,
             layers=tuple(layer.stats() for layer in self.layers),
         )
@@ -182,3 +258,34 @@ class Cache:
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
         for layer in self.layers:
             layer.take_rows(index)
+
+
+CacheType = TypeVar("CacheType", bound=Cache)
+
+
+class Frozen(Generic[CacheType]):
+    """An immutable cache, from `Cache.freeze`. Forks share its slots as long as they only add to
+    them, and attention reads slots that all rows of a fork share once for all of them."""
+
+    def __init__(self, cache: CacheType) -> None:
+        self._cache = cache._forked()
+
+    def fork(self, rows: int = 1) -> CacheType:
+        """A cache that goes on from here by itself, with each row `rows` times.
+
+        Raises:
+            ShapeError: `rows` below 1.
+        """
+        cache = self._cache._forked()
+        if rows != 1:
+            cache.repeat(rows)
+        return cache
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens ever fed, int64 (B,), padding not counted."""
+        return self._cache.seen
+
+    def stats(self) -> CacheStats:
+        """All figures at once, per layer too."""
+        return self._cache.stats()

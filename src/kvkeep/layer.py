@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,12 @@ from kvkeep.attention import Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.planes import POSITION, PlaneSpec, limits, part
+from kvkeep.figures import LayerStats
+from kvkeep.ledger import LayerState, Ledger
+from kvkeep.planes import POSITION, limits, part
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
-from kvkeep.slots import LayerSlots, LayerStats, in_order
+from kvkeep.slots import LayerSlots
 from kvkeep.storage import Storage
 
 
@@ -56,15 +60,12 @@ class LayerCache:
         self.value_codec = value_codec = value_codec.for_values()
         self.window = window
         self.rotary = rotary
-        self._has_planes = bool(policy.planes)
         self.record_past = False
-        self.fed = 0
-        self._slots = LayerSlots(key_codec, value_codec, storage, ragged=policy.ragged)
-        self.storage = self._slots.storage
-        self._pads: Tensor | None = None  # (B,) padding fed per row; None while there was none
-        self._floor = 0  # the fewest tokens fed to which a crop can return
-        self._like: tuple[Tensor, Tensor] | None = None  # empty k and v of this layer's geometry
-        self._state: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
+        self._planes_of_policy = tuple(policy.planes)
+        self._slots = LayerSlots(
+            key_codec, value_codec, storage, own=self._planes_of_policy, ragged=policy.ragged
+        )
+        self._ledger = Ledger()
         self._chunk: Tensor | None = None  # positions of the last chunk
         self._checks = Checks()
 
@@ -88,11 +89,11 @@ class LayerCache:
             CapacityError: the tokens do not fit and the policy evicts nothing.
             StateError: gradients are wanted but the storage writes in place.
         """
-        self._checks.chunk(k, v, position, self._like)
+        self._checks.chunk(k, v, position, self._ledger.like)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if self._like is None:  # a width that a codec cannot take raises here
+        if self._ledger.like is None:  # a width that a codec cannot take raises here
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
@@ -100,18 +101,13 @@ class LayerCache:
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
         self._slots.add(k, v, self._own_planes(k, v, position))
-        if self._like is None:
-            self._like = (empty_like(k), empty_like(v))
+        if self._ledger.like is None:
+            self._ledger.like = (empty_like(k), empty_like(v))
         self._chunk = position
-        if position.dim() == 2 or self._pads is not None:
-            position = position.expand(k.shape[0], -1)
-            before = self._pads if self._pads is not None else position.new_zeros(k.shape[0])
-            self._pads = before + (position < 0).sum(dim=1)
-            if Need.MASS not in self.policy.needs:  # or what padding attends to would count
-                last = self.fed - 1 - before[:, None]
-                position = torch.maximum(position.cummax(dim=1).values, last)
-        self.fed += n
-        return self._view(position)
+        self._ledger, queries = self._ledger.feed(position, k.shape[0])
+        if Need.MASS in self.policy.needs:  # or what padding attends to would count
+            queries = position.expand_as(queries)
+        return self._view(queries)
 
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
@@ -150,42 +146,28 @@ class LayerCache:
         """
         self._checks.queries(q, k, sinks)
         self.check_gradients(q, k, v)
-        pads = self._pads
+        before = self._ledger
         view = self.extend(k, v, position)
         try:
             need = Need.MASS in self.policy.needs
             asked = Options(scale, softcap, sinks, need, self.policy.observed)
             out, mass = dispatch(q, view, asked)
         except BaseException:
-            self._drop(k.shape[2])
-            self._pads = pads
+            self._drop(k.shape[2], before)
             raise
         self.settle(Observation(mass, queries=q.detach(), scale=scale))
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions that continue every row by n tokens.
-
-        Args:
-            real: bool (B, n), False where a row has padding; None when there is none.
-
-        Returns:
-            int32 (n,) while no row ever had padding, else (B, n) with -1 for padding.
-        """
-        if real is None:
-            following = torch.arange(self.fed, self.fed + n, dtype=torch.int32, device=device)
-            pads = self._pads
-            return following if pads is None else following - pads.to(device, torch.int32)[:, None]
-        seen = self.fed if self._pads is None else self.fed - self._pads.to(device)[:, None]
-        following = seen + real.cumsum(dim=1) - 1
-        return following.masked_fill(~real, -1).to(torch.int32)
+        """Positions that continue every row by n tokens; see `Ledger.next_positions`."""
+        return self._ledger.next_positions(n, device, real)
 
     def was_fed(self, real: Tensor) -> bool:
         """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False.
 
         Only known, and False only, while nothing was evicted.
         """
-        if self._pads is None or self._floor:
+        if self._ledger.pads is None or self._ledger.floor:
             return True
         position = self._slots.rewritable()[POSITION][:, 0]
         return bool((position >= 0).equal(real.to(position.device)))
@@ -196,22 +178,21 @@ class LayerCache:
         For attention that masks by column. Zero-copy while nothing was evicted; a copy from then
         on, and when the next `settle` will evict.
         """
-        assert self._like is not None
-        moved = bool(self._floor) or self.length > (self.policy.budget or self.length)
-        return in_order(view, self._like[0].dtype, self._like[1].dtype, moved=moved)
+        assert self._ledger.like is not None
+        moved = bool(self._ledger.floor) or self.length > (self.policy.budget or self.length)
+        return view.in_order(self._ledger.like[0].dtype, self._ledger.like[1].dtype, moved=moved)
 
     # -- whole-state changes ----------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget every token; the next one may have other rows, heads, widths and dtype."""
         self._slots.reset()
-        self.fed, self._floor, self._state = 0, 0, {}
-        self._pads = self._like = self._chunk = None
+        self._ledger, self._chunk = Ledger(), None
 
     @property
     def rollback_limit(self) -> int:
         """How many of the newest tokens `crop` can take back exactly."""
-        return self.fed - self._floor if self.policy.rollback else 0
+        return self.fed - self._ledger.floor if self.policy.rollback else 0
 
     def require_rollback(self, tokens: int) -> None:
         """Raise RollbackError when the newest `tokens` tokens cannot be taken back."""
@@ -234,26 +215,47 @@ class LayerCache:
         """
         self.require_rollback(-tokens)
         if tokens < 0:
-            if self._pads is not None:
-                position = self._slots.newest_positions(-tokens)
-                self._pads = self._pads - (position < 0).sum(dim=1)
-            self._drop(-tokens)
+            newest = self._slots.newest_positions(-tokens)
+            self._drop(-tokens, self._ledger.without(newest))
         if self.record_past:
             self._fit()
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
-        if self._like is None:
+        if self._ledger.like is None:
             return
-        index = index.to(self._like[0].device)
+        index = index.to(self._ledger.like[0].device)
         self._slots.take_rows(index)
-        k, v = self._like
-        self._like = (k.index_select(0, index), v.index_select(0, index))
-        self._state = {name: x.index_select(0, index) for name, x in self._state.items()}
         if self._chunk is not None and self._chunk.dim() == 2:
             self._chunk = self._chunk.index_select(0, index)
-        if self._pads is not None:
-            self._pads = self._pads.index_select(0, index)
+        self._ledger.take_rows(index)
+
+    def state(self) -> LayerState:
+        """Everything held; views, valid until the next change."""
+        return LayerState(self._ledger.fork(), self._slots.parts())
+
+    def restore(self, state: LayerState) -> None:
+        """Hold copies of what a layer like this one held."""
+        self.reset()
+        self._slots.load(state.parts, state.ledger.rows)
+        self._ledger = state.ledger.fork()
+
+    def freeze(self) -> None:
+        """Make the slots held so far immutable, so that forks share them."""
+        self._slots.freeze()
+
+    def fork(self) -> LayerCache:
+        """A layer in the same state, which shares this one's frozen slots and copies the others."""
+        other = copy(self)
+        other._slots = self._slots.fork()
+        other._ledger = self._ledger.fork()
+        other._checks = Checks()
+        return other
+
+    @property
+    def kind(self) -> str:
+        """What its slots mean: the policy, the codecs and the window."""
+        return f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
 
     # -- figures ----------------------------------------------------------------------------
 
@@ -278,13 +280,26 @@ class LayerCache:
     @property
     def seen(self) -> Tensor:
         """Tokens ever fed, int64 (B,), padding not counted; (0,) before the first."""
-        rows = 0 if self._like is None else self._like[0].shape[0]
-        fed = torch.full((rows,), self.fed, dtype=torch.int64)
-        return fed if self._pads is None else fed - self._pads.cpu()
+        return self._ledger.seen
+
+    @property
+    def fed(self) -> int:
+        """Columns ever fed, padding included."""
+        return self._ledger.columns
+
+    @property
+    def storage(self) -> Storage:
+        """Where the slots lie that are this layer's own."""
+        return self._slots.storage
+
+    @property
+    def limit(self) -> int | None:
+        """Most slots that can ever be held; None: as many as memory allows."""
+        return self._slots.limit
 
     def positions(self) -> Tensor:
         """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""
-        heads = 1 if self._like is None else self._like[0].shape[1]
+        heads = 1 if self._ledger.like is None else self._ledger.like[0].shape[1]
         return self._slots.positions().expand(-1, heads, -1)
 
     @property
@@ -301,29 +316,12 @@ class LayerCache:
         """All figures at once."""
         return self._slots.stats()
 
-    def bytes_for(
-        self,
-        tokens: int,
-        *,
-        heads: int,
-        key_width: int,
-        value_width: int,
-        dtype: torch.dtype,
-        rows: int = 1,
-    ) -> int:
-        """What `live_bytes` will be after `tokens` columns; at least that for ragged heads and
-        several rows, for a head frees what no row needs."""
-        policy = self.policy
-        kept = tokens if policy.budget is None else min(tokens, policy.budget)
-        own = {POSITION: PlaneSpec((), torch.int32, shared=not policy.per_head), **policy.planes}
-        return rows * self._slots.token_bytes(key_width, value_width, dtype, heads, own, kept)
-
     # -- inside -----------------------------------------------------------------------------
 
     def require(self, n: int) -> None:
         """Raise CapacityError when n more tokens can never fit."""
         if self.policy.budget is None:
-            self.storage.require(self.storage.length + n)
+            self._slots.require(n)
 
     def check_gradients(self, *tensors: Tensor) -> None:
         """Raise StateError when gradients are wanted of tensors this layer cannot keep them for."""
@@ -340,7 +338,7 @@ class LayerCache:
         rows, heads, n, _ = k.shape
         policy = self.policy
         planes: dict[str, Tensor] = {}
-        if self._has_planes:
+        if self._planes_of_policy:
             error = self._slots.errors(k, v) if Need.ENCODE_ERROR in policy.needs else None
             planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error))
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
@@ -350,19 +348,17 @@ class LayerCache:
     def _view(self, position: Tensor) -> View:
         n, reach = position.shape[-1], self.policy.reach
         reaches = limits(reach, self.window, n, self.length, self.fed)
-        ragged = self._pads is not None or self.policy.ragged  # heads leave rows empty slots
+        ragged = self._ledger.pads is not None or self.policy.ragged  # heads leave rows empty slots
         return View(self._slots.segments(), position, ragged, tuple(reaches))
 
     def _seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""
-        pads = self._pads
-        newest = self.fed - 1 if pads is None else self.fed - 1 - pads[:, None, None]
         return (observation or Observation())._replace(
             position=self._chunk,
-            newest=newest,
+            newest=self._ledger.newest,
             window=self.window,
             rotary=self.rotary,
-            state=self._state,
+            state=self._ledger.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
@@ -377,11 +373,11 @@ class LayerCache:
         if observes:
             with torch.inference_mode():  # in place, whatever mode the planes were made in
                 policy.observe(planes, seen)
-                for name in policy.planes:
+                for name in self._planes_of_policy:
                     self._slots.keep(name, planes[name])
         if count > 0:
             self._slots.evict(policy.victims(count, planes, seen))
-            self._floor = self.fed
+            self._ledger.floor = self.fed
 
     def _fit(self, observation: Observation | None = None) -> None:
         """Evict down to the budget, and encode what waited for its block to be full."""
@@ -389,11 +385,11 @@ class LayerCache:
         self._evict(0 if budget is None else self._slots.surplus(budget), observation)
         if self._slots.waiting:
             self._slots.encode_waiting()
-            self._floor = self.fed
+            self._ledger.floor = self.fed
 
-    def _drop(self, n: int) -> None:
+    def _drop(self, n: int, before: Ledger) -> None:
         """Take back the newest n tokens, which no eviction has followed."""
         self._slots.drop(n)
-        self.fed -= n
+        self._ledger = before
         if not self.fed:
             self.reset()

@@ -7,7 +7,8 @@ so one function moves them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -34,6 +35,10 @@ class PlaneSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     shared: bool = False
+
+    def slot_bytes(self, heads: int) -> int:
+        """Bytes of one slot in one row, all heads together."""
+        return math.prod(self.shape) * self.dtype.itemsize * (1 if self.shared else heads)
 
 
 class Reach(NamedTuple):
@@ -101,6 +106,34 @@ class Front(Planes):
         return len(self.whole)
 
 
+@final
+class Chain(Planes):
+    """Runs of slots as one set (B, H, S, ...): a plane is joined when it is first asked for.
+
+    A run of batch size 1 is that of every row.
+    """
+
+    def __init__(self, links: Sequence[Planes], rows: int) -> None:
+        self.lengths = [slot_count(planes) for planes in links]
+        self.length = sum(self.lengths)
+        self._links, self._rows = links, rows
+        self._joined: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        joined = self._joined.get(name)
+        if joined is None:
+            planes = [planes[name] for planes in self._links]
+            planes = [plane.expand(self._rows, *plane.shape[1:]) for plane in planes]
+            joined = self._joined[name] = torch.cat(planes, dim=2)
+        return joined
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._links[-1])
+
+    def __len__(self) -> int:
+        return len(self._links[-1])
+
+
 def part(planes: Planes, prefix: str) -> Planes:
     """The planes of one encoded tensor: `k` and `k_*` for prefix "k", keyed by what follows it."""
     return {
@@ -155,7 +188,7 @@ def unsliced(planes: Planes) -> Planes:
 
 def slot_count(planes: Planes) -> int:
     """S of a set of planes; 0 when there are none."""
-    if type(planes) is Front:  # isinstance asks an abstract class, which is slow
+    if type(planes) is Front or type(planes) is Chain:  # isinstance asks an abstract class: slow
         return planes.length
     for plane in planes.values():
         return plane.shape[2]

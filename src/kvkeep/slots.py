@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from copy import copy, deepcopy
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment, View
+from kvkeep.attention import Segment
+from kvkeep.bulk import Bulk
 from kvkeep.codec import Codec, Plain
 from kvkeep.errors import SpecError
+from kvkeep.figures import LayerStats
+from kvkeep.frozen import Past
 from kvkeep.planes import (
     POSITION,
+    Chain,
     Planes,
-    PlaneSpec,
-    along_slots,
     concatenated,
     joined,
     part,
@@ -28,26 +29,17 @@ from kvkeep.planes import (
 from kvkeep.storage import PerHead, Storage
 
 
-@dataclass(frozen=True)
-class LayerStats:
-    """One layer's figures; bytes over all rows and heads."""
-
-    length: int
-    capacity: int
-    live_bytes: int
-    nbytes: int
-    reallocations: int
-
-
 class LayerSlots:
     """A layer's slots: those of its storage, and at times others beside it.
 
+    - frozen: runs of older slots, shared with forks. Nothing is copied until one must be evicted.
     - aside: a chunk that does not fit fixed storage, until the policy has chosen.
     - bulk: tokens encoded a block at a time; the newest stay in the storage as they were given.
 
     Args:
         key_codec, value_codec: how a token is encoded, of equal block.
         storage: where slots lie; owned from now on.
+        own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
 
     Raises:
@@ -55,7 +47,13 @@ class LayerSlots:
     """
 
     def __init__(
-        self, key_codec: Codec, value_codec: Codec, storage: Storage, *, ragged: bool = False
+        self,
+        key_codec: Codec,
+        value_codec: Codec,
+        storage: Storage,
+        *,
+        own: Collection[str] = (),
+        ragged: bool = False,
     ) -> None:
         names = f"{key_codec.name}/{value_codec.name}"
         if key_codec.block != value_codec.block:
@@ -63,13 +61,6 @@ class LayerSlots:
                 f"codecs {names} encode {key_codec.block} and {value_codec.block} tokens "
                 "together; use one for both, or two that encode each token for itself"
             )
-        if key_codec.block > 1 and storage.limit is not None:
-            raise SpecError(
-                f"codecs {names} encode a prompt after it was attended to, for which "
-                f"{storage.name} storage has no room; use @growing"
-            )
-        self.key_codec = key_codec
-        self.value_codec = value_codec
         if ragged and storage.limit is not None:
             raise SpecError(
                 f"heads of different lengths need storage that grows, and {storage.name} does not; "
@@ -77,8 +68,14 @@ class LayerSlots:
             )
         self.ragged = PerHead(storage) if ragged else None
         self.storage: Storage = self.ragged or storage
+        self.limit = storage.limit
+        self.rows = 0
+        self.frozen = Past()
         self.aside: Planes | None = None
-        self.bulk = storage.another() if key_codec.block > 1 else None
+        blocks = key_codec.block > 1
+        self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
+        self._own = own
+        self._blank = storage.another()
         # What new tokens are encoded with: tokens of a block wait for their neighbours.
         self._new_key = key_codec if self.bulk is None else Plain()
         self._new_value = value_codec if self.bulk is None else Plain()
@@ -86,58 +83,57 @@ class LayerSlots:
     @property
     def length(self) -> int:
         """Tokens held, the same for every row; an empty slot of a padded row counts."""
-        return self._encoded + self.storage.length + slot_count(self.aside or {})
+        encoded = 0 if self.bulk is None else self.bulk.length
+        return encoded + self._settled + slot_count(self.aside or {})
 
     @property
     def capacity(self) -> int:
         """Tokens that fit what is allocated."""
-        bulk = 0 if self.bulk is None else self.bulk.capacity * self.key_codec.block
-        return bulk + self.storage.capacity
+        encoded = 0 if self.bulk is None else self.bulk.capacity
+        return encoded + self.frozen.length + self.storage.capacity
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, every plane included."""
-        return sum(s.live_bytes for s in self._storages) + plane_bytes(self.aside or {})
+        bulk = 0 if self.bulk is None else self.bulk.live_bytes
+        return bulk + self._beside_bytes + self.storage.live_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(s.nbytes for s in self._storages) + plane_bytes(self.aside or {})
+        bulk = 0 if self.bulk is None else self.bulk.nbytes
+        return bulk + self._beside_bytes + self.storage.nbytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of frozen slots; counted once, however many rows share them."""
+        bulk = 0 if self.bulk is None else self.bulk.shared_bytes
+        return bulk + self.frozen.shared_bytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        return self.frozen.shared_bytes + self.frozen.own_bytes + plane_bytes(self.aside or {})
 
     @property
     def reallocations(self) -> int:
         """How often slots were copied to make room."""
-        return sum(s.reallocations for s in self._storages)
+        bulk = 0 if self.bulk is None else self.bulk.storage.reallocations
+        return bulk + self.storage.reallocations
 
     def stats(self) -> LayerStats:
         """All figures at once."""
         return LayerStats(
-            self.length, self.capacity, self.live_bytes, self.nbytes, self.reallocations
+            self.length,
+            self.capacity,
+            self.live_bytes,
+            self.nbytes,
+            self.shared_bytes,
+            self.reallocations,
         )
 
-    def token_bytes(
-        self,
-        key_width: int,
-        value_width: int,
-        dtype: torch.dtype,
-        heads: int,
-        own: Mapping[str, PlaneSpec],
-        tokens: int,
-    ) -> int:
-        """Bytes that `tokens` tokens of one row take, with the planes `own` beside k and v."""
-
-        def slot(key: Codec, value: Codec, block: int) -> int:
-            encoded = [*key.planes(key_width, dtype).values()]
-            encoded += value.planes(value_width, dtype).values()
-            beside = sum(block * _plane_bytes(spec, heads) for spec in own.values())
-            return beside + sum(_plane_bytes(spec, heads) for spec in encoded)
-
-        block = self.key_codec.block
-        blocks = self._whole_blocks(tokens) // block
-        left = tokens - blocks * block
-        return blocks * slot(self.key_codec, self.value_codec, block) + left * slot(
-            self._new_key, self._new_value, 1
-        )
+    def require(self, n: int) -> None:
+        """Raise CapacityError when n more tokens can never fit."""
+        self._blank.require(self._settled + n)
 
     def encoded(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The planes of new keys and values."""
@@ -163,8 +159,8 @@ class LayerSlots:
             for name, plane in own.items():
                 slots[name].copy_(plane)
 
-        limit, n = self.storage.limit, k.shape[2]
-        fits = limit is None or self.storage.length + n <= limit
+        self.rows, n = k.shape[0], k.shape[2]
+        fits = self.limit is None or self._settled + n <= self.limit
         if self.aside is None and fits and self.storage.append_in_place(n, write):
             return
         planes = self.encoded(k, v) | dict(own)
@@ -177,14 +173,14 @@ class LayerSlots:
 
     def segments(self) -> tuple[Segment, ...]:
         """Everything held, newest last; nothing is copied."""
-        found = []
-        if self._encoded and self.bulk is not None:
-            found.append(Segment(self.bulk.read(), self.key_codec, self.value_codec))
+        found = [] if self.bulk is None else self.bulk.segments()
         if self.ragged is not None:
             return tuple(
                 Segment(storage.read(), self._new_key, self._new_value, head=index)
                 for index, storage in enumerate(self.ragged.heads)
             )
+        for run in self.frozen.runs:
+            found.append(Segment(run.planes, self._new_key, self._new_value))
         if self.storage.length:
             found.append(Segment(self.storage.read(), self._new_key, self._new_value))
         if self.aside is not None:
@@ -192,21 +188,29 @@ class LayerSlots:
         return tuple(found)
 
     def rewritable(self) -> Planes:
-        """All slots that can be evicted, as one set; a view unless something is aside."""
-        if self.aside is None:
-            return self.storage.read()
-        if not self.storage.length:
-            return self.aside
-        return concatenated(self.storage.read(), self.aside)
+        """All slots that can be evicted, as one set; a view unless something lies beside them."""
+        links = [run.joined for run in self.frozen.runs]
+        if self.storage.length or not (links or self.aside):
+            links.append(self.storage.read())
+        if self.aside is not None:
+            links.append(self.aside)
+        return Chain(links, self.rows) if self.frozen.runs or len(links) > 1 else links[0]
 
     def keep(self, name: str, plane: Tensor) -> None:
         """Write plane `name` of `rewritable()` back, where that was a copy."""
         if self.ragged is not None:
             self.ragged.keep(name, plane)
-        if self.aside is not None and self.storage.length:
-            count = self.storage.length
-            self.storage.read()[name].copy_(plane[:, :, :count])
-            self.aside = {**self.aside, name: plane[:, :, count:]}
+        elif self.frozen.runs or (self.aside is not None and self.storage.length):
+            first = 0
+            for run in self.frozen.runs:
+                count = slot_count(run.planes)
+                run.own[name].copy_(plane[:, :, first : first + count])
+                first += count
+            last = first + self.storage.length
+            if self.storage.length:
+                self.storage.read()[name].copy_(plane[:, :, first:last])
+            if self.aside is not None:
+                self.aside = {**self.aside, name: plane[:, :, last:]}
 
     def surplus(self, budget: int) -> int:
         """Slots held beyond a budget per head."""
@@ -219,6 +223,7 @@ class LayerSlots:
         if self.ragged is not None:
             self.ragged.drop(victims)
             return
+        self._thaw()
         if self.aside is None:
             self.storage.evict(victims)
             return
@@ -231,37 +236,16 @@ class LayerSlots:
     @property
     def waiting(self) -> int:
         """Tokens that could be encoded now."""
-        return self._whole_blocks(self.storage.length)
-
-    def _whole_blocks(self, tokens: int) -> int:
-        """How many of `tokens` tokens are encoded in blocks when they have settled."""
-        if self.bulk is None:
-            return 0
-        block, tail = self.key_codec.block, max(self.key_codec.tail, self.value_codec.tail)
-        return max(0, tokens - tail) // block * block
+        return 0 if self.bulk is None else self.bulk.whole(self.storage.length)
 
     def encode_waiting(self) -> None:
-        """Encode the oldest tokens that wait, once and for good."""
-        count, block = self.waiting, self.key_codec.block
+        """Encode them, the oldest tokens, once and for good."""
         assert self.bulk is not None
-        planes = self.storage.read()
-        oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, :count]
-        taken = take(planes, oldest)
-        for name in ("k", "v"):
-            # What stands in empty slots is nobody's, and must not widen a block's range.
-            blocks = taken[name].reshape(*taken[name].shape[:2], -1, block, taken[name].shape[3])
-            empty = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, block, 1) < 0
-            taken[name] = torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)
-        encoded = joined(self.key_codec.encode(taken["k"]), "k") | joined(
-            self.value_codec.encode(taken["v"]), "v"
-        )
-        encoded[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, block)
-        self.bulk.append(encoded)
-        self.storage.evict(oldest)
+        self.bulk.take_oldest(self.storage)
 
     def positions(self) -> Tensor:
         """Positions of everything held, int32 (B, 1|H, S); -1 where a slot is empty."""
-        held = [segment.position for segment in self.segments()]
+        held = [s.position.expand(self.rows, -1, -1) for s in self.segments()]
         return torch.cat(held, dim=2) if held else torch.empty(0, 1, 0, dtype=torch.int32)
 
     def newest_positions(self, tokens: int) -> Tensor:
@@ -276,46 +260,94 @@ class LayerSlots:
             self.aside = {name: p[:, :, : aside - tokens] for name, p in self.aside.items()}
         else:
             self.aside = None
-            self.storage.truncate(self.storage.length - (tokens - aside))
+            tokens -= aside
+            own = min(tokens, self.storage.length)
+            self.storage.truncate(self.storage.length - own)
+            tokens -= own
+            self.frozen.drop(tokens)
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
-        for storage in self._storages:
-            storage.rows(index)
+        self.rows = len(index)
+        self.storage.rows(index)
+        if self.bulk is not None:
+            self.bulk.take_rows(index)
+        self.frozen.take_rows(index)
         if self.aside is not None:
             self.aside = {name: p.index_select(0, index) for name, p in self.aside.items()}
 
     def reset(self) -> None:
         """Free every slot."""
+        self._thaw(keep=False)
         self.aside = None
-        for storage in self._storages:
-            storage.reset()
+        self.storage.reset()
+        if self.bulk is not None:
+            self.bulk.reset()
+
+    def parts(self) -> dict[str, Planes]:
+        """Everything held, by where it lies: planes to be copied."""
+        found: dict[str, Planes] = {}
+        if self.ragged is not None:
+            return {f"head.{i}": head.read() for i, head in enumerate(self.ragged.heads)}
+        if self.bulk is not None and self.bulk.length:
+            found["bulk"] = self.bulk.read(self.rows)
+        runs = [run.joined for run in self.frozen.runs]
+        if self.storage.length:
+            runs.append(self.storage.read())
+        if runs:
+            found["slots"] = Chain(runs, self.rows) if self.frozen.runs else runs[0]
+        if self.aside is not None:
+            found["aside"] = self.aside
+        return found
+
+    def load(self, parts: Mapping[str, Planes], rows: int) -> None:
+        """Hold copies of what `parts` of a layer like this one gave."""
+        self.reset()
+        self.rows = rows
+        if self.ragged is not None:
+            self.ragged.load([parts[name] for name in parts])
+        if self.bulk is not None and "bulk" in parts:
+            self.bulk.load(parts["bulk"])
+        if "slots" in parts:
+            self.storage.append(parts["slots"])
+        if "aside" in parts:
+            self.aside = {name: plane.clone() for name, plane in parts["aside"].items()}
+
+    def freeze(self) -> None:
+        """Make what is held immutable, so that forks share it; new tokens go behind it.
+
+        Not what a fork copies: heads of different lengths, the tail of blocks, what is aside.
+        """
+        if self.bulk is not None:
+            self.bulk.freeze()
+        elif self.ragged is None and self.storage.length:
+            self.frozen.add(self.storage.read(), self._own)
+            self.storage = self._blank.behind(self.frozen.length)
+
+    def fork(self) -> LayerSlots:
+        """The same slots, of which the frozen ones are shared."""
+        other = copy(self)
+        other.ragged = deepcopy(self.ragged)
+        other.storage = other.ragged or deepcopy(self.storage)
+        other.bulk = None if self.bulk is None else self.bulk.fork()
+        other.aside = deepcopy(self.aside)
+        other.frozen = self.frozen.fork()
+        return other
+
+    def _thaw(self, *, keep: bool = True) -> None:
+        """Take an own copy of what is shared, or give it up."""
+        if not self.frozen.runs:
+            return
+        runs = [run.joined for run in self.frozen.runs] if keep else []
+        if keep and self.storage.length:
+            runs.append(self.storage.read())
+        self.storage = self._blank.another()
+        for planes in runs:
+            rows = {n: p.expand(self.rows, *p.shape[1:]) for n, p in planes.items()}
+            self.storage.append(rows)
+        self.frozen = Past()
 
     @property
-    def _storages(self) -> tuple[Storage, ...]:
-        return (self.storage,) if self.bulk is None else (self.bulk, self.storage)
-
-    @property
-    def _encoded(self) -> int:
-        return 0 if self.bulk is None else self.bulk.length * self.key_codec.block
-
-
-def _plane_bytes(spec: PlaneSpec, heads: int) -> int:
-    """Bytes of one slot of a plane in one row."""
-    return math.prod(spec.shape) * spec.dtype.itemsize * (1 if spec.shared else heads)
-
-
-def in_order(
-    view: View, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool
-) -> tuple[Tensor, Tensor]:
-    """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view, by position if slots were `moved`."""
-    first, *more = view.segments
-    keys, values = first.keys(key_dtype), first.values(value_dtype)
-    if more:
-        keys = torch.cat([keys, *(segment.keys(key_dtype) for segment in more)], dim=2)
-        values = torch.cat([values, *(segment.values(value_dtype) for segment in more)], dim=2)
-    if not moved:
-        return keys, values
-    position = torch.cat([segment.position for segment in view.segments], dim=2)
-    order = position.argsort(dim=2, stable=True)
-    return keys.gather(2, along_slots(order, keys)), values.gather(2, along_slots(order, values))
+    def _settled(self) -> int:
+        """Slots that are neither aside nor encoded in blocks."""
+        return self.frozen.length + self.storage.length

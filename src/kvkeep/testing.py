@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -262,19 +261,20 @@ def _check_rows(both: LayerCache, padded: LayerCache, other: LayerCache) -> None
 def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]]]:
     """Of each row and head: live positions, and their keys and values in float64, all segments
     one after the other."""
-    if layer._like is None:
+    if layer._ledger.like is None:
         return []
-    rows, heads = layer._like[0].shape[:2]
+    rows, heads = layer._ledger.like[0].shape[:2]
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
     for segment in layer._slots.segments():
         keys, values = segment.keys(torch.float64), segment.values(torch.float64)
         own = range(heads) if segment.head is None else [segment.head]
         for b in range(rows):
+            i = min(b, keys.shape[0] - 1)  # all rows may share one
             for at, h in enumerate(own):
-                place = segment.position[b, at % segment.position.shape[1]]
+                place = segment.position[i, at % segment.position.shape[1]]
                 live = place >= 0
-                found[b][h].append((place[live], keys[b, at, live], values[b, at, live]))
+                found[b][h].append((place[live], keys[i, at, live], values[i, at, live]))
     return [[_joined(parts) for parts in row] for row in found]
 
 
@@ -285,23 +285,21 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tens
 
 def promised_bytes(layer: LayerCache) -> int:
     """Bytes of a layer's slots as its codecs and policy state them, before anything is stored."""
-    if layer._like is None:
+    if layer._ledger.like is None:
         return 0
-    k, v = layer._like
-    rows, heads = k.shape[:2]
+    k, v = layer._ledger.like
+    heads = k.shape[1]
     total = 0
     for segment in layer._slots.segments():
-        block = segment.key_codec.block
+        block, own_heads = segment.key_codec.block, heads if segment.head is None else 1
         keys, values = cast(Codec, segment.key_codec), cast(Codec, segment.value_codec)
-        specs = [*keys.planes(k.shape[3], k.dtype).values()]
-        specs += [*values.planes(v.shape[3], v.dtype).values(), *layer.policy.planes.values()]
-        specs.append(PlaneSpec((block,), torch.int32, shared=not layer.policy.per_head))
-        own = heads if segment.head is None else 1
-        each = sum(
-            (1 if spec.shared else own) * math.prod(spec.shape) * spec.dtype.itemsize
-            for spec in specs
-        )
-        total += rows * each * (segment.slots // block)
+        shared = [*keys.planes(k.shape[3], k.dtype).values()]
+        shared += values.planes(v.shape[3], v.dtype).values()
+        shared.append(PlaneSpec((block,), torch.int32, shared=not layer.policy.per_head))
+        each = segment.position.shape[0] * sum(spec.slot_bytes(own_heads) for spec in shared)
+        own = layer.policy.planes.values()
+        each += k.shape[0] * sum(spec.slot_bytes(own_heads) for spec in own)
+        total += each * (segment.slots // block)
     return total
 
 

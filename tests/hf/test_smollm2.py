@@ -40,7 +40,7 @@ def generate(model, inputs, **options):
 
 
 def likeliest_without_cache(model, inputs, text):
-    """What the model itself would have said at each new token of text, from one forward over all."""
+    """What the model itself would have said at each new token of text, by one forward over it."""
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, -NEW:])], dim=1)
     place = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)  # as generate() has it
     with torch.inference_mode():

@@ -32,7 +32,7 @@ _CODES = {"int8": 3, "int4": 4}
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=46q"), Struct("=4q")
+_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=47q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -76,7 +76,13 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         observed = view.observed(options.observed)
     dense = view.dense
     kept: list[Tensor] = []  # what the kernel reads and nobody else holds
-    segments = b"".join([_segment(segment, q, dense, kept) for segment in view.segments])
+    before: list[Segment | None] = [None, *view.segments]
+    segments = b"".join(
+        [
+            _segment(segment, q, dense, kept, segment.follows(previous))
+            for segment, previous in zip(view.segments, before, strict=False)
+        ]
+    )
     reaches = b"".join([_REACH.pack(*reach) for reach in view.reaches])
     position = None if dense else view.position.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -120,7 +126,7 @@ def _first(observed: Tensor) -> int:
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
 
 
-def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
+def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
     planes = unsliced(segment.planes)
     shared = planes["k"].shape[0] != q.shape[0]
     # Turned queries stay in float32, so that a rotary offset costs no precision.
@@ -142,6 +148,7 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor]) -> by
         *_plane(turned, False, kept),
         segment.slots,
         shared,
+        follows,
     )
 
 

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.rotation import Rotation
-from kvkeep.planes import POSITION, Planes, Reach, part, slot_count
+from kvkeep.planes import (
+    POSITION,
+    Chain,
+    Planes,
+    Reach,
+    along_slots,
+    part,
+    slot_count,
+    unsliced,
+)
 
 
 class Decoder(Protocol):
@@ -76,14 +85,33 @@ class Segment(NamedTuple):
         """The queries as this segment's decoded keys need them."""
         return q if self.rotation is None else self.rotation.turn(q)
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing has to be decoded."""
+        return self.key_codec.packing == self.value_codec.packing == "plain"
+
+    def follows(self, previous: Segment | None) -> bool:
+        """Whether this and the segment before it are read as one: a result is then the same, to the
+        last bit, as if their slots lay in one place."""
+        if previous is None or previous.rotation is not None or self.rotation is not None:
+            return False
+        a, b = unsliced(previous.planes), unsliced(self.planes)
+        return (
+            previous.head == self.head
+            and previous.key_codec == self.key_codec
+            and previous.value_codec == self.value_codec
+            and a["k"].shape[0] == b["k"].shape[0]
+            and (a["k"].dtype, a["v"].dtype) == (b["k"].dtype, b["v"].dtype)
+            and a[POSITION].shape[1] == b[POSITION].shape[1]
+        )
+
     def runs(self, own: int = 0) -> list[Segment]:
         """This segment in runs short enough to decode at once, of which the last holds at least
         its newest `own` tokens; itself, when nothing has to be decoded."""
-        codecs = (self.key_codec.packing, self.value_codec.packing)
         block = self.key_codec.block
         slots, step = slot_count(self.planes), max(1, _DECODED_AT_ONCE // block)
         last = slots - -(-own // block)
-        if codecs == ("plain", "plain") or slots <= step:
+        if self.plain or slots <= step:
             return [self]
         starts = [*range(0, max(1, last), step)]
         stops = [*starts[1:], slots]
@@ -131,10 +159,42 @@ class View(NamedTuple):
         return self.segments[0].head is not None
 
     def in_runs(self) -> View:
-        """The same view, with encoded segments in runs short enough to decode at once."""
-        own = [0] * (len(self.segments) - 1) + [self.chunk]
-        runs = [s.runs(n) for s, n in zip(self.segments, own, strict=True)]
+        """The same view, with encoded segments in runs short enough to decode at once, which do not
+        depend on where one segment ends and the next goes on."""
+        chains: list[list[Segment]] = []
+        for segment in self.segments:
+            if chains and not segment.plain and segment.follows(chains[-1][-1]):
+                chains[-1].append(segment)
+            else:
+                chains.append([segment])
+        joined = [
+            chain[-1]
+            if len(chain) == 1
+            else chain[-1]._replace(
+                planes=Chain([s.planes for s in chain], chain[-1].position.shape[0])
+            )
+            for chain in chains
+        ]
+        own = [0] * (len(joined) - 1) + [self.chunk]
+        runs = [s.runs(n) for s, n in zip(joined, own, strict=True)]
         return self._replace(segments=tuple(run for some in runs for run in some))
+
+    def in_order(
+        self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Keys (B, H, S, Dk) and values (B, H, S, Dv), by position if slots were `moved`."""
+        rows = self.segments[-1].position.shape[0]
+        keys = [segment.keys(key_dtype) for segment in self.segments]
+        values = [segment.values(value_dtype) for segment in self.segments]
+        k, v = keys[0], values[0]
+        if len(keys) > 1:
+            k = torch.cat([x.expand(rows, -1, -1, -1) for x in keys], dim=2)
+            v = torch.cat([x.expand(rows, -1, -1, -1) for x in values], dim=2)
+        if not moved:
+            return k, v
+        place = [segment.position.expand(rows, -1, -1) for segment in self.segments]
+        order = torch.cat(place, dim=2).argsort(dim=2, stable=True)
+        return k.gather(2, along_slots(order, k)), v.gather(2, along_slots(order, v))
 
     @property
     def dense(self) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
 from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.figures import promised_bytes
 from kvkeep.hf.config import (
     LayerKind,
     base_config,
@@ -96,7 +97,6 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         core.Cache.__init__(self, layers)
         kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}
         self._alike = len(kept) == len(set(self._kinds))
-        self._routed: bool | None = None  # how the tokens in it were fed
         self._handed: Handed | None = None  # the last keys tagged
         self._uncropped = False  # whether a forward came since recording began, or the last crop
         self.drafting = False  # a draft model's: several forwards come before each crop
@@ -127,9 +127,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 "attached one it was built for, or a forward was interrupted; reset() the cache, "
                 "and build it as kvkeep.Cache(model)"
             )
-        if layer_idx == 0 or self._routed is None:
+        if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
-        if self._routed:
+        if self.routed:
             self._handed = key_states.kvkeep = Handed(layer)  # type: ignore[attr-defined]
             return key_states, value_states
         return self._update_unattached(layer, layer_idx, key_states, value_states)
@@ -141,14 +141,14 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.check_gradients(k)
         routed = is_routed(self.config)
-        if self.fed and routed != self._routed:
+        if self.fed and routed != self.routed:
             raise StateError(
                 "this cache was filled by the model "
                 + ("before it was attached" if routed else "while it was attached")
                 + "; reset() it, or finish with the model as it was"
             )
         self.admit(k.shape[2])
-        self._routed = routed
+        self.routed = routed
 
     def _update_unattached(
         self, layer: LayerCache, index: int, k: Tensor, v: Tensor
@@ -205,8 +205,18 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
         heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
         shape: dict[str, int] = {"heads": heads, "key_width": width, "value_width": width}
-        each = [layer.bytes_for(tokens, rows=rows, dtype=dtype, **shape) for layer in self.layers]
-        return sum(each)
+        return sum(
+            promised_bytes(
+                layer.policy,
+                layer.key_codec,
+                layer.value_codec,
+                tokens,
+                rows=rows,
+                dtype=dtype,
+                **shape,
+            )
+            for layer in self.layers
+        )
 
     # -- what transformers asks -------------------------------------------------------------
 
@@ -227,9 +237,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         """Most tokens that fit, -1 when there is no limit."""
         layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
         limits = [
-            layer.storage.limit
+            layer.limit
             for layer in layers
-            if layer.storage.limit is not None and layer.policy.budget is None
+            if layer.limit is not None and layer.policy.budget is None
         ]
         return min(limits, default=-1)
 
@@ -237,6 +247,11 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         """See `kvkeep.cache.Cache.crop`; what assisted generation calls after every step."""
         core.Cache.crop(self, int(tokens_to_remove))
         self._uncropped = False
+
+    def _forked(self) -> Cache:
+        other = core.Cache._forked(self)
+        other._handed = None
+        return other
 
     def reset(self) -> None:
         """Forget every token."""

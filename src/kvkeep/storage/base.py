@@ -89,6 +89,10 @@ class Storage(ABC):
         """A new, empty storage of the same options."""
         return type(self)()
 
+    def behind(self, slots: int) -> Storage:
+        """A new, empty storage for what follows `slots` slots that lie elsewhere."""
+        return self.another()
+
     @abstractmethod
     def reset(self) -> None:
         """Free every slot."""

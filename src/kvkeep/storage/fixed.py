@@ -28,6 +28,9 @@ class Fixed(Buffer):
     def another(self) -> Fixed:
         return Fixed(self.limit or 1)
 
+    def behind(self, slots: int) -> Fixed:
+        return Fixed(max(1, (self.limit or 1) - slots))
+
     def _capacity_for(self, slots: int) -> int:
         self.require(slots)
         assert self.limit is not None

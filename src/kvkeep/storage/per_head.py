@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, final
 
 import torch
@@ -83,6 +83,12 @@ class PerHead(Storage):
     def read(self) -> Planes:
         """Copies, filled up to the longest head."""
         return Padded([head.read() for head in self.heads])
+
+    def load(self, heads: Sequence[Planes]) -> None:
+        """Hold copies of these slots, one set for each head."""
+        self.heads = tuple(self._each.another() for _ in heads)
+        for head, planes in zip(self.heads, heads, strict=True):
+            head.append(planes)
 
     def keep(self, name: str, plane: Tensor) -> None:
         """Write a plane of `read()` back."""

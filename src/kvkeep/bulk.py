@@ -1,0 +1,128 @@
+"""Bulk: the tokens of a layer that are encoded a block at a time, once and for good."""
+
+from __future__ import annotations
+
+from copy import copy, deepcopy
+
+import torch
+
+from kvkeep.attention import Segment
+from kvkeep.codec import Codec
+from kvkeep.errors import SpecError
+from kvkeep.frozen import FrozenPlanes
+from kvkeep.planes import POSITION, Chain, Planes, joined, plane_bytes, slot_count, take
+from kvkeep.storage import Storage
+
+
+class Bulk:
+    """Slots that hold `key_codec.block` tokens each.
+
+    Args:
+        key_codec, value_codec: of equal block.
+        storage: where slots lie; owned from now on.
+
+    Raises:
+        SpecError: the storage has no room for a prompt that waits to be encoded.
+    """
+
+    def __init__(self, key_codec: Codec, value_codec: Codec, storage: Storage) -> None:
+        if storage.limit is not None:
+            raise SpecError(
+                f"codecs {key_codec.name}/{value_codec.name} encode a prompt after it was attended "
+                f"to, for which {storage.name} storage has no room; use @growing"
+            )
+        self.key_codec = key_codec
+        self.value_codec = value_codec
+        self.storage = storage
+        self.block = key_codec.block
+        self.tail = max(key_codec.tail, value_codec.tail)
+        self._frozen: list[FrozenPlanes] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return (self._shared + self.storage.length) * self.block
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit what is allocated."""
+        return (self._shared + self.storage.capacity) * self.block
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return self.shared_bytes + self.storage.live_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.shared_bytes + self.storage.nbytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of frozen slots."""
+        return sum(plane_bytes(planes) for planes in self._frozen)
+
+    def segments(self) -> list[Segment]:
+        """Everything held, the oldest first."""
+        own = [self.storage.read()] if self.storage.length else []
+        return [Segment(run, self.key_codec, self.value_codec) for run in [*self._frozen, *own]]
+
+    def whole(self, tokens: int) -> int:
+        """How many of `tokens` tokens are encoded when they have settled."""
+        return max(0, tokens - self.tail) // self.block * self.block
+
+    def take_oldest(self, tail: Storage) -> None:
+        """Encode the oldest tokens of `tail`, as many as do not stay there."""
+        planes, count = tail.read(), self.whole(tail.length)
+        oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, :count]
+        taken = take(planes, oldest)
+        front = (*taken["k"].shape[:2], -1, self.block)
+        for name in ("k", "v"):
+            # What stands in empty slots is nobody's, and must not widen a block's range.
+            blocks = taken[name].reshape(*front, taken[name].shape[3])
+            place = taken[POSITION]
+            empty = place.reshape(*place.shape[:2], -1, self.block, 1) < 0
+            taken[name] = torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)
+        keys, values = self.key_codec.encode(taken["k"]), self.value_codec.encode(taken["v"])
+        encoded = joined(keys, "k") | joined(values, "v")
+        encoded[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, self.block)
+        self.storage.append(encoded)
+        tail.evict(oldest)
+
+    def read(self, rows: int) -> Planes:
+        """Everything held, as one set of planes."""
+        own = self.storage.read()
+        return Chain([*self._frozen, own], rows) if self._frozen else own
+
+    def load(self, planes: Planes) -> None:
+        """Hold these slots instead."""
+        self.reset()
+        self.storage.append(planes)
+
+    def take_rows(self, index: torch.Tensor) -> None:
+        """Make row i a copy of the former row index[i]."""
+        self.storage.rows(index)
+        self._frozen = [planes.rows(index) for planes in self._frozen]
+
+    def freeze(self) -> None:
+        """Make what is held immutable."""
+        if self.storage.length:
+            self._frozen.append(FrozenPlanes(self.storage.read()))
+            self.storage = self.storage.another()
+
+    def fork(self) -> Bulk:
+        """The same slots, of which the frozen ones are shared."""
+        other = copy(self)
+        other.storage = deepcopy(self.storage)
+        other._frozen = list(self._frozen)
+        return other
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._frozen = []
+        self.storage.reset()
+
+    @property
+    def _shared(self) -> int:
+        return sum(slot_count(planes) for planes in self._frozen)

@@ -1,0 +1,110 @@
+"""Frozen slots: what several caches share, because none of them writes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from copy import deepcopy
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from kvkeep.planes import Planes, plane_bytes, slot_count
+
+
+@final
+class FrozenPlanes(Planes):
+    """Planes that are never written to. Copies of a cache share them, deep copies too.
+
+    Their batch size is that of the cache, or 1 where all of its rows share them.
+    """
+
+    def __init__(self, planes: Planes) -> None:
+        self._planes = dict(planes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._planes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._planes)
+
+    def __len__(self) -> int:
+        return len(self._planes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenPlanes:
+        return self
+
+    def head(self, slots: int) -> FrozenPlanes:
+        """The first `slots` slots."""
+        return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self._planes.items()})
+
+    def rows(self, index: Tensor) -> FrozenPlanes:
+        """Row index[i] as row i; themselves where all rows share them."""
+        if next(iter(self._planes.values())).shape[0] == 1:
+            return self
+        return FrozenPlanes({name: p.index_select(0, index) for name, p in self._planes.items()})
+
+
+class Run(NamedTuple):
+    """Frozen slots: what is shared, and the planes a policy changes, which are a layer's own."""
+
+    planes: FrozenPlanes
+    own: dict[str, Tensor]
+
+    @property
+    def joined(self) -> Planes:
+        """All planes."""
+        return {**self.planes, **self.own}
+
+    def head(self, slots: int) -> Run:
+        """The first `slots` slots."""
+        own = {name: plane[:, :, :slots] for name, plane in self.own.items()}
+        return Run(self.planes.head(slots), own)
+
+
+class Past:
+    """A layer's frozen runs, the oldest first."""
+
+    def __init__(self, runs: Collection[Run] = ()) -> None:
+        self.runs = list(runs)
+
+    @property
+    def length(self) -> int:
+        """Slots in all runs."""
+        return sum(slot_count(run.planes) for run in self.runs)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that other caches may hold too; counted once, however many rows share them."""
+        return sum(plane_bytes(run.planes) for run in self.runs)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that are the layer's own."""
+        return sum(plane_bytes(run.own) for run in self.runs)
+
+    def add(self, planes: Planes, own: Collection[str]) -> None:
+        """Freeze planes, of which those named `own` are copied, to be changed."""
+        mine = {name: planes[name].clone() for name in own}
+        shared = {name: planes[name] for name in planes if name not in mine}
+        self.runs.append(Run(FrozenPlanes(shared), mine))
+
+    def drop(self, slots: int) -> None:
+        """Take back the newest."""
+        while slots:
+            run = self.runs.pop()
+            length = slot_count(run.planes)
+            left = max(0, length - slots)
+            slots -= length - left
+            if left:
+                self.runs.append(run.head(left))
+
+    def take_rows(self, index: Tensor) -> None:
+        """Make row i a copy of the former row index[i]."""
+        self.runs = [
+            Run(planes.rows(index), {name: p.index_select(0, index) for name, p in own.items()})
+            for planes, own in self.runs
+        ]
+
+    def fork(self) -> Past:
+        """The same runs, with a copy of what is not shared."""
+        return Past([Run(run.planes, deepcopy(run.own)) for run in self.runs])

@@ -1,0 +1,105 @@
+"""Ledger: what has passed through a layer, beside the slots it left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.planes import Planes
+
+
+class Ledger:
+    """How many columns all rows were fed, and which of them were padding in a row."""
+
+    def __init__(self) -> None:
+        self.columns = 0
+        self.pads: Tensor | None = None  # (B,) padding per row; None while there was none
+        self.floor = 0  # the fewest columns to which a crop can return
+        self.like: tuple[Tensor, Tensor] | None = (
+            None  # no keys, no values, of the layer's geometry
+        )
+        self.memory: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """Positions that continue every row by n tokens: int32 (n,) while no row ever had padding,
+        else (B, n) with -1 for padding, which is where `real`, bool (B, n), is False."""
+        if real is None:
+            stop = self.columns + n
+            following = torch.arange(self.columns, stop, dtype=torch.int32, device=device)
+            pads = self.pads
+            return following if pads is None else following - pads.to(device, torch.int32)[:, None]
+        seen = self.columns if self.pads is None else self.columns - self.pads.to(device)[:, None]
+        following = seen + real.cumsum(dim=1) - 1
+        return following.masked_fill(~real, -1).to(torch.int32)
+
+    def feed(self, position: Tensor, rows: int) -> tuple[Ledger, Tensor]:
+        """What follows a chunk at `position`, (n,) or (B, n) with -1 for padding; and where its
+        queries stand: padding at the row's last token before it."""
+        after = copy(self)
+        if position.dim() == 2 or self.pads is not None:
+            position = position.expand(rows, -1)
+            before = self.pads if self.pads is not None else position.new_zeros(rows)
+            after.pads = before + (position < 0).sum(dim=1)
+            last = self.columns - 1 - before[:, None]
+            position = torch.maximum(position.cummax(dim=1).values, last)
+        after.columns += position.shape[-1]
+        return after, position
+
+    def without(self, newest: Tensor) -> Ledger:
+        """What preceded the newest n tokens, whose positions are (B, n)."""
+        before = copy(self)
+        before.columns -= newest.shape[1]
+        if self.pads is not None:
+            before.pads = self.pads - (newest < 0).sum(dim=1)
+        return before
+
+    def take_rows(self, index: Tensor) -> None:
+        """Make row i a copy of the former row index[i]."""
+        if self.pads is not None:
+            self.pads = self.pads.index_select(0, index)
+        if self.like is not None:
+            k, v = self.like
+            self.like = (k.index_select(0, index), v.index_select(0, index))
+        self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
+
+    def fork(self) -> Ledger:
+        """A ledger that goes on from here by itself."""
+        other = copy(self)
+        other.memory = {name: x.clone() for name, x in self.memory.items()}
+        return other
+
+    @property
+    def newest(self) -> int | Tensor:
+        """The newest position: of all rows, or (B, 1, 1) where they differ."""
+        last = self.columns - 1
+        return last if self.pads is None else last - self.pads[:, None, None]
+
+    @property
+    def rows(self) -> int:
+        """B; 0 before the first token."""
+        return 0 if self.like is None else self.like[0].shape[0]
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens ever fed, int64 (B,), padding not counted."""
+        fed = torch.full((self.rows,), self.columns, dtype=torch.int64)
+        return fed if self.pads is None else fed - self.pads.cpu()
+
+
+class LayerState(NamedTuple):
+    """A layer's ledger, and its planes by where they lie."""
+
+    ledger: Ledger
+    parts: Mapping[str, Planes]
+
+    def copy(self) -> LayerState:
+        """The same, in tensors of its own."""
+        parts = {
+            where: {name: planes[name].clone() for name in planes}
+            for where, planes in self.parts.items()
+        }
+        return LayerState(self.ledger.fork(), parts)

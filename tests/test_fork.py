@@ -1,0 +1,178 @@
+"""Snapshots and forks: a cache goes on from where it was, to the last bit, and shares its past."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+import torch
+
+from kvkeep.cache import Cache
+from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.planes import unsliced
+from kvkeep.spec import CacheSpec
+from kvkeep.testing import conformance_specs, live_tokens, promised_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS, DIM, GROUP = 2, 16, 3
+SPECS = list(conformance_specs())
+CHUNKS = (9, 1, 1, 5, 1)
+PADDED = torch.tensor([[-1, -1, *range(7)], [*range(9)]])
+
+
+def tokens(rows, n, seed=None):
+    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+    heads = (HEADS * GROUP, HEADS, HEADS)
+    return [torch.randn(rows, h, n, DIM, generator=generator) for h in heads]
+
+
+def cache_of(spec):
+    return Cache([CacheSpec.parse(str(spec)).layer(capacity=64) for _ in range(2)])
+
+
+def feed(cache, n, seed, rows=2, position=None):
+    out = [
+        layer.step(*tokens(rows, n, seed + i), position, scale=0.3)
+        for i, layer in enumerate(cache.layers)
+    ]
+    return torch.stack(out)
+
+
+def filled(spec, steps, *, ragged):
+    cache = cache_of(spec)
+    for step, n in enumerate(CHUNKS[:steps]):
+        feed(cache, n, 10 * step, position=PADDED if ragged and not step else None)
+    return cache
+
+
+def go_on(cache, seed=500, rows=2):
+    return [feed(cache, n, seed + 10 * i, rows) for i, n in enumerate((1, 3, 1, 12, 1))]
+
+
+def same(outs, others):
+    return all(a.equal(b) for a, b in zip(outs, others, strict=True))
+
+
+def held(cache):
+    return [[[sorted(p) for p, _, _ in row] for row in live_tokens(x)] for x in cache.layers]
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_forks_and_snapshots_go_on_to_the_last_bit(spec, ragged):
+    steps = 1 + crc32(str(spec).encode()) % len(CHUNKS)
+    cache = filled(spec, steps, ragged=ragged)
+    snapshot = cache.snapshot()
+    expected, other = go_on(filled(spec, steps, ragged=ragged)), None
+    frozen = cache.freeze()
+    first, second = frozen.fork(), frozen.fork()
+    before = held(first)
+    other = go_on(second, seed=900)
+    assert held(first) == before  # what one fork does the other does not see
+    assert same(go_on(first), expected)
+    assert same(go_on(cache), expected)  # the frozen cache goes on as a fork of itself
+    assert not same(other, expected)
+    assert held(frozen.fork()) == before
+    restored = cache_of(spec)
+    for target in (restored, second):
+        target.restore(snapshot)
+        assert held(target) == before
+        assert same(go_on(target), expected)
+    for layer in first.layers:
+        assert layer.live_bytes == promised_bytes(layer)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.policy.rollback], ids=str)
+def test_a_fork_is_cropped_and_goes_on(spec):
+    cache, plain = filled(spec, 5, ragged=True), filled(spec, 5, ragged=True)
+    fork = cache.freeze().fork()
+    for other in (plain, fork):
+        feed(other, 2, 300)
+    tokens_back = min(plain.rollback_limit, 5)
+    assert fork.rollback_limit == plain.rollback_limit
+    for other in (plain, fork):
+        other.crop(-tokens_back)
+    assert held(fork) == held(plain)
+    assert same(go_on(fork), go_on(plain))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_rows_of_a_fork(spec):
+    frozen = filled(spec, 3, ragged=True).freeze()
+    plain = filled(spec, 3, ragged=True)
+    fork = frozen.fork(rows=2)
+    plain.repeat(2)
+    for index in ([0, 0, 1, 2], [3, 1, 1, 0]):
+        for cache in (fork, plain):
+            cache.reorder(index)
+    assert held(fork) == held(plain)
+    assert same(go_on(fork, rows=4), go_on(plain, rows=4))
+
+
+@pytest.mark.parametrize(
+    "spec", ["keep_all", "keep_all+int8", "keep_all+kivi:4,together=4,recent=4"]
+)
+def test_all_rows_of_a_fork_read_the_same_slots(spec):
+    cache = cache_of(spec)
+    feed(cache, 40, 0, rows=1)
+    frozen = cache.freeze()
+    one, many = frozen.stats(), frozen.fork(rows=7)
+    assert many.stats().shared_bytes == one.shared_bytes
+    many.reorder([3, 2, 1, 0, 0, 5, 6])
+    shared = many.layers[0]._slots.segments()[0]
+    assert unsliced(shared.planes)["k"].shape[0] == 1
+    outs = go_on(many, rows=7)
+    assert many.stats().shared_bytes == one.shared_bytes
+    alone = cache_of(spec)
+    feed(alone, 40, 0, rows=1)
+    alone.repeat(7)
+    for out, expected in zip(outs, go_on(alone, rows=7), strict=True):
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_what_is_shared_is_never_written_to():
+    cache = filled("keep_all", 5, ragged=False)
+    frozen = cache.freeze()
+    planes = [unsliced(layer._slots.segments()[0].planes) for layer in cache.layers]
+    before = [{name: plane.clone() for name, plane in p.items()} for p in planes]
+    forks = [frozen.fork() for _ in range(3)]
+    for seed, fork in enumerate(forks):
+        go_on(fork, seed=seed)
+        fork.crop(-7)
+        fork.reset()
+        go_on(fork, seed=seed)
+    for now, then in zip(planes, before, strict=True):
+        assert all(now[name].equal(plane) for name, plane in then.items())
+
+
+@pytest.mark.parametrize(
+    "spec", ["keep_all", "keep_all@fixed", "keep_all@concat", "h2o:200,recent=8"]
+)
+def test_a_fork_copies_nothing_until_it_evicts(spec):
+    cache = Cache([CacheSpec.parse(spec).layer(capacity=300)])
+    cache.layers[0].step(*tokens(1, 150), scale=0.3)
+    kept = cache.layers[0]._slots.segments()[0].planes
+    address, live = unsliced(kept)["k"].data_ptr(), cache.live_bytes
+    fork = cache.freeze().fork()
+    fork.layers[0].step(*tokens(1, 1), scale=0.3)
+    first, _ = fork.layers[0]._slots.segments()
+    assert unsliced(first.planes)["k"].data_ptr() == address
+    assert fork.live_bytes - live == live // 150
+    assert fork.shared_bytes > 0.9 * live
+    if "h2o" in spec:
+        fork.layers[0].step(*tokens(1, 60), scale=0.3)
+        assert fork.shared_bytes == 0
+        assert fork.length == 200
+
+
+def test_bad_input():
+    cache = filled("keep_all", 2, ragged=False)
+    with pytest.raises(SpecError, match="restore it to one of the same specs"):
+        filled("window:8", 2, ragged=False).restore(cache.snapshot())
+    with pytest.raises(ShapeError, match="repeat 0 times"):
+        cache.freeze().fork(rows=0)
+    cache.layers[0].step(*tokens(2, 1), scale=0.3)
+    for change in (cache.freeze, cache.snapshot):
+        with pytest.raises(StateError, match="a forward is under way"):
+            change()
