@@ -25,6 +25,7 @@ def test_exported_names():
         "KVKeepError",
         "LayerCache",
         "RollbackError",
+        "SavedCacheError",
         "ShapeError",
         "SpecError",
         "StateError",
@@ -32,6 +33,8 @@ def test_exported_names():
         "attach",
         "attend",
         "detach",
+        "fingerprint",
+        "load",
     ]
     for name in kvkeep.__all__:
         assert getattr(kvkeep, name).__name__ == name

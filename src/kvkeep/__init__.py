@@ -1,7 +1,7 @@
 """kvkeep: the KV cache for PyTorch language models.
 
 Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used,
-`Cache`, `attach` and `detach` with transformers, the others with torch only.
+`Cache`, `attach`, `detach`, `load` and `fingerprint` with transformers, the others with torch only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CapacityError,
         KVKeepError,
         RollbackError,
+        SavedCacheError,
         ShapeError,
         SpecError,
         StateError,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     )
     from kvkeep.hf.attach import attach, detach
     from kvkeep.hf.cache import Cache
+    from kvkeep.hf.fingerprint import fingerprint
+    from kvkeep.hf.saved import load
     from kvkeep.layer import LayerCache
     from kvkeep.spec import CacheSpec
 
@@ -36,6 +39,7 @@ __all__ = [
     "KVKeepError",
     "LayerCache",
     "RollbackError",
+    "SavedCacheError",
     "ShapeError",
     "SpecError",
     "StateError",
@@ -43,6 +47,8 @@ __all__ = [
     "attach",
     "attend",
     "detach",
+    "fingerprint",
+    "load",
 ]
 
 _HOME = {
@@ -53,6 +59,7 @@ _HOME = {
     "KVKeepError": "kvkeep.errors",
     "LayerCache": "kvkeep.layer",
     "RollbackError": "kvkeep.errors",
+    "SavedCacheError": "kvkeep.errors",
     "ShapeError": "kvkeep.errors",
     "SpecError": "kvkeep.errors",
     "StateError": "kvkeep.errors",
@@ -60,6 +67,8 @@ _HOME = {
     "attach": "kvkeep.hf.attach",
     "attend": "kvkeep.attention",
     "detach": "kvkeep.hf.attach",
+    "fingerprint": "kvkeep.hf.fingerprint",
+    "load": "kvkeep.hf.saved",
 }
 
 

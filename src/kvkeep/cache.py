@@ -143,9 +143,14 @@ class Cache:
         Raises:
             StateError: a forward is under way.
         """
-        self._between_forwards("snapshot")
         kinds = [layer.kind for layer in self.layers]
-        return Snapshot(kinds, [layer.state().copy() for layer in self.layers], self.routed)
+        return Snapshot(kinds, [state.copy() for state in self.states("snapshot")], self.routed)
+
+    def states(self, doing: str) -> list[LayerState]:
+        """Each layer's state; views, valid until the next change. StateError while a forward is
+        under way."""
+        self._between_forwards(doing)
+        return [layer.state() for layer in self.layers]
 
     def restore(self, snapshot: Snapshot) -> None:
         """Hold what was held at a snapshot of this cache, or of one like it. It can be restored

@@ -27,5 +27,9 @@ class StateError(KVKeepError, RuntimeError):
     """The call does not fit what happened before it."""
 
 
+class SavedCacheError(KVKeepError, ValueError):
+    """A file that cannot be written, or is not a whole saved cache of this model."""
+
+
 class UnsupportedError(KVKeepError, NotImplementedError):
     """A model, mask or attention feature that kvkeep refuses, with the reason."""

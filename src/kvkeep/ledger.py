@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -98,8 +98,19 @@ class LayerState(NamedTuple):
 
     def copy(self) -> LayerState:
         """The same, in tensors of its own."""
-        parts = {
-            where: {name: planes[name].clone() for name in planes}
-            for where, planes in self.parts.items()
+        return LayerState(self.ledger.fork(), self._each(torch.clone))
+
+    def to(self, device: torch.device) -> LayerState:
+        """The same, on a device; not copied if it is there."""
+        ledger = self.ledger.fork()
+        ledger.pads = None if ledger.pads is None else ledger.pads.to(device)
+        ledger.memory = {name: x.to(device) for name, x in ledger.memory.items()}
+        if ledger.like is not None:
+            ledger.like = (ledger.like[0].to(device), ledger.like[1].to(device))
+        return LayerState(ledger, self._each(lambda x: x.to(device)))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Mapping[str, Planes]:
+        return {
+            part: {name: change(planes[name]) for name in planes}
+            for part, planes in self.parts.items()
         }
-        return LayerState(self.ledger.fork(), parts)

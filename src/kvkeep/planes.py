@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -143,7 +143,10 @@ def part(planes: Planes, prefix: str) -> Planes:
     }
 
 
-def joined(planes: Planes, prefix: str) -> dict[str, Tensor]:
+Value = TypeVar("Value")
+
+
+def joined(planes: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     """The inverse of `part`: each plane's name with the prefix in front."""
     return {prefix + name: plane for name, plane in planes.items()}
 

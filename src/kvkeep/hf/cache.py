@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
+from kvkeep import snapshot
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.figures import promised_bytes
 from kvkeep.hf.config import (
@@ -23,6 +26,7 @@ from kvkeep.hf.config import (
     is_routed,
     layer_kinds,
 )
+from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.rotary import rotary_of
 from kvkeep.layer import LayerCache
 from kvkeep.planes import Reach
@@ -80,6 +84,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         self.config = decoder_config(config)
         self._kinds = layer_kinds(config)
         self.specs = _per_layer(spec, self._kinds)
+        self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
         asking = any(Need.ROTARY in s.policy.needs for s in self.specs)
@@ -216,6 +221,44 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 **shape,
             )
             for layer in self.layers
+        )
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokens: Tensor | None = None,
+        tokenizer: Any = None,
+        model: PreTrainedModel | None = None,
+        sync: bool = True,
+    ) -> None:
+        """Write this cache to a file, for `kvkeep.load`; the file is replaced as a whole.
+
+        Args:
+            tokens: the token ids that were fed, (B, columns), to go with it.
+            tokenizer: the tokenizer, to be compared when the file is loaded.
+            model: the model, if this cache was built from its config only.
+            sync: wait until the disk has it, so that it outlives a loss of power too.
+
+        Raises:
+            StateError: the cache is empty, its model is not known, or a forward is under way.
+            SavedCacheError: it cannot be written; what was there before is untouched.
+        """
+        model = model or (None if self._model is None else self._model())
+        if model is None:
+            raise StateError(
+                "whose keys and values these are is not known, for this cache was built from a "
+                "config or its model is gone; give save(model=...)"
+            )
+        limits = [layer.limit for layer in self.layers if layer.limit is not None]
+        snapshot.save(
+            self,
+            path,
+            specs=[str(spec) for spec in self.specs],
+            fingerprint=fingerprint(model, tokenizer),
+            capacity=max(limits, default=None),
+            tokens=tokens,
+            sync=sync,
         )
 
     # -- what transformers asks -------------------------------------------------------------

@@ -1,0 +1,158 @@
+"""Saved caches of whole models: the same model goes on, another is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import tiny
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep.errors import SavedCacheError, StateError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECS = ["keep_all", "keep_all@fixed", "window:12,sinks=2+int8@fixed", "adakv(h2o:16)", "snapkv:40"]
+
+
+@pytest.fixture
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture
+def ids(model):
+    return torch.randint(3, model.config.vocab_size, (2, 30))
+
+
+def follow(model, cache, ids, steps=6):
+    """Logits of some greedy steps."""
+    found = []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits = model(ids, past_key_values=cache).logits
+            ids = logits[:, -1:].argmax(dim=-1)
+            found.append(logits[:, -1])
+    return torch.stack(found), ids
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_goes_on_to_the_last_bit(tmp_path, family, spec):
+    model = tiny(family)
+    ids = torch.randint(3, model.config.vocab_size, (2, 30))
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model, spec)
+        _, last = follow(model, cache, ids)
+        cache.save(tmp_path / "a.kv", tokens=ids)
+        given = []
+        loaded = kvkeep.load(tmp_path / "a.kv", model, tokens=given.append)
+        assert given[0].equal(ids)
+        assert loaded.specs == cache.specs
+        snapshot, fork = cache.snapshot(), cache.freeze().fork()
+        restored = kvkeep.Cache(model, spec)
+        restored.restore(snapshot)
+        expected, _ = follow(model, cache, last)
+        for other in (loaded, fork, restored):
+            assert follow(model, other, last)[0].equal(expected)
+
+
+def test_unattached(tmp_path, model, ids):
+    cache = kvkeep.Cache(model)
+    _, last = follow(model, cache, ids)
+    cache.save(tmp_path / "a.kv")
+    loaded = kvkeep.load(tmp_path / "a.kv", model)
+    fork = cache.freeze().fork()
+    expected, _ = follow(model, DynamicCache(config=model.config), torch.cat([ids], dim=1))
+    logits, _ = follow(model, loaded, last)
+    assert follow(model, fork, last)[0].equal(logits)
+    assert follow(model, cache, last)[0].equal(logits)
+    with kvkeep.attach(model), pytest.raises(StateError, match="before it was attached"):
+        follow(model, loaded, last)
+
+
+def changed(model, how):
+    other = copy.deepcopy(model)
+    if how == "weights":
+        with torch.no_grad():
+            other.model.layers[-1].mlp.up_proj.weight[0, 0] += 1e-3
+    elif how == "rope":
+        other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 5e5}
+    elif how == "dtype":
+        other.bfloat16()
+    return other
+
+
+@pytest.mark.parametrize("how", ["weights", "rope", "dtype"])
+def test_a_sibling_is_refused(tmp_path, model, ids, how):
+    cache = kvkeep.Cache(model)
+    follow(model, cache, ids)
+    cache.save(tmp_path / "a.kv")
+    sibling = changed(model, how)
+    assert kvkeep.fingerprint(sibling) != kvkeep.fingerprint(model)
+    with pytest.raises(SavedCacheError, match=f"made with another model: .*{how} was"):
+        kvkeep.load(tmp_path / "a.kv", sibling)
+    assert kvkeep.load(tmp_path / "a.kv", sibling, force=True).fed == cache.fed
+    with pytest.raises(SavedCacheError, match="holds 2 layers"):
+        kvkeep.load(tmp_path / "a.kv", tiny("llama", num_hidden_layers=3), force=True)
+
+
+def test_weights_that_change_are_seen(model):
+    before = kvkeep.fingerprint(model)
+    assert kvkeep.fingerprint(model) == before == kvkeep.fingerprint(copy.deepcopy(model))
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] += 1
+    assert kvkeep.fingerprint(model)["weights"] != before["weights"]
+
+
+def test_adapters(model):
+    import peft
+
+    before = kvkeep.fingerprint(model)
+    assert before["adapter"] == "none"
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    found = kvkeep.fingerprint(adapted)
+    assert found["weights"] == before["weights"]
+    assert found["adapter"] != "none"
+    assert kvkeep.fingerprint(adapted.base_model.model) == found
+    with adapted.disable_adapter():
+        assert kvkeep.fingerprint(adapted) == before
+
+
+def test_tokenizers(smollm2, tmp_path):
+    model, tokenizer = smollm2
+    cache = kvkeep.Cache(model)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    cache.save(tmp_path / "a.kv", tokenizer=tokenizer)
+    assert kvkeep.load(tmp_path / "a.kv", model, tokenizer=tokenizer).fed == 3
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ messages }}"
+    with pytest.raises(SavedCacheError, match="tokenizer was"):
+        kvkeep.load(tmp_path / "a.kv", model, tokenizer=other)
+
+
+def test_whose_keys_they_are_must_be_known(tmp_path, model, ids):
+    cache = kvkeep.Cache(model.config)
+    follow(model, cache, ids)
+    with pytest.raises(StateError, match=r"give save\(model=\.\.\.\)"):
+        cache.save(tmp_path / "a.kv")
+    cache.save(tmp_path / "a.kv", model=model)
+    assert kvkeep.load(tmp_path / "a.kv", model).fed == cache.fed
+
+
+def test_best_of_n_shares_its_prompt(model, ids):
+    with kvkeep.attach(model), torch.no_grad():
+        cache = kvkeep.Cache(model)
+        model(ids[:1], past_key_values=cache)
+        fork = cache.freeze().fork(rows=5)
+        shared = fork.stats().shared_bytes
+        following = torch.randint(3, model.config.vocab_size, (5, 4))
+        out = model(following, past_key_values=fork).logits
+        assert fork.stats().shared_bytes == shared == cache.stats().shared_bytes
+        whole = torch.cat([ids[:1].expand(5, -1), following], dim=1)
+        expected = model(whole, use_cache=False).logits[:, -4:]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,315 @@
+"""Saved caches: they go on to the last bit, and a file that is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from turns import cache_of, filled, go_on, held, same
+
+from kvkeep import snapshot
+from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.snapshot import Saved
+from kvkeep.testing import conformance_specs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECS = [str(spec) for spec in conformance_specs()]
+HERE = Path(__file__).parent
+
+
+def save(cache, path, spec="keep_all", **options):
+    specs, fingerprint = [spec] * len(cache), {"weights": "0"}
+    snapshot.save(cache, path, specs=specs, fingerprint=fingerprint, **options)
+
+
+def steps_of(spec):
+    return 1 + crc32(spec.encode()) % 5
+
+
+def python(code, *arguments, **options):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=HERE, text=True, check=True, **options)
+
+
+GO_ON = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from kvkeep.snapshot import Saved
+from turns import cache_of, go_on
+torch.set_num_threads(1)
+outs = {}
+for path in sorted(Path(sys.argv[1]).glob("*.kv")):
+    saved = Saved(path)
+    cache = cache_of(saved.header.specs[0])
+    saved.restore_to(cache)
+    outs |= {f"{path.stem}.{i}": x.contiguous() for i, x in enumerate(go_on(cache))}
+save_file(outs, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_another_process_goes_on_to_the_last_bit(tmp_path, ragged):
+    for index, spec in enumerate(SPECS):
+        save(filled(spec, steps_of(spec), ragged=ragged), tmp_path / f"{index}.kv", spec)
+    python(GO_ON, tmp_path, tmp_path / "outs")
+    outs = load_file(tmp_path / "outs")
+    for index, spec in enumerate(SPECS):
+        expected = go_on(filled(spec, steps_of(spec), ragged=ragged))
+        assert same([outs[f"{index}.{i}"] for i in range(len(expected))], expected), spec
+
+
+def test_a_fork_with_shared_rows_is_saved_as_what_it_holds(tmp_path):
+    fork = filled("keep_all", 3, ragged=True).freeze().fork(rows=3)
+    go_on(fork, rows=6)
+    save(fork, tmp_path / "a.kv")
+    loaded = cache_of("keep_all")
+    Saved(tmp_path / "a.kv").restore_to(loaded)
+    assert held(loaded) == held(fork)
+    assert loaded.seen.equal(fork.seen)
+    assert loaded.shared_bytes == 0
+    assert same(go_on(loaded, rows=6), go_on(fork, rows=6))
+
+
+def test_tokens_and_size(tmp_path):
+    cache = cache_of("keep_all+int8")
+    layer_tokens = torch.randn(1, 2, 3000, 16)
+    for layer in cache.layers:
+        layer.extend(layer_tokens, layer_tokens)
+        layer.settle()
+    ids = torch.arange(3000)[None]
+    save(cache, tmp_path / "a.kv", "keep_all+int8", tokens=ids)
+    assert Saved(tmp_path / "a.kv").tokens.equal(ids)
+    size = (tmp_path / "a.kv").stat().st_size - ids.nbytes
+    assert 0 < size - cache.live_bytes < cache.live_bytes / 100
+    planes = load_file(tmp_path / "a.kv")  # as the planes are, in a file that others read
+    assert planes["0.slots.k"].equal(cache.layers[0].storage.read()["k"])
+
+
+def small(path):
+    cache = filled("h2o:12,recent=3+int8", 4, ragged=True)
+    save(cache, path, "h2o:12,recent=3+int8")
+    return cache
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    small(tmp_path / "a.kv")
+    whole = (tmp_path / "a.kv").read_bytes()
+    Saved(tmp_path / "a.kv")
+    bits = random.Random(0)
+    for at in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << bits.randrange(8)
+        (tmp_path / "b.kv").write_bytes(flipped)
+        with pytest.raises(SavedCacheError):
+            Saved(tmp_path / "b.kv")
+
+
+def test_every_truncation_is_found(tmp_path):
+    small(tmp_path / "a.kv")
+    whole = (tmp_path / "a.kv").read_bytes()
+    for length in range(0, len(whole), 7):
+        (tmp_path / "b.kv").write_bytes(whole[:length])
+        with pytest.raises(SavedCacheError):
+            Saved(tmp_path / "b.kv")
+    (tmp_path / "b.kv").write_bytes(whole + b"more")
+    with pytest.raises(SavedCacheError):
+        Saved(tmp_path / "b.kv")
+
+
+def rewritten(path, tensors=None, **changes):
+    """The file with another header, whose checksums are right: what malice would make of it."""
+    saved = Saved(path)
+    from dataclasses import asdict
+
+    import xxhash
+
+    from kvkeep import tensorfile
+
+    tensors = load_file(path) | (tensors or {})
+    checksums = {name: tensorfile.checksum(x) for name, x in tensors.items()}
+    text = json.dumps(asdict(saved.header) | {"checksums": checksums} | changes)
+    metadata = {"kvkeep": text, "kvkeep_checksum": xxhash.xxh3_128_hexdigest(text.encode())}
+    save_file(tensors, path, metadata)
+
+
+def layers_with(path, **changes):
+    from dataclasses import asdict
+
+    return [asdict(layer) | changes for layer in Saved(path).header.layers]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"columns": 3},
+        {"floor": 99},
+        {"rows": 10**12},
+        {"heads": 1},
+        {"key_width": 24},
+        {"dtype": "torch.int8"},
+        {"kind": "another"},
+        {"columns": -1},
+        {"columns": "17"},
+        {"rows": True},
+    ],
+    ids=str,
+)
+def test_headers_that_do_not_fit_change_nothing(tmp_path, change):
+    path = tmp_path / "a.kv"
+    small(path)
+    rewritten(path, layers=layers_with(path, **change))
+    cache = filled("h2o:12,recent=3+int8", 2, ragged=False)
+    before = held(cache)
+    with pytest.raises(SavedCacheError):
+        Saved(path).restore_to(cache)
+    assert held(cache) == before
+
+
+def test_tensors_that_do_not_fit_change_nothing(tmp_path):
+    path = tmp_path / "a.kv"
+    cache = filled("h2o:12,recent=3+int8", 2, ragged=False)
+    before = held(cache)
+    small(path)
+    planes = {n[8:]: x for n, x in load_file(path).items() if n.startswith("1.slots.")}
+    scale = planes["k_scale"]
+    for tensors in (
+        {"1.slots.k_scale": scale[:, :, 1:].clone()},
+        {"1.slots.k_scale": scale.float()},
+        {"1.slots.more": scale},
+        {"1.slots.position": torch.full((2, 2, 12), 10**6, dtype=torch.int32)},
+        {"1.pads": torch.zeros(5, dtype=torch.int64)},
+        {f"1.nothing.{name}": x for name, x in planes.items()},
+        {f"1.head.0.{name}": x for name, x in planes.items()},
+    ):
+        small(path)
+        rewritten(path, tensors)
+        with pytest.raises(SavedCacheError):
+            Saved(path).restore_to(cache)
+        assert held(cache) == before
+
+
+def test_foreign_files(tmp_path):
+    path = tmp_path / "a.kv"
+    with pytest.raises(SavedCacheError, match="no file"):
+        Saved(path)
+    save_file({"x": torch.zeros(3)}, path)
+    with pytest.raises(SavedCacheError, match="no kvkeep header"):
+        Saved(path)
+    path.write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(SavedCacheError, match="cannot be read"):
+        Saved(path)
+    path.write_bytes(b"\x80\x04K\x01.")  # a pickle
+    with pytest.raises(SavedCacheError, match="cannot be read"):
+        Saved(path)
+    small(path)
+    rewritten(path, format=2, version="9.9")
+    with pytest.raises(
+        SavedCacheError, match=r"format 2, this kvkeep reads 1; install kvkeep 9\.9"
+    ):
+        Saved(path)
+    small(path)
+    rewritten(path, specs=[[[]]])
+    with pytest.raises(SavedCacheError, match="specs"):
+        Saved(path)
+    small(path)
+    rewritten(path, layers=[])
+    saved = Saved(path)
+    with pytest.raises(SavedCacheError, match="layers"):
+        saved.restore_to(cache_of("keep_all"))
+    with pytest.raises(StateError, match="empty"):
+        save(cache_of("keep_all"), path)
+
+
+FULL = """
+import resource, sys
+from turns import filled
+from test_snapshot import save
+from kvkeep.errors import SavedCacheError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    save(filled("keep_all", 5, ragged=False), sys.argv[1])
+except SavedCacheError as error:
+    assert "what was there is as it was" in str(error), error
+else:
+    raise AssertionError("the disk was full")
+"""
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.kv"
+    small(path)
+    before = path.read_bytes()
+    python(FULL, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.kv"]
+    with pytest.raises(SavedCacheError, match="No such file or directory"):
+        small(tmp_path / "missing" / "a.kv")
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from kvkeep.snapshot import Saved
+from test_snapshot import save
+from turns import filled
+torch.set_num_threads(1)
+path, caches = Path(sys.argv[1]), [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
+for cache in caches:
+    cache.repeat(40)
+save(caches[0], path)
+moments = random.Random(0)
+seen = set()
+for turn in range(100):
+    child = os.fork()
+    if not child:
+        while True:
+            for cache in caches:
+                save(cache, path, sync=False)
+    time.sleep(moments.uniform(0.001, 0.03))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    seen.add(Saved(path).header.layers[0].columns)
+save(caches[0], path)
+assert seen == {10, 17}, seen
+assert [p.name for p in path.parent.iterdir()] == [path.name], "what was half-written is left"
+"""
+
+
+def test_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+    python(KILLED, tmp_path / "a.kv")
+
+
+TWO = """
+import os, sys
+from pathlib import Path
+import torch
+from test_snapshot import save
+from turns import filled
+torch.set_num_threads(1)
+caches = [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
+children = []
+for cache in caches:
+    child = os.fork()
+    if not child:
+        for _ in range(60):
+            save(cache, sys.argv[1], sync=False)
+        os._exit(0)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+
+def test_two_processes_save_to_one_name(tmp_path):
+    python(TWO, tmp_path / "a.kv")
+    assert Saved(tmp_path / "a.kv").header.layers[0].columns in (10, 17)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.kv"]

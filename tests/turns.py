@@ -1,0 +1,51 @@
+"""Caches of two small layers that are fed the same tokens again and again."""
+
+from __future__ import annotations
+
+import torch
+
+from kvkeep.cache import Cache
+from kvkeep.spec import CacheSpec
+from kvkeep.testing import live_tokens
+
+HEADS, DIM, GROUP = 2, 16, 3
+CHUNKS = (9, 1, 1, 5, 1)
+PADDED = torch.tensor([[-1, -1, *range(7)], [*range(9)]])
+
+
+def tokens(rows, n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS * GROUP, HEADS, HEADS)
+    return [torch.randn(rows, h, n, DIM, generator=generator) for h in heads]
+
+
+def cache_of(spec):
+    return Cache([CacheSpec.parse(str(spec)).layer(capacity=64) for _ in range(2)])
+
+
+def feed(cache, n, seed, rows=2, position=None):
+    out = [
+        layer.step(*tokens(rows, n, seed + i), position, scale=0.3)
+        for i, layer in enumerate(cache.layers)
+    ]
+    return torch.stack(out)
+
+
+def filled(spec, steps, *, ragged):
+    """A cache after some chunks, the first of which has padding if `ragged`."""
+    cache = cache_of(spec)
+    for step, n in enumerate(CHUNKS[:steps]):
+        feed(cache, n, 10 * step, position=PADDED if ragged and not step else None)
+    return cache
+
+
+def go_on(cache, seed=500, rows=2):
+    return [feed(cache, n, seed + 10 * i, rows) for i, n in enumerate((1, 3, 1, 12, 1))]
+
+
+def same(outs, others):
+    return all(a.equal(b) for a, b in zip(outs, others, strict=True))
+
+
+def held(cache):
+    return [[[sorted(p) for p, _, _ in row] for row in live_tokens(x)] for x in cache.layers]
