@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvkeep.attention.native import available
 from kvkeep.cache import Cache
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import live_tokens
@@ -44,7 +45,12 @@ def go_on(cache, seed=500, rows=2):
 
 
 def same(outs, others):
-    return all(a.equal(b) for a, b in zip(outs, others, strict=True))
+    """To the last bit, which the native kernel promises; the others come near."""
+    near = {} if available else {"atol": 1e-5, "rtol": 1e-5}
+    return all(
+        torch.allclose(a, b, **near) if near else a.equal(b)
+        for a, b in zip(outs, others, strict=True)
+    )
 
 
 def held(cache):

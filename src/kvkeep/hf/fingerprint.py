@@ -46,11 +46,12 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, str]:
 def _fingerprint(model: nn.Module, tensors: dict[str, Tensor], active: list[str]) -> dict[str, str]:
     weights, adapter = xxhash.xxh3_128(), xxhash.xxh3_128()
     for name in sorted(tensors):
-        parts = name.split(".")
+        # As the model without adapters calls it.
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        parts = plain.split(".")
         if any(part in active for part in parts):
-            _add(adapter, name, tensors[name])
+            _add(adapter, plain, tensors[name])
         elif not any(part.startswith("lora_") for part in parts):
-            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             _add(weights, plain, tensors[name])
     config = decoder_config(base_config(model))
     rope = getattr(config, "rope_parameters", None)
