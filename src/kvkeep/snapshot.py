@@ -58,6 +58,7 @@ class Header:
         capacity: slots of fixed storage, or None.
         fingerprint: what the keys and values depend on, by name.
         routed: see `kvkeep.cache.Cache.routed`.
+        notes: text that whoever saved it wanted to go with it, by name.
         checksums: XXH3 of each tensor's bytes, by its name.
     """
 
@@ -67,6 +68,7 @@ class Header:
     capacity: int | None
     fingerprint: dict[str, str]
     routed: bool | None
+    notes: dict[str, str]
     layers: list[LayerHeader]
     checksums: dict[str, str]
 
@@ -79,12 +81,14 @@ def save(
     fingerprint: Mapping[str, str],
     capacity: int | None = None,
     tokens: Tensor | None = None,
+    notes: Mapping[str, str] | None = None,
     sync: bool = True,
 ) -> None:
     """Write a cache to a file, which is replaced as a whole or not at all.
 
     Args:
         tokens: the token ids that were fed, integers (B, columns), to go with it.
+        notes: text to go with it, by name.
         sync: wait until the disk has it, so that it outlives a loss of power too.
 
     Raises:
@@ -106,6 +110,7 @@ def save(
         capacity,
         dict(fingerprint),
         cache.routed,
+        dict(notes or {}),
         [_described(layer, state) for layer, state in zip(cache.layers, states, strict=True)],
         {name: tensorfile.checksum(x) for name, x in tensors.items()},
     )

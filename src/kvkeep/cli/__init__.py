@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.bench import bench
+from kvkeep.cli.chat import chat, sessions
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.eval import evaluate
 from kvkeep.cli.generate import generate
@@ -39,9 +40,11 @@ def main(
 
 
 app.command()(generate)
+app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(inspect)
 app.command()(doctor)
+app.add_typer(sessions, name="sessions")
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 

@@ -228,6 +228,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         path: str | os.PathLike[str],
         *,
         tokens: Tensor | None = None,
+        notes: Mapping[str, str] | None = None,
         tokenizer: Any = None,
         model: PreTrainedModel | None = None,
         sync: bool = True,
@@ -236,6 +237,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
         Args:
             tokens: the token ids that were fed, (B, columns), to go with it.
+            notes: text to go with it, by name.
             tokenizer: the tokenizer, to be compared when the file is loaded.
             model: the model, if this cache was built from its config only.
             sync: wait until the disk has it, so that it outlives a loss of power too.
@@ -258,6 +260,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             fingerprint=fingerprint(model, tokenizer),
             capacity=max(limits, default=None),
             tokens=tokens,
+            notes=notes,
             sync=sync,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from kvkeep.cache import CacheStats
@@ -23,7 +24,7 @@ class PromptError(KVKeepError, ValueError):
 @dataclass(frozen=True)
 class Generation:
     """What was generated. Times are in seconds; `ttft_s` runs from the call to the first token,
-    `tokens_per_s` counts the tokens after it."""
+    `tokens_per_s` counts the tokens after it; `ids` (1, n) are the prompt's and the new ones."""
 
     text: str
     tokens: int
@@ -31,6 +32,7 @@ class Generation:
     tokens_per_s: float
     ttft_s: float
     cache: CacheStats
+    ids: Tensor
 
 
 class _Streamer(TextStreamer):
@@ -87,14 +89,42 @@ def generate(
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
     inputs = _encode(tokenizer, prompt, system, raw).to(model.device)
+    attach(model, cache)
+    kept = Cache(model, cache, capacity=inputs["input_ids"].shape[1] + max_new_tokens)
+    return follow(
+        model,
+        tokenizer,
+        inputs["input_ids"],
+        kept,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        prefill_chunk=prefill_chunk,
+        on_text=on_text,
+    )
+
+
+def follow(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    cache: Cache,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    prefill_chunk: int | None = None,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> Generation:
+    """Continue ids (1, n) with an attached model, of which the cache may hold the first ones."""
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_p": top_p}
     if seed is not None:
         torch.manual_seed(seed)
-    attach(model, cache)
-    prompt_tokens = inputs["input_ids"].shape[1]
-    kept = Cache(model, cache, capacity=prompt_tokens + max_new_tokens)
+    prompt_tokens = ids.shape[1]
     pieces: list[str] = []
 
     def collect(text: str) -> None:
@@ -105,9 +135,10 @@ def generate(
     start = time.perf_counter()
     run: Any = model.generate
     output = run(
-        **inputs,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
         **sampling,
-        past_key_values=kept,
+        past_key_values=cache,
         max_new_tokens=max_new_tokens,
         prefill_chunk_size=prefill_chunk,
         streamer=streamer,
@@ -120,7 +151,8 @@ def generate(
         prompt_tokens=prompt_tokens,
         tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
         ttft_s=first - start,
-        cache=kept.stats(),
+        cache=cache.stats(),
+        ids=output,
     )
 
 

@@ -1,0 +1,207 @@
+"""`kvkeep chat`: a conversation in the terminal, which goes on where it stopped."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvkeep.cli.generate import DEFAULT_MODEL
+from kvkeep.cli.output import JsonFlag, Working, print_json, print_table, reported
+
+if TYPE_CHECKING:
+    from kvkeep.hf.session import Session
+
+HELP = """\
+/undo        take back the last turn
+/fork NAME   go on under another name, and keep this one as it is
+/save        save now (every answer is saved anyway, if the session has a name)
+/stats       what the cache holds
+/exit        leave; so does the end of input"""
+
+
+def chat(
+    session: Annotated[
+        str | None, typer.Option(help="Keep the conversation under this name, or go on with it.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message, to begin with.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    reread: Annotated[
+        bool, typer.Option("--reread", help="Read the conversation again, with this model.")
+    ] = False,
+) -> None:
+    """Chat with a model. A session that has a name goes on at once where it stopped."""
+    with reported():
+        with Working("starting") as working:
+            from kvkeep.hf.models import load
+            from kvkeep.hf.session import Session, info, path_of
+            from kvkeep.spec import CacheSpec
+
+            known = None
+            if session is not None and path_of(session).exists():
+                known = info(session)
+            if known is not None and cache is not None:
+                given = str(CacheSpec.parse(cache))
+                if known.specs != [given]:
+                    raise typer.BadParameter(
+                        f"session {session} keeps {', '.join(known.specs)}, not {given}; leave out "
+                        "--cache, or take another name"
+                    )
+            name = model or (known.model if known else None) or DEFAULT_MODEL
+            loaded, tokenizer = load(name, dtype, device, working)
+            working("opening the session")
+            talk = Session(
+                loaded,
+                tokenizer,
+                cache=str(CacheSpec.parse(cache or "keep_all")),
+                name=session,
+                model_name=name,
+                system=system,
+                reread=reread,
+            )
+        try:
+            _converse(talk, max_new_tokens, temperature, top_p)
+        finally:
+            talk.close()
+
+
+def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: float) -> None:
+    from kvkeep.errors import KVKeepError
+
+    for message in talk.messages:
+        if message["role"] != "system":
+            sign = "> " if message["role"] == "user" else ""
+            typer.echo(f"{sign}{message['content']}\n")
+    typer.echo(f"{_place(talk)}; /help lists commands\n", err=True)
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo(err=True)
+            return
+        try:
+            if text == "/exit":
+                return
+            if text.startswith("/"):
+                _command(talk, text)
+            elif text:
+                result = talk.ask(
+                    text,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    on_text=lambda piece: typer.echo(piece, nl=False),
+                )
+                typer.echo("\n")
+                if talk.name is not None:
+                    talk.save()
+                typer.echo(
+                    f"{_place(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
+                    f"{result.ttft_s:.2f} s",
+                    err=True,
+                )
+        except KeyboardInterrupt:
+            typer.echo("\ninterrupted; the turn is taken back", err=True)
+        except KVKeepError as error:
+            typer.echo(f"error: {error}", err=True)
+
+
+def _command(talk: Session, text: str) -> None:
+    word, _, argument = text.partition(" ")
+    if word == "/undo":
+        typer.echo(f"took back: {talk.undo()['content']}", err=True)
+        if talk.name is not None and talk.cache.fed:
+            talk.save()
+    elif word == "/fork":
+        talk.fork(argument.strip())
+        typer.echo(f"now in session {talk.name}", err=True)
+    elif word == "/save":
+        talk.save()
+        typer.echo(f"saved session {talk.name}", err=True)
+    elif word == "/stats":
+        stats = talk.cache.stats()
+        typer.echo(
+            f"{talk.spec}: {stats.length} of {stats.seen[0] if stats.seen else 0} tokens kept, "
+            f"{stats.live_bytes / 2**20:.1f} MiB in use, {stats.nbytes / 2**20:.1f} allocated",
+            err=True,
+        )
+    else:
+        typer.echo(HELP, err=True)
+
+
+def _place(talk: Session) -> str:
+    used, most = talk.context
+    name = "not kept" if talk.name is None else f"session {talk.name}"
+    return f"[{name}, context {used}{'' if most is None else f'/{most}'}]"
+
+
+sessions = typer.Typer(
+    name="sessions", help="Conversations that were kept.", invoke_without_command=True
+)
+
+
+@sessions.callback()
+def listing(context: typer.Context, json: JsonFlag = False) -> None:
+    """Conversations that were kept."""
+    if context.invoked_subcommand is not None:
+        return
+    with reported():
+        from kvkeep.hf.session import sessions as kept
+
+        rows = [
+            {
+                "session": one.name,
+                "model": one.model,
+                "turns": sum(message["role"] == "user" for message in one.messages),
+                "tokens": one.tokens,
+                "MiB": one.bytes / 2**20,
+                "keeps": ", ".join(one.specs),
+            }
+            for one in kept()
+        ]
+        if json:
+            print_json({"sessions": rows})
+        elif rows:
+            print_table("sessions", rows)
+        else:
+            typer.echo("no sessions yet; `kvkeep chat --session NAME` begins one")
+
+
+@sessions.command()
+def export(
+    name: Annotated[str, typer.Argument(help="The session.")], json: JsonFlag = False
+) -> None:
+    """Print a conversation: as Markdown, or its messages as JSON."""
+    with reported():
+        from kvkeep.hf.session import info
+
+        messages = info(name).messages
+        if json:
+            typer.echo(json_module.dumps(messages))
+            return
+        for message in messages:
+            typer.echo(f"**{message['role']}**\n\n{message['content']}\n")
+
+
+@sessions.command()
+def delete(name: Annotated[str, typer.Argument(help="The session.")]) -> None:
+    """Delete a session."""
+    with reported():
+        from kvkeep.hf.session import delete as remove
+
+        remove(name)
+        typer.echo(f"deleted session {name}")
+
+
+__all__ = ["chat", "sessions"]

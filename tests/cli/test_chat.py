@@ -1,0 +1,78 @@
+"""`kvkeep chat` and `kvkeep sessions`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli import app
+from kvkeep.hf import session as module
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch, smollm2):
+    """Sessions of the test's own."""
+    monkeypatch.setattr(module, "home", lambda: tmp_path)
+
+
+def run(*arguments, lines=()):
+    result = CliRunner().invoke(app, [*arguments], input="".join(f"{x}\n" for x in lines))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def listed():
+    return json.loads(run("sessions", "--json").stdout)["sessions"]
+
+
+def test_chat():
+    brief = ("--max-new-tokens", "8")
+    said = [
+        "What is the capital of France?",
+        "/stats",
+        "/fork b",
+        "And of Italy?",
+        "/undo",
+        "/help",
+    ]
+    first = run("chat", "--session", "a", "--cache", "h2o:64", *brief, lines=said)
+    assert "Paris" in first.stdout
+    for text in ("[session a, context 0/8192]", "tokens kept", "now in session b", "/undo"):
+        assert text in first.stderr
+    assert "took back: And of Italy?" in first.stderr
+    assert [(x["session"], x["turns"]) for x in listed()] == [("a", 1), ("b", 1)]
+    assert listed()[0]["keeps"] == "h2o:64+plain@growing"
+
+    again = run("chat", "--session", "b", *brief, lines=["And of Spain?", "/nonsense", "", "/exit"])
+    assert "Paris" in again.stdout  # what was said before
+    assert "Madrid" in again.stdout
+    assert listed()[1]["turns"] == 2
+    messages = json.loads(run("sessions", "export", "b", "--json").stdout)
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert "**user**\n\nAnd of Spain?" in run("sessions", "export", "b").stdout
+
+    run("sessions", "delete", "a")
+    assert [x["session"] for x in listed()] == ["b"]
+    assert "b" in run("sessions").stdout
+
+
+def test_bad_input():
+    assert "no sessions yet" in run("sessions").stdout
+    for arguments, reason in (
+        (("sessions", "delete", "a"), "no session 'a'"),
+        (("sessions", "export", "a"), "no file"),
+        (("chat", "--session", "../a"), "session name"),
+        (("chat", "--cache", "h20:64"), "no policy 'h20'"),
+    ):
+        result = CliRunner().invoke(app, [*arguments], input="")
+        assert result.exit_code == 2
+        assert reason in result.stderr
+    errors = run("chat", lines=["/undo", "/save", "/fork"]).stderr
+    for reason in ("no turn to undo", "has no name", "session name ''"):
+        assert reason in errors
+    run("chat", "--session", "a", "--max-new-tokens", "2", lines=["Hello."])
+    result = CliRunner().invoke(app, ["chat", "--session", "a", "--cache", "window:9"], input="")
+    assert result.exit_code == 2
+    assert "leave out" in result.stderr

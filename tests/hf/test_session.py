@@ -1,0 +1,146 @@
+"""Sessions: every turn feeds what is new only, and a kept one goes on where it stopped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvkeep
+from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.hf import session as module
+from kvkeep.hf.generate import PromptError
+from kvkeep.hf.session import Session, delete, info, sessions
+
+SPECS = ["keep_all", "window:48,sinks=4+int8", "h2o:64@fixed"]
+SHORT = {"max_new_tokens": 6}
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    """Sessions of the test's own; the model stays where it was fetched."""
+    monkeypatch.setattr(module, "home", lambda: tmp_path)
+
+
+@pytest.fixture
+def talk(smollm2):
+    opened = []
+
+    def begin(name=None, **options):
+        for other in opened:
+            other.close()
+        opened.append(Session(*smollm2, name=name, model_name="smollm2-135m", **options))
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        one.close()
+
+
+def fed(monkeypatch):
+    """The lengths of what each generate() really fed."""
+    lengths = []
+    update = kvkeep.Cache.update
+
+    def counted(self, k, v, layer_idx, *args, **kwargs):
+        if layer_idx == 0:
+            lengths.append(k.shape[2])
+        return update(self, k, v, layer_idx, *args, **kwargs)
+
+    monkeypatch.setattr(kvkeep.Cache, "update", counted)
+    return lengths
+
+
+def test_a_turn_feeds_what_is_new_and_equals_reading_it_all(talk, smollm2, monkeypatch):
+    chat = talk()
+    lengths = fed(monkeypatch)
+    chat.ask("Name a colour.", **SHORT)
+    first = chat.cache.fed
+    chat.ask("And another one?", **SHORT)
+    assert sum(lengths) == chat.cache.fed
+    assert lengths[0] > 20 > max(lengths[1:]) or max(lengths[1:]) < first
+    ids = torch.tensor([chat._ids])
+    chat.close()
+    with torch.no_grad():
+        said = smollm2[0](ids).logits[0, -7:-1].argmax(dim=-1)
+    assert said.tolist() == ids[0, -6:].tolist()
+    whole = smollm2[1].apply_chat_template(chat.messages, tokenize=False)
+    assert smollm2[1].decode(ids[0, : first - 6]) in whole
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_goes_on_where_it_stopped(talk, spec):
+    chat = talk("a", cache=spec, system="You are brief.")
+    chat.ask("Name a river in Europe, please, and say one thing of it.", **SHORT)
+    chat.save()
+    expected = chat.ask("Where does it end?", **SHORT).text
+    again = talk("a")
+    assert again.spec == str(kvkeep.CacheSpec.parse(spec))
+    assert [m["role"] for m in again.messages] == ["system", "user", "assistant"]
+    assert again.ask("Where does it end?", **SHORT).text == expected
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_undo(talk, spec):
+    chat = talk("a", cache=spec)
+    chat.ask("Count to ten.", **SHORT)
+    chat.save()
+    expected = chat.ask("Now backwards.", **SHORT).text
+    assert chat.undo() == {"role": "user", "content": "Now backwards."}
+    chat.ask("Something else, which is rather longer, so that it would be seen.", **SHORT)
+    chat.undo()
+    assert chat.ask("Now backwards.", **SHORT).text == expected
+    again = talk("a")
+    again.undo()
+    assert again.messages == []
+    with pytest.raises(StateError, match="no turn to undo"):
+        again.undo()
+    assert again.ask("Count to ten.", **SHORT).text == chat.messages[1]["content"]
+
+
+def test_interrupted(talk):
+    chat = talk(cache="h2o:64")
+    chat.ask("Count to ten.", **SHORT)
+    messages, columns = chat.messages, chat.cache.fed
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("Go on.", on_text=interrupt, **SHORT)
+    assert (chat.messages, chat.cache.fed) == (messages, columns)
+    expected = talk(cache="h2o:64")
+    expected.ask("Count to ten.", **SHORT)
+    assert chat.ask("Go on.", **SHORT).text == expected.ask("Go on.", **SHORT).text
+
+
+def test_fork_list_and_delete(talk):
+    chat = talk("a")
+    chat.ask("Hello.", **SHORT)
+    chat.save()
+    chat.fork("b")
+    chat.ask("More.", **SHORT)
+    chat.save()
+    assert [(one.name, len(one.messages)) for one in sessions()] == [("a", 2), ("b", 4)]
+    assert info("b").tokens == chat.cache.fed
+    with pytest.raises(StateError, match="already"):
+        chat.fork("a")
+    delete("a")
+    assert [one.name for one in sessions()] == ["b"]
+    with pytest.raises(SavedCacheError, match="no session 'a'"):
+        delete("a")
+
+
+def test_bad_input(talk, smollm2):
+    chat = talk("a")
+    with pytest.raises(PromptError, match="nothing to answer"):
+        chat.ask("  ")
+    with pytest.raises(PromptError, match="the model takes 8192"):
+        chat.ask("word " * 9000)
+    with pytest.raises(StateError, match="empty"):
+        chat.save()
+    with pytest.raises(PromptError, match=r"session name '\.\./a'"):
+        chat.fork("../a")
+    with pytest.raises(StateError, match="open in another process"):
+        Session(*smollm2, name="a")
+    with pytest.raises(StateError, match="has no name"):
+        talk().save()
