@@ -288,6 +288,11 @@ class LayerCache:
         return self._ledger.columns
 
     @property
+    def padded(self) -> bool:
+        """Whether a row ever had padding."""
+        return self._ledger.pads is not None
+
+    @property
     def storage(self) -> Storage:
         """Where the slots lie that are this layer's own."""
         return self._slots.storage
@@ -348,7 +353,7 @@ class LayerCache:
     def _view(self, position: Tensor) -> View:
         n, reach = position.shape[-1], self.policy.reach
         reaches = limits(reach, self.window, n, self.length, self.fed)
-        ragged = self._ledger.pads is not None or self.policy.ragged  # heads leave rows empty slots
+        ragged = self.padded or self.policy.ragged  # heads leave rows empty slots
         return View(self._slots.segments(), position, ragged, tuple(reaches))
 
     def _seeing(self, observation: Observation | None) -> Observation:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -21,7 +22,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvkeep import __version__, tensorfile
+from kvkeep import tensorfile
 from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import SavedCacheError, StateError
@@ -105,7 +106,7 @@ def save(
         tensors[_TOKENS] = tokens.to(torch.int64)
     header = Header(
         FORMAT,
-        __version__,
+        version("kvkeep"),
         specs,
         capacity,
         dict(fingerprint),

@@ -15,9 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
-from kvkeep.hf.cache import DEFAULT_SPEC, Cache, Specs
+from kvkeep.hf.cache import DEFAULT_SPEC, Cache
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
+from kvkeep.hf.specs import Specs
 
 _ATTRIBUTE = "_kvkeep_attachment"
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvkeep import compiled
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
 from kvkeep.hf.masks import MaskRequest
@@ -64,15 +65,16 @@ def attention_over(original: str) -> AttentionFunction:
                 "attention through a kvkeep cache has no dropout, position bias or attention "
                 "outputs; call model.eval(), or kvkeep.detach(model)"
             )
-        out = handed.layer.step(
-            query,
-            key,
-            value,
-            attention_mask,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if torch.compiler.is_compiling():
+            assert attention_mask is not None
+            out = compiled.step(
+                handed.ticket, query, key, value, attention_mask, scale, softcap, s_aux
+            )
+        else:
+            out = handed.layer.step(
+                query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=s_aux
+            )
         return out.transpose(1, 2).contiguous(), None
 
     return attention

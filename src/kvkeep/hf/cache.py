@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
-from kvkeep import snapshot
-from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep import compiled, snapshot
+from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.figures import promised_bytes
 from kvkeep.hf.config import (
-    LayerKind,
     base_config,
     decoder_config,
     is_latent,
@@ -28,13 +27,10 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.rotary import rotary_of
+from kvkeep.hf.specs import Specs, per_layer
 from kvkeep.layer import LayerCache
 from kvkeep.planes import Reach
 from kvkeep.policy import Need
-from kvkeep.spec import CacheSpec, as_spec
-
-Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
-"""One spec for all layers, one per layer, or one per layer type of the model."""
 
 DEFAULT_SPEC = "keep_all"
 
@@ -43,6 +39,7 @@ class MaskLength(int):
     """The key length of a mask request, carrying the layer it is for to the mask function."""
 
     layer: LayerCache
+    ticket: Tensor
     routed: bool
 
 
@@ -51,6 +48,7 @@ class Handed:
     """What `update` tags the new keys with: the layer whose step the attention function runs."""
 
     layer: LayerCache
+    ticket: Tensor
     taken: bool = False
 
 
@@ -83,7 +81,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         config = base_config(model)
         self.config = decoder_config(config)
         self._kinds = layer_kinds(config)
-        self.specs = _per_layer(spec, self._kinds)
+        self.specs = per_layer(spec, self._kinds)
         self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
@@ -102,6 +100,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         core.Cache.__init__(self, layers)
         kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}
         self._alike = len(kept) == len(set(self._kinds))
+        self._tickets = [compiled.ticket_of(layer) for layer in layers]
         self._handed: Handed | None = None  # the last keys tagged
         self._uncropped = False  # whether a forward came since recording began, or the last crop
         self.drafting = False  # a draft model's: several forwards come before each crop
@@ -125,7 +124,11 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 f"a model of more than {len(self)} layers feeds a cache built for {len(self)}; "
                 "build it as kvkeep.Cache(model)"
             )
-        layer = self.layers[layer_idx]
+        layer, ticket = self.layers[layer_idx], self._tickets[layer_idx]
+        if torch.compiler.is_compiling():
+            self._require_routed()
+            key_states.kvkeep = Handed(layer, ticket)  # type: ignore[attr-defined]
+            return key_states, value_states
         if self._handed is not None and not self._handed.taken:
             raise StateError(
                 "the last keys given to this cache were never attended to: the model is not the "
@@ -135,7 +138,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
         if self.routed:
-            self._handed = key_states.kvkeep = Handed(layer)  # type: ignore[attr-defined]
+            self._handed = key_states.kvkeep = Handed(layer, ticket)  # type: ignore[attr-defined]
             return key_states, value_states
         return self._update_unattached(layer, layer_idx, key_states, value_states)
 
@@ -146,7 +149,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.check_gradients(k)
         routed = is_routed(self.config)
-        if self.fed and routed != self.routed:
+        if self.fed and self.routed not in (None, routed):
             raise StateError(
                 "this cache was filled by the model "
                 + ("before it was attached" if routed else "while it was attached")
@@ -267,17 +270,32 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     # -- what transformers asks -------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that have passed through the model, padding included, evicted or not."""
+        """Tokens that have passed through the model, padding included, evicted or not; a tensor
+        in a graph that is compiled."""
+        if torch.compiler.is_compiling():
+            traced: Any = compiled.fed(self._tickets[layer_idx])
+            return traced  # type: ignore[no-any-return]
         return self.layers[layer_idx].fed if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
-        self._end_recording()
         layer = self.layers[layer_idx]
-        kept = layer.reachable
-        length = MaskLength(kept + query_length)
+        if torch.compiler.is_compiling():
+            kept, fed, length = 0, 0, MaskLength(1)  # a symbol cannot be a subclass
+        else:
+            self._end_recording()
+            kept, fed = layer.reachable, layer.fed
+            length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
-        return length, layer.fed - kept
+        length.ticket = self._tickets[layer_idx]
+        return length, fed - kept
+
+    def _require_routed(self) -> None:
+        if not is_routed(self.config):
+            raise UnsupportedError(
+                "a kvkeep cache in a compiled graph needs an attached model; call "
+                "kvkeep.attach(model) first"
+            )
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens that fit, -1 when there is no limit."""
@@ -297,6 +315,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
         other._handed = None
+        other._tickets = [compiled.ticket_of(layer) for layer in other.layers]
         return other
 
     def reset(self) -> None:
@@ -340,6 +359,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(deepcopy(self.__dict__, memo))
+        copied._tickets = [compiled.ticket_of(layer) for layer in copied.layers]
         return copied
 
     @property
@@ -369,22 +389,3 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         return self.rows or -1
-
-
-def _per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
-    """Each layer's spec."""
-    if isinstance(spec, str | CacheSpec):
-        return [as_spec(spec)] * len(kinds)
-    if isinstance(spec, Mapping):
-        names = {kind.name for kind in kinds}
-        if names - set(spec) or set(spec) - names:
-            raise SpecError(
-                f"specs for layer types {sorted(spec)}, but the model has {sorted(names)}; give "
-                "each of them one spec"
-            )
-        return [as_spec(spec[kind.name]) for kind in kinds]
-    if not isinstance(spec, Sequence):
-        raise SpecError(f"spec {spec!r}; give text such as 'keep_all', a list or a mapping")
-    if len(spec) != len(kinds):
-        raise SpecError(f"{len(spec)} specs for {len(kinds)} layers; give one each, or one for all")
-    return [as_spec(one) for one in spec]

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from kvkeep.cache import CacheStats
 from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
-from kvkeep.hf.cache import Cache, Specs
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.specs import Specs
 
 
 class PromptError(KVKeepError, ValueError):

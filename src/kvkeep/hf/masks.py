@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from kvkeep import compiled
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.cache import MaskLength
 from kvkeep.layer import LayerCache
@@ -61,9 +62,15 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 "the model asks for a mask that is not causal, sliding or padding (image blocks, "
                 "packed sequences, ...); use the cache with kvkeep.detach(model)"
             )
-        positions = _positions(layer, q_length, attention_mask, torch.device(device))
-        positions.kvkeep = MaskRequest(local_size)  # type: ignore[attr-defined]
-        return positions
+        if torch.compiler.is_compiling():
+            real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
+            place = torch.device(device)
+            positions: Any = compiled.next_positions(kv_length.ticket, q_length, real, place)
+        else:
+            positions = _positions(layer, q_length, attention_mask, torch.device(device))
+        positions.kvkeep = MaskRequest(local_size)
+        found: Tensor = positions
+        return found
 
     return mask
 

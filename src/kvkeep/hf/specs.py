@@ -1,0 +1,31 @@
+"""Specs for a model: one for all layers, one for each, or one for each type of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvkeep.errors import SpecError
+from kvkeep.hf.config import LayerKind
+from kvkeep.spec import CacheSpec, as_spec
+
+Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
+"""One spec for all layers, one per layer, or one per layer type of the model."""
+
+
+def per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
+    """Each layer's spec."""
+    if isinstance(spec, str | CacheSpec):
+        return [as_spec(spec)] * len(kinds)
+    if isinstance(spec, Mapping):
+        names = {kind.name for kind in kinds}
+        if names - set(spec) or set(spec) - names:
+            raise SpecError(
+                f"specs for layer types {sorted(spec)}, but the model has {sorted(names)}; give "
+                "each of them one spec"
+            )
+        return [as_spec(spec[kind.name]) for kind in kinds]
+    if not isinstance(spec, Sequence):
+        raise SpecError(f"spec {spec!r}; give text such as 'keep_all', a list or a mapping")
+    if len(spec) != len(kinds):
+        raise SpecError(f"{len(spec)} specs for {len(kinds)} layers; give one each, or one for all")
+    return [as_spec(one) for one in spec]

@@ -1,0 +1,138 @@
+"""torch.compile: one graph without breaks for a whole generation, and the same tokens."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from families import tiny
+from torch._dynamo.utils import counters
+
+import kvkeep
+from kvkeep import compiled
+from kvkeep.errors import StateError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECS = [
+    "keep_all@fixed:300",
+    "keep_all+int8@fixed:300",
+    "window:32,sinks=2@fixed",
+    "window:32,sinks=2+int8@fixed",
+    "h2o:40+int4",
+    "keep_all",
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def prompt(model, rows=2):
+    return torch.randint(3, model.config.vocab_size, (rows, 9))
+
+
+def said(model, step, spec, ids, steps):
+    cache = kvkeep.Cache(model, spec)
+    found = []
+    with torch.no_grad():
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+        for _ in range(steps):
+            token = step(token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+            found.append(token)
+    return torch.cat(found, dim=1), cache
+
+
+CASES = [("llama", spec, 256) for spec in SPECS[:4]]
+CASES += [("llama", spec, 40) for spec in SPECS[4:]]
+CASES += [(family, spec, 40) for family in ("mistral", "gemma3") for spec in SPECS[2:5]]
+
+
+@pytest.mark.parametrize(("family", "spec", "steps"), CASES)
+def test_one_graph_for_a_generation(family, spec, steps):
+    model = tiny(family, max_position_embeddings=512)
+    ids = prompt(model)
+    with kvkeep.attach(model):
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        expected, eager = said(model, model.forward, spec, ids, steps)
+        tokens, cache = said(model, step, spec, ids, steps)
+        assert tokens.equal(expected)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+        # Another cache, in the same graph; and both go on uncompiled.
+        again, _ = said(model, step, spec, prompt(model), steps=3)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert again.shape == (2, 3)
+        with torch.no_grad():
+            last = tokens[:, -1:]
+            after, uncompiled = (model(last, past_key_values=c).logits for c in (cache, eager))
+        assert after.equal(uncompiled)
+        assert cache.stats() == eager.stats()
+
+
+def test_inductor():
+    model = tiny("llama")
+    ids = prompt(model)
+    with kvkeep.attach(model):
+        step = torch.compile(model.forward, fullgraph=True)
+        tokens, _ = said(model, step, "window:32,sinks=2+int8@fixed", ids, steps=12)
+        expected, _ = said(model, model.forward, "window:32,sinks=2+int8@fixed", ids, steps=12)
+        assert tokens.equal(expected)
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_explain():
+    model = tiny("llama")
+    with kvkeep.attach(model), torch.no_grad():
+        cache = kvkeep.Cache(model, "keep_all@fixed:64")
+        model(prompt(model), past_key_values=cache)
+        found = torch._dynamo.explain(model.forward)(prompt(model)[:, :1], past_key_values=cache)
+        assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
+def test_padding():
+    model = tiny("llama")
+    ids = prompt(model)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with kvkeep.attach(model), torch.no_grad():
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        logits = []
+        for forward in (model.forward, step):
+            cache = kvkeep.Cache(model, "keep_all@fixed:64")
+            for chunk in (slice(0, 5), slice(5, 9)):
+                out = forward(ids[:, chunk], attention_mask=mask[:, chunk], past_key_values=cache)
+            logits.append(out.logits)
+            assert cache.seen.tolist() == [5, 9]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+def test_forks_and_copies_have_tickets_of_their_own():
+    model = tiny("llama")
+    ids = prompt(model)
+    with kvkeep.attach(model), torch.no_grad():
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        cache = kvkeep.Cache(model)
+        model(ids, past_key_values=cache)
+        fork = cache.freeze().fork()
+        step(ids[:, :1], past_key_values=fork)
+        assert (cache.fed, fork.fed) == (9, 10)
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_bad_input():
+    model = tiny("llama")
+    cache = kvkeep.Cache(model, "keep_all@fixed:64")
+    step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), pytest.raises(Exception, match="needs an attached model") as error:
+        step(prompt(model), past_key_values=cache)
+    assert isinstance(error.value, UnsupportedError) or "UnsupportedError" in str(error.value)
+    ticket = kvkeep.Cache(model)._tickets[0]
+    gc.collect()
+    with pytest.raises(StateError, match="a cache that is gone"):
+        compiled.fed(ticket)
