@@ -61,6 +61,7 @@ class Chain {
         if (!plane->data || !width) return;
         if (plane->type == KV_I4) width /= 2;
         const int64_t bytes = element_bytes(*plane), offset = (char*)plane - (char*)&seam;
+        to += -(intptr_t)to & (element_bytes(*plane) - 1);
         char* const start = to;
         int64_t from = at, left = count;
         for (int64_t i = index; left; ++i, from = 0) {

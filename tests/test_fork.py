@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from zlib import crc32
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from turns import cache_of, feed, filled, go_on, held, same, tokens
 
 from kvkeep.cache import Cache
-from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.errors import CapacityError, RollbackError, ShapeError, SpecError, StateError
 from kvkeep.planes import unsliced
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import conformance_specs, promised_bytes
@@ -137,3 +138,72 @@ def test_bad_input():
     for change in (cache.freeze, cache.snapshot):
         with pytest.raises(StateError, match="a forward is under way"):
             change()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_fork_is_copied_as_a_whole(spec):
+    """What was frozen is part of a snapshot, of a copy and of another freezing."""
+    plain = filled(spec, 5, ragged=True)
+    fork = filled(spec, 3, ragged=True).freeze().fork()
+    for step, n in ((3, 5), (4, 1)):
+        feed(fork, n, 10 * step)
+        fork = fork.freeze().fork()
+    restored = cache_of(spec)
+    restored.restore(fork.snapshot())
+    copied = deepcopy(fork)
+    assert held(restored) == held(copied) == held(fork) == held(plain)
+    expected = go_on(plain)
+    for cache in (restored, copied, fork):
+        assert same(go_on(cache), expected)
+
+
+def test_runs_do_not_pile_up():
+    cache = Cache([CacheSpec.parse("keep_all").layer()])
+    for step in range(200):
+        cache.layers[0].step(*tokens(1, 1, step), scale=0.3)
+        cache = cache.freeze().fork()
+    assert cache.length == 200
+    assert len(cache.layers[0]._slots.segments()) <= 10
+
+
+@pytest.mark.parametrize("spec", ["keep_all@fixed:20", "window:8,sinks=2@fixed:20", "keep_all"])
+def test_crop_across_what_is_frozen_makes_room(spec):
+    caches = [Cache([CacheSpec.parse(spec).layer()]) for _ in range(2)]
+    for cache in caches:
+        cache.layers[0].step(*tokens(1, 8, 1), scale=0.3)
+    caches[0] = caches[0].freeze().fork()
+    for cache in caches:
+        cache.crop(-4)
+    outs = [cache.layers[0].step(*tokens(1, 9, 2), scale=0.3) for cache in caches]
+    assert same(outs[:1], outs[1:])
+
+
+def test_a_snapshot_that_does_not_fit_changes_nothing():
+    large = Cache([CacheSpec.parse("keep_all").layer() for _ in range(2)])
+    small = Cache([CacheSpec.parse(f"keep_all@fixed:{n}").layer() for n in (100, 20)])
+    for cache, n in ((large, 40), (small, 5)):
+        feed(cache, n, 0)
+    with pytest.raises(CapacityError, match="40 slots"):
+        small.restore(large.snapshot())
+    assert [layer.fed for layer in small.layers] == [5, 5]
+
+
+def test_ragged_heads_are_forked_with_their_gradients():
+    layer = CacheSpec.parse("adakv(h2o:12)@concat").layer()
+    q, k, v = tokens(1, 9)
+    k.requires_grad_()
+    cache = Cache([layer])
+    layer.step(q, k, v, scale=0.3)
+    fork = cache.freeze().fork()
+    fork.layers[0].step(*tokens(1, 1), scale=0.3).sum().backward()
+    assert k.grad is not None
+
+
+def test_rewind_after_an_interrupted_forward():
+    cache = filled("keep_all", 3, ragged=True)
+    before = held(cache)
+    cache.layers[0].step(*tokens(2, 3), scale=0.3)
+    cache.rewind(11)
+    assert held(cache) == before
+    with pytest.raises(RollbackError):
+        filled("h2o:8", 3, ragged=False).rewind(2)

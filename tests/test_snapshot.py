@@ -79,6 +79,17 @@ def test_a_fork_with_shared_rows_is_saved_as_what_it_holds(tmp_path):
     assert same(go_on(loaded, rows=6), go_on(fork, rows=6))
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_frozen_is_saved(tmp_path, spec):
+    cache, plain = filled(spec, 5, ragged=True), filled(spec, 5, ragged=True)
+    fork = cache.freeze().fork()
+    save(fork, tmp_path / "a.kv", spec)
+    loaded = cache_of(spec)
+    Saved(tmp_path / "a.kv").restore_to(loaded)
+    assert held(loaded) == held(plain)
+    assert same(go_on(loaded), go_on(plain))
+
+
 def test_tokens_and_size(tmp_path):
     cache = cache_of("keep_all+int8")
     layer_tokens = torch.randn(1, 2, 3000, 16)
@@ -197,6 +208,18 @@ def test_tensors_that_do_not_fit_change_nothing(tmp_path):
         assert held(cache) == before
 
 
+def test_a_file_must_hold_what_was_fed_and_fit(tmp_path):
+    path = tmp_path / "a.kv"
+    save(filled("keep_all", 5, ragged=False), path)
+    planes = {n: x for n, x in load_file(path).items() if n.startswith("1.slots.")}
+    rewritten(path, {name: x[:, :, 3:].clone() for name, x in planes.items()})
+    with pytest.raises(SavedCacheError, match=r"holds \[14\] of 17"):
+        Saved(path).restore_to(cache_of("keep_all"))
+    save(filled("keep_all", 5, ragged=False), path)
+    with pytest.raises(SavedCacheError, match="17 slots needed"):
+        Saved(path).restore_to(cache_of("keep_all@fixed:9"))
+
+
 def test_foreign_files(tmp_path):
     path = tmp_path / "a.kv"
     with pytest.raises(SavedCacheError, match="no file"):
@@ -253,6 +276,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.kv"]
     with pytest.raises(SavedCacheError, match="No such file or directory"):
         small(tmp_path / "missing" / "a.kv")
+    small(tmp_path / ("漢" * 80 + ".kv"))
 
 
 KILLED = """

@@ -92,8 +92,8 @@ class Bulk:
 
     def read(self, rows: int) -> Planes:
         """Everything held, as one set of planes."""
-        own = self.storage.read()
-        return Chain([*self._frozen, own], rows) if self._frozen else own
+        own = [self.storage.read()] if self.storage.length or not self._frozen else []
+        return Chain([*self._frozen, *own], rows) if self._frozen else own[0]
 
     def load(self, planes: Planes) -> None:
         """Hold these slots instead."""

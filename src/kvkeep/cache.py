@@ -92,6 +92,18 @@ class Cache:
         for layer in self.layers:
             layer.crop(tokens)
 
+    def rewind(self, columns: int) -> None:
+        """Go back to when `columns` columns were fed; after an interrupted forward too, in which
+        some layers were fed more than others.
+
+        Raises:
+            RollbackError: some layer cannot; no layer is changed then.
+        """
+        for layer in self.layers:
+            layer.require_rollback(layer.fed - columns)
+        for layer in self.layers:
+            layer.crop(columns - layer.fed)
+
     @property
     def rollback_limit(self) -> int:
         """How many of the newest tokens `crop` can take back exactly."""
@@ -158,6 +170,7 @@ class Cache:
 
         Raises:
             SpecError: the snapshot is of a cache with other policies, codecs or windows.
+            CapacityError: fixed storage has no room for it.
         """
         kinds = [layer.kind for layer in self.layers]
         if kinds != snapshot.kinds:
@@ -165,6 +178,8 @@ class Cache:
                 f"snapshot of {snapshot.kinds[:1]}, {len(snapshot.kinds)} layers, for a cache of "
                 f"{kinds[:1]}, {len(kinds)} layers; restore it to one of the same specs"
             )
+        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+            layer.require_room(state)
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(state)
         self.routed = snapshot.routed

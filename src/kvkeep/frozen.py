@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from kvkeep.planes import Planes, plane_bytes, slot_count
+from kvkeep.planes import Planes, concatenated, plane_bytes, slot_count
 
 
 @final
@@ -33,13 +33,18 @@ class FrozenPlanes(Planes):
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenPlanes:
         return self
 
+    @property
+    def batch(self) -> int:
+        """Rows, or 1."""
+        return next(iter(self._planes.values())).shape[0]
+
     def head(self, slots: int) -> FrozenPlanes:
         """The first `slots` slots."""
         return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self._planes.items()})
 
     def rows(self, index: Tensor) -> FrozenPlanes:
         """Row index[i] as row i; themselves where all rows share them."""
-        if next(iter(self._planes.values())).shape[0] == 1:
+        if self.batch == 1:
             return self
         return FrozenPlanes({name: p.index_select(0, index) for name, p in self._planes.items()})
 
@@ -54,6 +59,16 @@ class Run(NamedTuple):
     def joined(self) -> Planes:
         """All planes."""
         return {**self.planes, **self.own}
+
+    def merges_with(self, following: Run) -> bool:
+        """Whether this run is not much longer than the one behind it, and of the same rows."""
+        short = slot_count(self.planes) < 2 * slot_count(following.planes)
+        return short and self.planes.batch == following.planes.batch
+
+    def followed_by(self, following: Run) -> Run:
+        """Both as one, copied."""
+        planes = FrozenPlanes(concatenated(self.planes, following.planes))
+        return Run(planes, concatenated(self.own, following.own))
 
     def head(self, slots: int) -> Run:
         """The first `slots` slots."""
@@ -87,6 +102,10 @@ class Past:
         mine = {name: planes[name].clone() for name in own}
         shared = {name: planes[name] for name in planes if name not in mine}
         self.runs.append(Run(FrozenPlanes(shared), mine))
+        # Each run costs attention a little, so that short ones are joined, the longest last.
+        while len(self.runs) > 1 and self.runs[-2].merges_with(self.runs[-1]):
+            last = self.runs.pop()
+            self.runs[-1] = self.runs[-1].followed_by(last)
 
     def drop(self, slots: int) -> None:
         """Take back the newest."""

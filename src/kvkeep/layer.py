@@ -13,7 +13,7 @@ from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, limits, part
+from kvkeep.planes import POSITION, limits, part, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
@@ -111,10 +111,8 @@ class LayerCache:
 
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
-        chooses by what it saw before.
-
-        While `record_past` is set nothing is evicted, so that the next `crop` can take steps back.
-        """
+        chooses by what it saw before. While `record_past` is set nothing is evicted, so that the
+        next `crop` can take steps back."""
         policy = self.policy
         if observation is not None:
             for need in policy.needs & {Need.MASS, Need.QUERIES}:
@@ -159,7 +157,7 @@ class LayerCache:
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions that continue every row by n tokens; see `Ledger.next_positions`."""
+        """See `Ledger.next_positions`."""
         return self._ledger.next_positions(n, device, real)
 
     def was_fed(self, real: Tensor) -> bool:
@@ -176,8 +174,7 @@ class LayerCache:
         """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view in the order of their positions.
 
         For attention that masks by column. Zero-copy while nothing was evicted; a copy from then
-        on, and when the next `settle` will evict.
-        """
+        on, and when the next `settle` will evict."""
         assert self._ledger.like is not None
         moved = bool(self._ledger.floor) or self.length > (self.policy.budget or self.length)
         return view.in_order(self._ledger.like[0].dtype, self._ledger.like[1].dtype, moved=moved)
@@ -206,9 +203,8 @@ class LayerCache:
             )
 
     def crop(self, tokens: int) -> None:
-        """Take back the newest -`tokens` tokens (tokens <= 0) of every row, padding included.
-
-        With `record_past` the policy then evicts down to its budget, as transformers expects.
+        """Take back the newest -`tokens` tokens (tokens <= 0) of every row, padding included. With
+        `record_past` the policy then evicts down to its budget, as transformers expects.
 
         Raises:
             RollbackError: positive, or more than `rollback_limit`.
@@ -233,6 +229,10 @@ class LayerCache:
     def state(self) -> LayerState:
         """Everything held; views, valid until the next change."""
         return LayerState(self._ledger.fork(), self._slots.parts())
+
+    def require_room(self, state: LayerState) -> None:
+        """Raise CapacityError when what a layer held does not fit this one's storage."""
+        self._slots.require_room(slot_count(state.parts.get("slots", {})))
 
     def restore(self, state: LayerState) -> None:
         """Hold copies of what a layer like this one held."""
@@ -330,13 +330,13 @@ class LayerCache:
 
     def check_gradients(self, *tensors: Tensor) -> None:
         """Raise StateError when gradients are wanted of tensors this layer cannot keep them for."""
-        parts = (self.storage, self.key_codec, self.value_codec)
-        fixed = next((part.name for part in parts if not part.differentiable), None)
-        if fixed is not None and wants_gradients(*tensors):
-            raise StateError(
-                f"{fixed} lets no gradients through; use torch.no_grad(), or +plain@concat to "
-                "train through the cache"
-            )
+        if wants_gradients(*tensors):
+            for part in (self.storage, self.key_codec, self.value_codec):
+                if not part.differentiable:
+                    raise StateError(
+                        f"{part.name} lets no gradients through; use torch.no_grad(), or "
+                        "+plain@concat to train through the cache"
+                    )
 
     def _own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
         """The planes of new tokens beside keys and values."""

@@ -133,7 +133,11 @@ class LayerSlots:
 
     def require(self, n: int) -> None:
         """Raise CapacityError when n more tokens can never fit."""
-        self._blank.require(self._settled + n)
+        self.require_room(self._settled + n)
+
+    def require_room(self, slots: int) -> None:
+        """Raise CapacityError when so many slots can never be held."""
+        self._blank.require(slots)
 
     def encoded(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The planes of new keys and values."""
@@ -264,7 +268,9 @@ class LayerSlots:
             own = min(tokens, self.storage.length)
             self.storage.truncate(self.storage.length - own)
             tokens -= own
-            self.frozen.drop(tokens)
+            if tokens:
+                self.frozen.drop(tokens)
+                self.storage = self._blank.behind(self.frozen.length)
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
@@ -327,8 +333,11 @@ class LayerSlots:
     def fork(self) -> LayerSlots:
         """The same slots, of which the frozen ones are shared."""
         other = copy(self)
-        other.ragged = deepcopy(self.ragged)
-        other.storage = other.ragged or deepcopy(self.storage)
+        if self.ragged is None:
+            other.storage = deepcopy(self.storage)
+        else:
+            other.storage = other.ragged = self.ragged.another()
+            other.ragged.load([head.read() for head in self.ragged.heads])
         other.bulk = None if self.bulk is None else self.bulk.fork()
         other.aside = deepcopy(self.aside)
         other.frozen = self.frozen.fork()

@@ -25,10 +25,10 @@ from torch import Tensor
 from kvkeep import tensorfile
 from kvkeep.cache import Cache
 from kvkeep.codec import Plain
-from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.errors import CapacityError, SavedCacheError, StateError
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, Planes, PlaneSpec, joined
+from kvkeep.planes import POSITION, Planes, PlaneSpec, joined, slot_count
 
 FORMAT = 1
 """The version of the format that is written, and the newest that is read."""
@@ -227,7 +227,21 @@ class Saved:
             )
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
-        return LayerState(ledger, parts)
+        block = {"bulk": layer.key_codec.block}
+        counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
+        held = counts if layer.policy.ragged else [sum(counts)]
+        whole = layer.policy.budget is None or not header.floor  # nothing was ever evicted
+        if max(held) > header.columns or (whole and min(held) < header.columns):
+            raise SavedCacheError(
+                f"{self.path}, layer {index}: holds {held} of {header.columns} tokens fed, which "
+                f"does not fit {layer.kind}"
+            )
+        state = LayerState(ledger, parts)
+        try:
+            layer.require_room(state)
+        except CapacityError as error:
+            raise SavedCacheError(f"{self.path}, layer {index}: {error}") from error
+        return state
 
     def _check(
         self, part: str, planes: Planes, specs: Mapping[str, PlaneSpec], header: LayerHeader

@@ -6,6 +6,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import torch
 import xxhash
 from torch import Tensor
@@ -53,9 +53,7 @@ def write(
         OSError: it cannot be written; what was at `path` is as it was.
     """
     _sweep(path.parent)
-    suffix = f".{os.getpid()}{_PARTIAL}"
-    handle, name = tempfile.mkstemp(suffix, f".{path.name[:80]}.", path.parent)
-    partial = Path(name)
+    handle, partial = _new_partial(path.parent)
     try:
         with open(handle, "wb", buffering=0) as file:
             # Large elements first, so that each tensor is aligned.
@@ -65,7 +63,7 @@ def write(
                 _write_all(file.fileno(), piece)
             if sync:
                 os.fsync(file.fileno())
-        partial.replace(path)
+            partial.replace(path)  # while it is locked, or it would be taken for an abandoned one
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -120,10 +118,27 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _new_partial(directory: Path) -> tuple[int, Path]:
+    """A new file, open and locked, as long as it is written."""
+    while True:
+        handle, name = tempfile.mkstemp(_PARTIAL, ".", directory)
+        if _locked(handle) and Path(name).exists():
+            return handle, Path(name)
+        os.close(handle)  # taken for an abandoned one before it was locked
+
+
 def _sweep(directory: Path) -> None:
-    """Remove what killed processes left half-written."""
+    """Remove what killed processes left half-written: what nobody has locked."""
     for partial in directory.glob(f".*{_PARTIAL}"):
-        owner = partial.name.removesuffix(_PARTIAL).rpartition(".")[2]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            with suppress(OSError):
+        with suppress(OSError), open(partial, "rb") as file:
+            if _locked(file.fileno()):
                 partial.unlink()
+
+
+def _locked(handle: int) -> bool:
+    """Whether a file can be locked, which it then is until it is closed."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

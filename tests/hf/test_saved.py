@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def test_goes_on_to_the_last_bit(tmp_path, family, spec):
         restored = kvkeep.Cache(model, spec)
         restored.restore(snapshot)
         expected, _ = follow(model, cache, last)
-        for other in (loaded, fork, restored):
+        fork.save(tmp_path / "b.kv")
+        reloaded = kvkeep.load(tmp_path / "b.kv", model)
+        for other in (loaded, fork, restored, reloaded):
             assert same([follow(model, other, last)[0]], [expected])
 
 
@@ -101,8 +104,7 @@ def test_a_sibling_is_refused(tmp_path, model, ids, how):
 def test_weights_that_change_are_seen(model):
     before = kvkeep.fingerprint(model)
     assert kvkeep.fingerprint(model) == before == kvkeep.fingerprint(copy.deepcopy(model))
-    with torch.no_grad():
-        model.lm_head.weight[3, 3] += 1
+    model.lm_head.weight.data[3, 3] += 1
     assert kvkeep.fingerprint(model)["weights"] != before["weights"]
 
 
@@ -119,6 +121,45 @@ def test_adapters(model):
     assert kvkeep.fingerprint(adapted.base_model.model) == found
     with adapted.disable_adapter():
         assert kvkeep.fingerprint(adapted) == before
+    for module in adapted.modules():
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            module.set_scale("default", 5.0)
+    assert kvkeep.fingerprint(adapted)["adapter"] != found["adapter"]
+
+
+def test_other_kinds_of_adapters(model):
+    import peft
+
+    before = kvkeep.fingerprint(model)
+    config = peft.IA3Config(
+        target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
+    adapted = peft.get_peft_model(model, config)
+    assert kvkeep.fingerprint(adapted)["weights"] == before["weights"]
+    assert kvkeep.fingerprint(adapted)["adapter"] != "none"
+    with adapted.disable_adapter():
+        assert kvkeep.fingerprint(adapted) == before
+
+
+def test_an_interrupted_forward_is_restored_from(model, ids):
+    with kvkeep.attach(model), torch.no_grad():
+        cache = kvkeep.Cache(model)
+        model(ids, past_key_values=cache)
+        snapshot = cache.snapshot()
+        for back in (lambda: cache.restore(snapshot), lambda: cache.rewind(30)):
+            cache.update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0)
+            back()
+            model(ids[:, :1], past_key_values=cache)
+            assert cache.fed == 31
+
+
+def test_pickled(model, ids):
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model, "h2o:20")
+        _, last = follow(model, cache, ids)
+        other = pickle.loads(pickle.dumps(cache))
+        expected, _ = follow(model, cache, last)
+        assert same([follow(model, other, last)[0]], [expected])
 
 
 def test_tokenizers(smollm2, tmp_path):

@@ -92,6 +92,8 @@ def test_undo(talk, spec):
     again = talk("a")
     again.undo()
     assert again.messages == []
+    again.save()  # nothing is left to keep
+    assert sessions() == []
     with pytest.raises(StateError, match="no turn to undo"):
         again.undo()
     assert again.ask("Count to ten.", **SHORT).text == chat.messages[1]["content"]
@@ -113,7 +115,41 @@ def test_interrupted(talk):
     assert chat.ask("Go on.", **SHORT).text == expected.ask("Go on.", **SHORT).text
 
 
-def test_fork_list_and_delete(talk):
+def test_what_cannot_be_rolled_back_is_read_again_and_saved(talk):
+    chat = talk("a", cache="h2o:24")
+    for question in ("Name a colour.", "And another."):
+        chat.ask(question, **SHORT)
+    chat.save()
+    again = talk("a")
+    again.undo()
+    assert again.cache.fed == 0
+    again.save()
+    assert again.cache.fed > 20
+    assert len(info("a").messages) == 2
+    assert talk("a").ask("One more.", **SHORT).text
+
+
+def test_failing_leaves_nothing_behind(talk, smollm2):
+    chat = talk("a")
+    with pytest.raises(StateError, match="empty"):
+        chat.fork("b")
+    assert chat.name == "a"
+    chat.ask("Hello.", **SHORT)
+    chat.save()
+    chat.close()
+    weight = smollm2[0].lm_head.weight.data
+    weight[0, 0] += 1
+    try:
+        with pytest.raises(SavedCacheError, match="another model"):
+            Session(*smollm2, name="a")
+        assert talk("a", reread=True).messages == chat.messages
+    finally:
+        weight[0, 0] -= 1
+
+
+def test_fork_list_and_delete(talk, tmp_path):
+    (tmp_path / "sessions").mkdir()
+    (tmp_path / "sessions" / "my notes.kv").write_text("no session")
     chat = talk("a")
     chat.ask("Hello.", **SHORT)
     chat.save()
@@ -124,6 +160,8 @@ def test_fork_list_and_delete(talk):
     assert info("b").tokens == chat.cache.fed
     with pytest.raises(StateError, match="already"):
         chat.fork("a")
+    with pytest.raises(StateError, match="open in another"):
+        delete("b")
     delete("a")
     assert [one.name for one in sessions()] == ["b"]
     with pytest.raises(SavedCacheError, match="no session 'a'"):

@@ -121,7 +121,7 @@ def _command(talk: Session, text: str) -> None:
     word, _, argument = text.partition(" ")
     if word == "/undo":
         typer.echo(f"took back: {talk.undo()['content']}", err=True)
-        if talk.name is not None and talk.cache.fed:
+        if talk.name is not None:
             talk.save()
     elif word == "/fork":
         talk.fork(argument.strip())

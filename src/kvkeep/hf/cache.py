@@ -28,8 +28,8 @@ from kvkeep.hf.config import (
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.rotary import rotary_of
 from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.layer import LayerCache
-from kvkeep.planes import Reach
 from kvkeep.policy import Need
 
 DEFAULT_SPEC = "keep_all"
@@ -71,6 +71,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         UnsupportedError: a model whose layers keep something else than keys and values.
     """
 
+    _handed: Handed | None = None
+    """The last keys that were tagged."""
+
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,
@@ -100,8 +103,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         core.Cache.__init__(self, layers)
         kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}
         self._alike = len(kept) == len(set(self._kinds))
-        self._tickets = [compiled.ticket_of(layer) for layer in layers]
-        self._handed: Handed | None = None  # the last keys tagged
+        self._issue_tickets()
         self._uncropped = False  # whether a forward came since recording began, or the last crop
         self.drafting = False  # a draft model's: several forwards come before each crop
 
@@ -140,7 +142,13 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if self.routed:
             self._handed = key_states.kvkeep = Handed(layer, ticket)  # type: ignore[attr-defined]
             return key_states, value_states
-        return self._update_unattached(layer, layer_idx, key_states, value_states)
+        spec = self.specs[layer_idx]
+        latent = is_latent(self.config)
+        require_fitting_mask(layer, spec, key_states, alike=self._alike, latent=latent)
+        view = layer.extend(key_states, value_states)
+        keys, values = layer.in_order(view)
+        layer.settle()
+        return keys, values
 
     def _begin(self, k: Tensor) -> None:
         """What must hold before the first layer of a forward is changed."""
@@ -157,42 +165,6 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             )
         self.admit(k.shape[2])
         self.routed = routed
-
-    def _update_unattached(
-        self, layer: LayerCache, index: int, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        policy = layer.policy
-        if not self._alike:
-            raise UnsupportedError(
-                "layers of one type have different specs, but the model gives them one mask; call "
-                "kvkeep.attach(model) first"
-            )
-        if (policy.needs or policy.ragged) and not is_latent(self.config):
-            raise UnsupportedError(
-                f"{self.specs[index]} takes part in attention, which the model computes "
-                "itself while unattached; call kvkeep.attach(model) first"
-            )
-        exact = policy.budget is None or (
-            layer.window is not None and policy.reach == Reach(layer.window)
-        )
-        over = layer.fed + k.shape[2] > (policy.budget or 0)
-        if not exact and (over or policy.needs or policy.ragged):
-            if is_latent(self.config):
-                raise UnsupportedError(
-                    f"{self.config.model_type} expands its latent cache itself, so it takes "
-                    f"keep_all only, not {self.specs[index]}"
-                )
-            contiguous = policy.reach is not None and not policy.reach.fixed
-            if k.shape[0] > 1 or k.shape[2] > 1 or not contiguous:
-                raise UnsupportedError(
-                    f"{self.specs[index]} with {k.shape[0]} rows and {k.shape[2]} new tokens after "
-                    f"{layer.fed}: the model's own mask knows neither which tokens are padding nor "
-                    "what was evicted; call kvkeep.attach(model) first"
-                )
-        view = layer.extend(k, v)
-        keys, values = layer.in_order(view)
-        layer.settle()
-        return keys, values
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
         """What `live_bytes` will be once `tokens` columns have passed.
@@ -314,9 +286,24 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
-        other._handed = None
-        other._tickets = [compiled.ticket_of(layer) for layer in other.layers]
+        other._model = self._model
+        other._issue_tickets()
         return other
+
+    def _issue_tickets(self) -> None:
+        """For layers that are not those the tickets were made for."""
+        self._handed = None
+        self._tickets = [compiled.ticket_of(layer) for layer in self.layers]
+
+    def restore(self, snapshot: core.Snapshot) -> None:
+        """See `kvkeep.cache.Cache.restore`."""
+        core.Cache.restore(self, snapshot)
+        self._handed = None
+
+    def rewind(self, columns: int) -> None:
+        """See `kvkeep.cache.Cache.rewind`."""
+        core.Cache.rewind(self, columns)
+        self._handed = None
 
     def reset(self) -> None:
         """Forget every token."""
@@ -359,8 +346,15 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(deepcopy(self.__dict__, memo))
-        copied._tickets = [compiled.ticket_of(layer) for layer in copied.layers]
+        copied._issue_tickets()
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None, "_tickets": [], "_handed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._issue_tickets()
 
     @property
     def is_compileable(self) -> bool:

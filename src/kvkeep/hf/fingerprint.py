@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -14,54 +13,39 @@ from torch import Tensor, nn
 
 from kvkeep.hf.config import base_config, decoder_config
 
-_known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
-
 
 def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, str]:
-    """What the keys and values of a model depend on, as hashes and as text.
-
-    Hashing weights takes a second for some gigabytes, so it is done again only when they changed.
+    """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
+    of weights in a second.
 
     Returns:
         `weights`, `adapter` ("none", or a hash of what is active), `rope`, `dtype`, and `tokenizer`
         if one is given.
     """
-    tensors = dict(_tensors(model))
-    try:
-        state: object = [(name, x.data_ptr(), x._version) for name, x in tensors.items()]
-    except RuntimeError:  # inference tensors count no changes
-        state = None
-    active = sorted(_adapters(model))
-    known = _known.get(model)
-    if state is not None and known is not None and known[0] == (state, active):
-        found = dict(known[1])
-    else:
-        found = _fingerprint(model, tensors, active)
-        _known[model] = ((state, active), dict(found))
-    if tokenizer is not None:
-        found["tokenizer"] = _hash_of_tokenizer(tokenizer)
-    return found
-
-
-def _fingerprint(model: nn.Module, tensors: dict[str, Tensor], active: list[str]) -> dict[str, str]:
     weights, adapter = xxhash.xxh3_128(), xxhash.xxh3_128()
-    for name in sorted(tensors):
+    layers, active = _adapters(model)
+    for name, x in sorted(_tensors(model)):
         # As the model without adapters calls it.
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        parts = plain.split(".")
-        if any(part in active for part in parts):
-            _add(adapter, plain, tensors[name])
-        elif not any(part.startswith("lora_") for part in parts):
-            _add(weights, plain, tensors[name])
+        plain = name.removeprefix("base_model.model.")
+        plain = plain.replace(".base_layer.", ".").replace(".original_module.", ".")
+        parts = set(plain.split("."))
+        if not parts & layers:
+            _add(weights, plain, x)
+        elif parts & set(active):
+            _add(adapter, plain, x)
+    adapter.update(json.dumps(active).encode())
     config = decoder_config(base_config(model))
     rope = getattr(config, "rope_parameters", None)
     dtypes = sorted({str(x.dtype) for x in model.parameters() if x.is_floating_point()})
-    return {
+    found = {
         "weights": weights.hexdigest(),
         "adapter": adapter.hexdigest() if active else "none",
         "rope": json.dumps(rope, sort_keys=True, default=str),
         "dtype": " ".join(dtypes),
     }
+    if tokenizer is not None:
+        found["tokenizer"] = _hash_of_tokenizer(tokenizer)
+    return found
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -81,17 +65,18 @@ def _add(to: Any, name: str, x: Tensor) -> None:
         to.update(flat.view(torch.uint8).numpy().data)
 
 
-def _adapters(model: nn.Module) -> set[str]:
-    """Names of the PEFT adapters that take part in the model's forward."""
+def _adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:
+    """What PEFT calls the parts that adapters add to layers; and the adapters that take part in the
+    forward, with their scale in each layer."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None:
-        return set()
-    return {
-        name
-        for module in model.modules()
-        if isinstance(module, peft.BaseTunerLayer) and not module.disable_adapters
-        for name in module.active_adapters
-    }
+    layers, active = {"modules_to_save"}, dict[str, list[float]]()
+    for module in () if peft is None else model.modules():
+        if isinstance(module, peft.BaseTunerLayer):
+            layers |= set(module.adapter_layer_names)
+            for name in () if module.disable_adapters else module.active_adapters:
+                scales = getattr(module, "scaling", {})  # not every kind of adapter has one
+                active.setdefault(name, []).append(float(scales.get(name, 1.0)))
+    return layers, active
 
 
 def _hash_of_tokenizer(tokenizer: Any) -> str:

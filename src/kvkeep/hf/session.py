@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache import Frozen
-from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.errors import RollbackError, SavedCacheError, StateError
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import Generation, PromptError, follow
@@ -60,10 +61,8 @@ def sessions() -> list[SessionInfo]:
     """All sessions that can be read, by name."""
     found = []
     for path in sorted((home() / "sessions").glob(f"*{_ENDING}")):
-        try:
+        with suppress(SavedCacheError, PromptError):  # not all that lies there is a session
             found.append(info(path.name.removesuffix(_ENDING)))
-        except SavedCacheError:
-            continue
     return found
 
 
@@ -90,11 +89,25 @@ def delete(name: str) -> None:
 
     Raises:
         SavedCacheError: there is none.
+        StateError: another process has it open.
     """
     path = path_of(name)
     if not path.exists():
         raise SavedCacheError(f"no session {name!r}; see `kvkeep sessions`")
+    lock = _locked(name)
     path.unlink()
+    lock.release()
+
+
+def _locked(name: str) -> FileLock:
+    path = path_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise StateError(f"session {name!r} is open in another process") from error
+    return lock
 
 
 def _messages(header: Header) -> list[Message]:
@@ -142,27 +155,34 @@ class Session:
         self._lock: FileLock | None = None
         self._ids: list[int] = []  # of the whole conversation, as it was fed
         self._marks: list[_Mark] = []  # before each turn
+        self._attached: Attachment | None = None
+        self.spec = cache
+        try:
+            self._open(name, system, reread=reread)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str | None, system: str | None, *, reread: bool) -> None:
         if name is not None:
-            self._take(name)
+            self._lock, self.name = _locked(name), name
         kept = None if name is None or not path_of(name).exists() else path_of(name)
         if kept is not None:
             header = Saved(kept, verify=False).header
-            self.messages, cache = _messages(header), header.specs[0]
-            marks = json.loads(header.notes.get("marks", "[]"))
-            self._marks = [_Mark(columns, ids, None) for columns, ids in marks]
+            self.messages, self.spec = _messages(header), header.specs[0]
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
-        self.spec = cache
-        self._attached: Attachment | None = attach(model, cache)
+        self._attached = attach(self.model, self.spec)
+        self.cache = Cache(self.model, self.spec)
         if kept is None or reread:
-            self.cache = Cache(model, cache)
-            self._marks = []
-        else:
-            given: list[Tensor | None] = []
-            self.cache = load(kept, model, tokenizer=tokenizer, tokens=given.append)
-            if given[0] is None:
-                raise SavedCacheError(f"{kept} has no tokens; read it again with reread")
-            self._ids = given[0][0].tolist()
+            return
+        given: list[Tensor | None] = []
+        self.cache = load(kept, self.model, tokenizer=self.tokenizer, tokens=given.append)
+        if given[0] is None:
+            raise SavedCacheError(f"{kept} has no tokens; read it again with reread")
+        self._ids = given[0][0].tolist()
+        marks = json.loads(header.notes.get("marks", "[]"))
+        self._marks = [_Mark(columns, ids, None) for columns, ids in marks]
 
     @property
     def context(self) -> tuple[int, int | None]:
@@ -213,7 +233,7 @@ class Session:
                 on_text=on_text,
             )
         except BaseException:  # the user may interrupt, in the middle of a forward too
-            self._start_from(self._marks.pop())
+            self._return_to(self._marks.pop())
             raise
         self._ids = result.ids[0].tolist()
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
@@ -227,13 +247,7 @@ class Session:
         """
         if len(self.messages) < 2 or self.messages[-2]["role"] != "user":
             raise StateError("there is no turn to undo")
-        mark = self._marks.pop() if self._marks else _Mark(0, 0, None)
-        back = self.cache.fed - mark.columns
-        if mark.frozen is None and mark.columns and back <= self.cache.rollback_limit:
-            self.cache.crop(-back)
-            self._ids = self._ids[: mark.ids]
-        else:
-            self._start_from(mark)
+        self._return_to(self._marks.pop() if self._marks else _Mark(0, 0, None))
         asked = self.messages[-2]
         self.messages = self.messages[:-2]
         return asked
@@ -245,21 +259,32 @@ class Session:
             StateError: there is a session of that name.
         """
         if path_of(name).exists():
-            raise StateError(
-                f"there is a session {name!r} already; delete it, or take another name"
-            )
-        self._take(name)
-        self.save()
+            raise StateError(f"there is a session {name!r} already; delete it, or use another name")
+        before, lock = self.name, _locked(name)
+        self.name = name
+        try:
+            self.save()
+        except BaseException:
+            self.name = before
+            lock.release()
+            raise
+        self._release()
+        self._lock = lock
 
     def save(self) -> None:
-        """Keep the conversation and its cache.
+        """Keep the conversation and its cache. Where all was taken back, nothing is kept.
 
         Raises:
-            StateError: it has no name, or nothing was said.
+            StateError: it has no name, or nothing was said yet.
             SavedCacheError: it cannot be written.
         """
         if self.name is None:
             raise StateError("this conversation has no name; fork it to one")
+        if not self.cache.fed and self.messages and self.messages[-1]["role"] == "assistant":
+            self._reread()
+        if not self.cache.fed and path_of(self.name).exists():
+            path_of(self.name).unlink()
+            return
         marks = [(mark.columns, mark.ids) for mark in self._marks]
         self.cache.save(
             path_of(self.name),
@@ -284,14 +309,19 @@ class Session:
             self._lock.release()
             self._lock = None
 
-    def _start_from(self, mark: _Mark) -> None:
-        """From nothing, if the mark has no cache: all is read again when something is asked."""
-        if mark.frozen is None:
+    def _return_to(self, mark: _Mark) -> None:
+        """Where the cache cannot, it forgets all, which is then read again when it is needed."""
+        try:
+            if mark.frozen is not None:
+                self.cache = mark.frozen.fork()
+            elif mark.columns:
+                self.cache.rewind(mark.columns)
+            else:
+                self.cache.reset()
+        except RollbackError:
             self.cache.reset()
-            self._marks, self._ids = [], []
-        else:
-            self.cache = mark.frozen.fork()
-            self._ids = self._ids[: mark.ids]
+            self._marks = []
+        self._ids = self._ids[: mark.ids] if self.cache.fed else []
 
     @property
     def _can_crop(self) -> bool:
@@ -299,16 +329,14 @@ class Session:
             layer.policy.rollback and layer.policy.budget is None for layer in self.cache.layers
         )
 
-    def _take(self, name: str) -> None:
-        path = path_of(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.with_suffix(".lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise StateError(f"session {name!r} is open in another process") from error
-        self._release()
-        self._lock, self.name = lock, name
+    @torch.inference_mode()
+    def _reread(self) -> None:
+        """Feed the conversation again, up to its last answer."""
+        tokenizer: Any = self.tokenizer
+        said = self._rendered(self.messages[:-1]) + self.messages[-1]["content"]
+        self._ids = tokenizer(said, add_special_tokens=False).input_ids
+        fed = torch.tensor([self._ids], device=self.model.device)
+        self.model(fed, past_key_values=self.cache, logits_to_keep=1)
 
     def _continued(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation: those that were fed, and after them the new part's. All of them

@@ -1,0 +1,49 @@
+"""What a model that is not attached can be given: what its own mask says too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.layer import LayerCache
+from kvkeep.planes import Reach
+from kvkeep.spec import CacheSpec
+
+
+def require_fitting_mask(
+    layer: LayerCache, spec: CacheSpec, k: Tensor, *, alike: bool, latent: bool
+) -> None:
+    """Raise UnsupportedError where the model's own mask would not say what the spec says.
+
+    Args:
+        k: the new keys (B, H, n, D).
+        alike: whether all layers of a type have one spec.
+        latent: whether the model expands a latent cache itself.
+    """
+    policy = layer.policy
+    if not alike:
+        raise UnsupportedError(
+            "layers of one type have different specs, but the model gives them one mask; call "
+            "kvkeep.attach(model) first"
+        )
+    if (policy.needs or policy.ragged) and not latent:
+        raise UnsupportedError(
+            f"{spec} takes part in attention, which the model computes itself while unattached; "
+            "call kvkeep.attach(model) first"
+        )
+    exact = policy.budget is None or (
+        layer.window is not None and policy.reach == Reach(layer.window)
+    )
+    over = layer.fed + k.shape[2] > (policy.budget or 0)
+    if not exact and (over or policy.needs or policy.ragged):
+        if latent:
+            raise UnsupportedError(
+                f"the model expands its latent cache itself, so it takes keep_all only, not {spec}"
+            )
+        contiguous = policy.reach is not None and not policy.reach.fixed
+        if k.shape[0] > 1 or k.shape[2] > 1 or not contiguous:
+            raise UnsupportedError(
+                f"{spec} with {k.shape[0]} rows and {k.shape[2]} new tokens after {layer.fed}: the "
+                "model's own mask knows neither which tokens are padding nor what was evicted; "
+                "call kvkeep.attach(model) first"
+            )
