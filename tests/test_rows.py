@@ -79,7 +79,7 @@ def test_a_block_is_encoded_once():
             assert all(bulk.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())
         if bulk.storage.length:
             before = {n: p.clone() for n, p in bulk.storage.read().items()}
-    assert bulk.length == 3  # blocks of 4, with at least 6 tokens kept plain
+    assert bulk.length == 12  # in blocks of 4, with at least 6 tokens kept plain
 
 
 @pytest.mark.parametrize("spec", EVICTING, ids=str)
