@@ -33,9 +33,9 @@ def test_figures():
     assert cache.rows == 2
     assert cache.fed == 5
     assert stats.seen == (5, 5)
-    assert (stats.length, stats.capacity) == (5, 64)
+    assert (stats.length, stats.capacity) == (5, 16)
     assert stats.live_bytes == cache.live_bytes == (5 + 3 + 5) * per_slot
-    assert stats.nbytes == cache.nbytes == (64 + 3 + 5) * per_slot
+    assert stats.nbytes == cache.nbytes == (16 + 3 + 5) * per_slot
     assert [layer.length for layer in stats.layers] == [5, 3, 5]
     assert stats.asdict()["layers"][1]["capacity"] == 3
     feed(cache, 60, rows=2, widths=(4, 6))

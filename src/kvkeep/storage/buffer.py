@@ -17,7 +17,7 @@ from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.memory import reserve
 
-_SLOTS_AHEAD = 32
+_SLOTS_AHEAD = 8  # each view takes about a kilobyte of its own
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h
 
 

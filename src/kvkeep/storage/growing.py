@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.storage.buffer import Buffer
 
-_FIRST_SLOTS = 64
+_FIRST_SLOTS = 16
 _MOST_GROWTH = 16.0
 
 
