@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from turns import cache_of, filled, go_on, held, same
 
 from kvkeep import snapshot
+from kvkeep.cache import Cache
 from kvkeep.errors import SavedCacheError, StateError
 from kvkeep.snapshot import Saved
+from kvkeep.spec import CacheSpec
 from kvkeep.testing import conformance_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,6 +90,16 @@ def test_what_is_frozen_is_saved(tmp_path, spec):
     Saved(tmp_path / "a.kv").restore_to(loaded)
     assert held(loaded) == held(plain)
     assert same(go_on(loaded), go_on(plain))
+
+
+def test_heads_keep_their_order(tmp_path):
+    """A file's tensors are in the order of their names, where 10 comes before 2."""
+    spec = "adakv(h2o:12)"
+    cache, loaded = (Cache([CacheSpec.parse(spec).layer()]) for _ in range(2))
+    cache.layers[0].step(*(torch.randn(1, 12, 30, 8) for _ in range(3)), scale=0.3)
+    save(cache, tmp_path / "a.kv", spec)
+    Saved(tmp_path / "a.kv").restore_to(loaded)
+    assert held(loaded) == held(cache)
 
 
 def test_tokens_and_size(tmp_path):

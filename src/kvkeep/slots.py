@@ -311,7 +311,7 @@ class LayerSlots:
         self.reset()
         self.rows = rows
         if self.ragged is not None:
-            self.ragged.load([parts[name] for name in parts])
+            self.ragged.load([parts[f"head.{i}"] for i in range(len(parts))])
         if self.bulk is not None and "bulk" in parts:
             self.bulk.load(parts["bulk"])
         if "slots" in parts:
