@@ -9,8 +9,8 @@ import torch
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec
 from kvkeep.errors import SpecError
-from kvkeep.frozen import FrozenPlanes
-from kvkeep.planes import POSITION, Chain, Planes, joined, plane_bytes, slot_count, take
+from kvkeep.frozen import Past
+from kvkeep.planes import POSITION, Chain, Planes, joined, take
 from kvkeep.storage import Storage
 
 
@@ -36,17 +36,17 @@ class Bulk:
         self.storage = storage
         self.block = key_codec.block
         self.tail = max(key_codec.tail, value_codec.tail)
-        self._frozen: list[FrozenPlanes] = []
+        self._frozen = Past()
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        return (self._shared + self.storage.length) * self.block
+        return (self._frozen.length + self.storage.length) * self.block
 
     @property
     def capacity(self) -> int:
         """Tokens that fit what is allocated."""
-        return (self._shared + self.storage.capacity) * self.block
+        return (self._frozen.length + self.storage.capacity) * self.block
 
     @property
     def live_bytes(self) -> int:
@@ -61,12 +61,11 @@ class Bulk:
     @property
     def shared_bytes(self) -> int:
         """Bytes of frozen slots."""
-        return sum(plane_bytes(planes) for planes in self._frozen)
+        return self._frozen.shared_bytes
 
     def segments(self) -> list[Segment]:
         """Everything held, the oldest first."""
-        own = [self.storage.read()] if self.storage.length else []
-        return [Segment(run, self.key_codec, self.value_codec) for run in [*self._frozen, *own]]
+        return [Segment(run, self.key_codec, self.value_codec) for run in self._runs]
 
     def whole(self, tokens: int) -> int:
         """How many of `tokens` tokens are encoded when they have settled."""
@@ -92,8 +91,7 @@ class Bulk:
 
     def read(self, rows: int) -> Planes:
         """Everything held, as one set of planes."""
-        own = [self.storage.read()] if self.storage.length or not self._frozen else []
-        return Chain([*self._frozen, *own], rows) if self._frozen else own[0]
+        return Chain(self._runs, rows) if self._frozen.runs else self.storage.read()
 
     def load(self, planes: Planes) -> None:
         """Hold these slots instead."""
@@ -103,26 +101,27 @@ class Bulk:
     def take_rows(self, index: torch.Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
         self.storage.rows(index)
-        self._frozen = [planes.rows(index) for planes in self._frozen]
+        self._frozen.take_rows(index)
 
     def freeze(self) -> None:
         """Make what is held immutable."""
         if self.storage.length:
-            self._frozen.append(FrozenPlanes(self.storage.read()))
+            self._frozen.add(self.storage.read(), own=())
             self.storage = self.storage.another()
 
     def fork(self) -> Bulk:
         """The same slots, of which the frozen ones are shared."""
         other = copy(self)
         other.storage = deepcopy(self.storage)
-        other._frozen = list(self._frozen)
+        other._frozen = self._frozen.fork()
         return other
 
     def reset(self) -> None:
         """Free every slot."""
-        self._frozen = []
+        self._frozen = Past()
         self.storage.reset()
 
     @property
-    def _shared(self) -> int:
-        return sum(slot_count(planes) for planes in self._frozen)
+    def _runs(self) -> list[Planes]:
+        own = [self.storage.read()] if self.storage.length else []
+        return [*(run.planes for run in self._frozen.runs), *own]

@@ -67,12 +67,7 @@ class Cache:
             CapacityError: a layer is full.
             StateError: the layers were not fed alike.
         """
-        fed = {layer.fed for layer in self.layers}
-        if len(fed) > 1:
-            raise StateError(
-                f"layers have been fed {sorted(fed)} tokens: a forward was interrupted; reset() "
-                "the cache, or crop() its layers to the fewest"
-            )
+        self._between_forwards("another forward")
         for layer in self.layers:
             layer.require(n)
 
@@ -209,7 +204,7 @@ class Cache:
         if len(fed) > 1:
             raise StateError(
                 f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is under way "
-                "or was interrupted; wait for it, or reset() the cache"
+                "or was interrupted; wait for it, rewind() to the fewest, or reset() the cache"
             )
 
     @property

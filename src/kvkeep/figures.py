@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep.codec import Codec, Plain
-from kvkeep.planes import POSITION, PlaneSpec
+from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
 
 
@@ -22,6 +22,22 @@ class LayerStats:
     nbytes: int
     shared_bytes: int
     reallocations: int
+
+
+def slot_planes(
+    policy: Policy,
+    key_codec: Codec,
+    value_codec: Codec,
+    key_width: int,
+    value_width: int,
+    dtype: torch.dtype,
+) -> dict[str, PlaneSpec]:
+    """The planes of slots of these codecs, the policy's among them."""
+    specs = joined(key_codec.planes(key_width, dtype), "k")
+    specs |= joined(value_codec.planes(value_width, dtype), "v")
+    tokens = (key_codec.block,) if key_codec.block > 1 else ()
+    specs[POSITION] = PlaneSpec(tokens, torch.int32, shared=not policy.per_head)
+    return specs | policy.planes
 
 
 def promised_bytes(
@@ -39,13 +55,10 @@ def promised_bytes(
     """What a layer's `live_bytes` will be after `tokens` columns; at least that for ragged heads
     and several rows, for a head frees what no row needs."""
     kept = tokens if policy.budget is None else min(tokens, policy.budget)
-    own = {POSITION: PlaneSpec((), torch.int32, shared=not policy.per_head), **policy.planes}
 
     def slot_bytes(key: Codec, value: Codec) -> int:
-        encoded = [*key.planes(key_width, dtype).values()]
-        encoded += value.planes(value_width, dtype).values()
-        beside = sum(spec.slot_bytes(heads) for spec in own.values())
-        return key.block * beside + sum(spec.slot_bytes(heads) for spec in encoded)
+        specs = slot_planes(policy, key, value, key_width, value_width, dtype)
+        return sum(spec.slot_bytes(heads) for spec in specs.values())
 
     block, tail = key_codec.block, max(key_codec.tail, value_codec.tail)
     if block == 1:

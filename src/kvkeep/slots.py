@@ -193,12 +193,8 @@ class LayerSlots:
 
     def rewritable(self) -> Planes:
         """All slots that can be evicted, as one set; a view unless something lies beside them."""
-        links = [run.joined for run in self.frozen.runs]
-        if self.storage.length or not (links or self.aside):
-            links.append(self.storage.read())
-        if self.aside is not None:
-            links.append(self.aside)
-        return Chain(links, self.rows) if self.frozen.runs or len(links) > 1 else links[0]
+        links = [*self._runs, *([] if self.aside is None else [self.aside])]
+        return self._as_one(links) if links else self.storage.read()
 
     def keep(self, name: str, plane: Tensor) -> None:
         """Write plane `name` of `rewritable()` back, where that was a copy."""
@@ -297,11 +293,8 @@ class LayerSlots:
             return {f"head.{i}": head.read() for i, head in enumerate(self.ragged.heads)}
         if self.bulk is not None and self.bulk.length:
             found["bulk"] = self.bulk.read(self.rows)
-        runs = [run.joined for run in self.frozen.runs]
-        if self.storage.length:
-            runs.append(self.storage.read())
-        if runs:
-            found["slots"] = Chain(runs, self.rows) if self.frozen.runs else runs[0]
+        if self._settled:
+            found["slots"] = self._as_one(self._runs)
         if self.aside is not None:
             found["aside"] = self.aside
         return found
@@ -347,14 +340,22 @@ class LayerSlots:
         """Take an own copy of what is shared, or give it up."""
         if not self.frozen.runs:
             return
-        runs = [run.joined for run in self.frozen.runs] if keep else []
-        if keep and self.storage.length:
-            runs.append(self.storage.read())
+        runs = self._runs if keep else []
         self.storage = self._blank.another()
         for planes in runs:
             rows = {n: p.expand(self.rows, *p.shape[1:]) for n, p in planes.items()}
             self.storage.append(rows)
         self.frozen = Past()
+
+    @property
+    def _runs(self) -> list[Planes]:
+        """What is neither aside nor encoded in blocks, the oldest first."""
+        own = [self.storage.read()] if self.storage.length else []
+        return [*(run.joined for run in self.frozen.runs), *own]
+
+    def _as_one(self, runs: list[Planes]) -> Planes:
+        """A view, if all of it lies in one place that is not shared."""
+        return Chain(runs, self.rows) if self.frozen.runs or len(runs) > 1 else runs[0]
 
     @property
     def _settled(self) -> int:

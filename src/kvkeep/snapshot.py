@@ -26,9 +26,10 @@ from kvkeep import tensorfile
 from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
+from kvkeep.figures import slot_planes
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, Planes, PlaneSpec, joined, slot_count
+from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
 
 FORMAT = 1
 """The version of the format that is written, and the newest that is read."""
@@ -300,15 +301,10 @@ def _plane_specs(
     layer: LayerCache, part: str, header: LayerHeader, dtype: torch.dtype
 ) -> dict[str, PlaneSpec]:
     """The planes a part of a layer has."""
-    key, value = layer.key_codec, layer.value_codec
-    blocks = key.block > 1
-    if blocks and part != "bulk":
-        key = value = Plain()
-    specs = joined(key.planes(header.key_width, dtype), "k")
-    specs |= joined(value.planes(header.value_width, dtype), "v")
-    shape = (key.block,) if key.block > 1 else ()
-    specs[POSITION] = PlaneSpec(shape, torch.int32, shared=not layer.policy.per_head)
-    return specs if key.block > 1 else specs | layer.policy.planes
+    codecs = (layer.key_codec, layer.value_codec)
+    if layer.key_codec.block > 1 and part != "bulk":
+        codecs = (Plain(), Plain())
+    return slot_planes(layer.policy, *codecs, header.key_width, header.value_width, dtype)
 
 
 def _require(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, path: Path, name: str) -> None:
