@@ -1,7 +1,8 @@
 """kvkeep: the KV cache for PyTorch language models.
 
 Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used,
-`Cache`, `attach`, `detach`, `load` and `fingerprint` with transformers, the others with torch only.
+`Cache`, `attach`, `detach`, `export`, `load` and `fingerprint` with transformers, the others with
+torch only.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     )
     from kvkeep.hf.attach import attach, detach
     from kvkeep.hf.cache import Cache
+    from kvkeep.hf.export import export
     from kvkeep.hf.fingerprint import fingerprint
     from kvkeep.hf.saved import load
     from kvkeep.layer import LayerCache
+    from kvkeep.program import Program
     from kvkeep.spec import CacheSpec
 
 __version__ = "0.1.0"
@@ -38,6 +41,7 @@ __all__ = [
     "CapacityError",
     "KVKeepError",
     "LayerCache",
+    "Program",
     "RollbackError",
     "SavedCacheError",
     "ShapeError",
@@ -47,6 +51,7 @@ __all__ = [
     "attach",
     "attend",
     "detach",
+    "export",
     "fingerprint",
     "load",
 ]
@@ -58,6 +63,7 @@ _HOME = {
     "CapacityError": "kvkeep.errors",
     "KVKeepError": "kvkeep.errors",
     "LayerCache": "kvkeep.layer",
+    "Program": "kvkeep.program",
     "RollbackError": "kvkeep.errors",
     "SavedCacheError": "kvkeep.errors",
     "ShapeError": "kvkeep.errors",
@@ -67,6 +73,7 @@ _HOME = {
     "attach": "kvkeep.hf.attach",
     "attend": "kvkeep.attention",
     "detach": "kvkeep.hf.attach",
+    "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",
     "load": "kvkeep.hf.saved",
 }

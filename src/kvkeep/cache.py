@@ -250,7 +250,7 @@ class Cache:
     @property
     def reallocations(self) -> int:
         """How often some layer copied its past to make room."""
-        return sum(layer.storage.reallocations for layer in self.layers)
+        return sum(layer.stats().reallocations for layer in self.layers)
 
     def stats(self) -> CacheStats:
         """All figures at once, per layer too."""

@@ -7,6 +7,7 @@ serves any cache of a model, whatever its length, and no Python number of a cach
 from __future__ import annotations
 
 from itertools import count
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,16 +16,54 @@ from torch import Tensor
 from kvkeep.errors import StateError
 from kvkeep.layer import LayerCache
 
+
+class Traced(Protocol):
+    """What a graph may ask of a layer; in it, tensors are symbols."""
+
+    def fed(self) -> Tensor:
+        """Columns the layer was fed, int64 ()."""
+
+    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+        """Positions of the next n tokens, int32 (1, n); (B, n) with -1 for padding where `real`,
+        bool (B, n), says what is not."""
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`LayerCache.step`; position as from `next_positions`."""
+
+
 _layers: WeakValueDictionary[int, LayerCache] = WeakValueDictionary()
 _numbers = count(1)
 
 
-def ticket_of(layer: LayerCache) -> Tensor:
-    """A new ticket: int64 (1,), valid as long as the layer lives."""
-    number = next(_numbers)
-    _layers[number] = layer
-    with torch.inference_mode(False):
-        return torch.tensor([number])
+class Ticket:
+    """Leads to a layer of this process, as long as it lives."""
+
+    def __init__(self, layer: LayerCache) -> None:
+        number = next(_numbers)
+        _layers[number] = layer
+        with torch.inference_mode(False):
+            self.number = torch.tensor([number])
+
+    def fed(self) -> Tensor:
+        """See `Traced`."""
+        return cast(Tensor, fed(self.number))
+
+    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+        """See `Traced`."""
+        return cast(Tensor, next_positions(self.number, n, real, device))
+
+    def step(self, *arguments: Any) -> Tensor:
+        """See `Traced`."""
+        return cast(Tensor, step(self.number, *arguments))
 
 
 def _layer(ticket: Tensor) -> LayerCache:
@@ -36,7 +75,7 @@ def _layer(ticket: Tensor) -> LayerCache:
 
 @torch.library.custom_op("kvkeep::fed", mutates_args=("ticket",))
 def fed(ticket: Tensor) -> Tensor:
-    """Columns the layer was fed, int64 (). (It is said to change the ticket to keep its place.)"""
+    """`Ticket.fed`. (It is said to change the ticket to keep its place in the graph.)"""
     return torch.tensor(_layer(ticket).fed)
 
 
@@ -47,18 +86,18 @@ def _(ticket: Tensor) -> Tensor:
 
 @torch.library.custom_op("kvkeep::next_positions", mutates_args=("ticket",))
 def next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-    """Positions of the next n tokens, int32 (n,); (B, n) with -1 for padding where `real`, (B, n),
-    says what is not."""
+    """`Ticket.next_positions`."""
     layer = _layer(ticket)
-    if real is None:
-        return layer.next_positions(n, device).clone()
-    position = layer.next_positions(n, device, None if bool(real.all()) else real)
-    return position.expand(real.shape).clone()
+    if real is not None and bool(real.all()):
+        position = layer.next_positions(n, device)
+    else:
+        position = layer.next_positions(n, device, real)
+    return (position.view(-1, n) if real is None else position.expand(real.shape)).clone()
 
 
 @next_positions.register_fake
 def _(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-    return torch.empty((n,) if real is None else real.shape, dtype=torch.int32, device=device)
+    return torch.empty((1, n) if real is None else real.shape, dtype=torch.int32, device=device)
 
 
 @torch.library.custom_op("kvkeep::step", mutates_args=("ticket",))
@@ -72,9 +111,22 @@ def step(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`LayerCache.step`."""
-    layer = _layer(ticket)
-    if position.dim() == 2 and not layer.padded and bool((position >= 0).all()):
+    """`Ticket.step`."""
+    return run(_layer(ticket), q, k, v, position, scale, softcap, sinks)
+
+
+def run(
+    layer: LayerCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A layer's step where the positions are (1, n) or (B, n); contiguous."""
+    if not layer.padded and bool((position >= 0).all()):
         position = position[0]  # the rows are alike
     out = layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
     return out.contiguous()

@@ -13,7 +13,7 @@ from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, limits, part, slot_count
+from kvkeep.planes import POSITION, Planes, limits, part, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
@@ -113,14 +113,8 @@ class LayerCache:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
         chooses by what it saw before. While `record_past` is set nothing is evicted, so that the
         next `crop` can take steps back."""
-        policy = self.policy
         if observation is not None:
-            for need in policy.needs & {Need.MASS, Need.QUERIES}:
-                if getattr(observation, need.value) is None:
-                    raise StateError(
-                        f"policy {policy.name} needs the {need.value} of the step; give "
-                        f"settle(Observation({need.value}=...)), or use step()"
-                    )
+            self.policy.require_shown(observation)
         if self.record_past:
             self._evict(0, observation)
         else:
@@ -239,6 +233,11 @@ class LayerCache:
         self.reset()
         self._slots.load(state.parts, state.ledger.rows)
         self._ledger = state.ledger.fork()
+
+    def adopt(self, ledger: Ledger, planes: Planes, slots: int) -> None:
+        """Hold the first `slots` slots of planes that lie elsewhere, and write on in those."""
+        self._ledger = ledger
+        self._slots.adopt(planes, slots, ledger.rows)
 
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""

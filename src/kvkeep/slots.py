@@ -312,6 +312,11 @@ class LayerSlots:
         if "aside" in parts:
             self.aside = {name: plane.clone() for name, plane in parts["aside"].items()}
 
+    def adopt(self, planes: Planes, slots: int, rows: int) -> None:
+        """Hold the first slots of planes that lie elsewhere, and write on in those."""
+        self.storage.adopt(planes, slots)
+        self.rows = rows
+
     def freeze(self) -> None:
         """Make what is held immutable, so that forks share it; new tokens go behind it.
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import xxhash
@@ -27,6 +26,7 @@ from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
 from kvkeep.figures import slot_planes
+from kvkeep.headers import typed
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import LayerState, Ledger
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
@@ -315,24 +315,6 @@ def _require(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, path: Path, 
         )
 
 
-Described = TypeVar("Described", Header, LayerHeader)
-
-
-def _typed(kind: type[Described], fields: dict[str, Any]) -> Described:
-    """A header, of fields of the types it declares."""
-    inner: tuple[Any, ...]
-    for name, declared in get_type_hints(kind).items():
-        value, inner = fields[name], get_args(declared)
-        outer: Any = get_origin(declared) or declared
-        found = isinstance(value, inner if outer is UnionType else outer)
-        items = value.values() if outer is dict else value if outer is list else ()
-        if not found or isinstance(value, bool) > (bool in (declared, *inner)):
-            raise TypeError(f"{name} is {value!r:.50}, not {declared}")
-        if not all(isinstance(item, inner[-1]) for item in items):
-            raise TypeError(f"{name} does not hold {inner[-1].__name__}s only")
-    return kind(**fields)
-
-
 def _header(metadata: Mapping[str, str], path: Path) -> Header:
     text = metadata[_HEADER]
     if metadata.get(_CHECKSUM) != xxhash.xxh3_128_hexdigest(text.encode()):
@@ -344,9 +326,7 @@ def _header(metadata: Mapping[str, str], path: Path) -> Header:
                 f"{path} is of format {fields['format']}, this kvkeep reads {FORMAT}; install "
                 f"kvkeep {fields.get('version')} or newer"
             )
-        return _typed(
-            Header, fields | {"layers": [_typed(LayerHeader, x) for x in fields["layers"]]}
-        )
+        return typed(Header, fields | {"layers": [typed(LayerHeader, x) for x in fields["layers"]]})
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, SavedCacheError):
             raise

@@ -6,17 +6,16 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 import xxhash
 from torch import Tensor
+
+from kvkeep.files import whole_file
 
 _TYPES = {
     torch.float64: "F64",
@@ -29,7 +28,6 @@ _TYPES = {
     torch.uint8: "U8",
 }
 _ALIGNED = 8
-_PARTIAL = ".kvkeep-partial"
 
 
 def checksum(x: Tensor) -> str:
@@ -44,31 +42,13 @@ def checksum(x: Tensor) -> str:
 def write(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, sync: bool
 ) -> None:
-    """Write a file beside `path`, then rename it, so that nobody ever sees half of it there.
-
-    Args:
-        sync: wait until the disk has it, before and after it is renamed.
-
-    Raises:
-        OSError: it cannot be written; what was at `path` is as it was.
-    """
-    _sweep(path.parent)
-    handle, partial = _new_partial(path.parent)
-    try:
-        with open(handle, "wb", buffering=0) as file:
-            # Large elements first, so that each tensor is aligned.
-            order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-            _write_all(file.fileno(), _header(tensors, order, metadata))
-            for piece in _all_pieces(tensors, order):
-                _write_all(file.fileno(), piece)
-            if sync:
-                os.fsync(file.fileno())
-            partial.replace(path)  # while it is locked, or it would be taken for an abandoned one
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    if sync:
-        _sync_directory(path.parent)
+    """Write a file, which is replaced as a whole or not at all; see `whole_file`."""
+    # Large elements first, so that each tensor is aligned.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    with whole_file(path, sync=sync) as file:
+        _write_all(file.fileno(), _header(tensors, order, metadata))
+        for piece in _all_pieces(tensors, order):
+            _write_all(file.fileno(), piece)
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
@@ -108,37 +88,3 @@ def _write_all(descriptor: int, piece: bytes | memoryview[int]) -> None:
     view = memoryview(piece)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _new_partial(directory: Path) -> tuple[int, Path]:
-    """A new file, open and locked, as long as it is written."""
-    while True:
-        handle, name = tempfile.mkstemp(_PARTIAL, ".", directory)
-        if _locked(handle) and Path(name).exists():
-            return handle, Path(name)
-        os.close(handle)  # taken for an abandoned one before it was locked
-
-
-def _sweep(directory: Path) -> None:
-    """Remove what killed processes left half-written: what nobody has locked."""
-    for partial in directory.glob(f".*{_PARTIAL}"):
-        with suppress(OSError), open(partial, "rb") as file:
-            if _locked(file.fileno()):
-                partial.unlink()
-
-
-def _locked(handle: int) -> bool:
-    """Whether a file can be locked, which it then is until it is closed."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

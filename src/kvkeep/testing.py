@@ -305,7 +305,8 @@ def promised_bytes(layer: LayerCache) -> int:
 
 def example_planes(layer: LayerCache) -> dict[str, Tensor]:
     """A copy of everything a layer holds, to see that a failed call changed nothing."""
-    return {name: plane.clone() for name, plane in layer.storage.read().items()}
+    parts = layer.state().copy().parts
+    return {f"{part}.{name}": planes[name] for part, planes in parts.items() for name in planes}
 
 
 __all__ = [

@@ -44,6 +44,27 @@ def test_memory():
     assert abs(ours["resident_bytes"] - ours["live_bytes"]) < 0.05 * ours["live_bytes"]
 
 
+@pytest.mark.usefixtures("_model")
+def test_save(tmp_path):
+    options = ("--tokens", "60", "--turns", "1", "--directory", str(tmp_path), "--json")
+    rows = last_line(run("save", *options))["rows"]
+    assert [row["system"] for row in rows] == ["keep_all", "keep_all+int8"]
+    assert all(0.9 < row["file_ratio"] < 1.5 and row["first_token_s"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_model")
+def test_fork():
+    sizes = ("--tokens", "100", "--forks", "3", "--new", "4", "--rows", "5")
+    result = last_line(run("fork", *sizes, "--turns", "1", "--json"))
+    one = 30 * (2 * 3 * 64 * 4 + 4)
+    assert result["forks"]["bytes"] >= 112 * one
+    shared, separate = result["rows"]
+    assert shared["bytes"] == (100 + 5) * one
+    assert separate["bytes"] == 5 * 101 * one
+    assert all(row["step_ms"] > row["attention_ms"] > 0 for row in result["rows"])
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])
 def test_op(dtype, queries):

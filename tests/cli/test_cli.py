@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import kvkeep
 from kvkeep.cli import app
 from kvkeep.hf.models import home, is_fetched
 
@@ -158,3 +160,31 @@ def test_help_needs_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_export(tmp_path, smollm2):
+    path = tmp_path / "a.pt2"
+    spec = "window:64,sinks=4+int8@fixed"
+    result = last_line(run("export", str(path), *MODEL, "--cache", spec, "--json"))
+    assert result["bytes"] == path.stat().st_size
+    program = kvkeep.Program.load(path)
+    model, tokenizer = smollm2
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    found, logits = [], program(ids)
+    for _ in range(8):
+        found.append(logits.argmax(dim=-1, keepdim=True))
+        logits = program(found[-1])
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(torch.cat(found, dim=1)[0]) == tokenizer.decode(
+        expected[0, ids.shape[1] :]
+    )
+
+
+def test_export_refuses():
+    for path, cache, message in (
+        ("a.bin", "keep_all@fixed", "names programs *.pt2"),
+        ("a.pt2", "keep_most", "no policy 'keep_most'"),
+    ):
+        result = run("export", path, *MODEL, "--cache", cache)
+        assert result.exit_code == 2
+        assert message in result.output

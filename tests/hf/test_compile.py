@@ -8,9 +8,9 @@ import pytest
 import torch
 from families import tiny
 from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
 import kvkeep
-from kvkeep import compiled
 from kvkeep.errors import StateError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,6 +75,33 @@ def test_one_graph_for_a_generation(family, spec, steps):
         assert cache.stats() == eager.stats()
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("spec", [*SPECS[:4], "h2o:40@fixed"])
+def test_generate_compiles(family, spec):
+    model = tiny(family, max_position_embeddings=512)
+    ids = prompt(model)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    options._compile_all_devices = True  # by itself it compiles on accelerators only
+    asked = {"max_new_tokens": 40, "do_sample": False}
+    with kvkeep.attach(model):
+        for given in ({}, {"attention_mask": mask}):
+            counters.clear()
+            cache, growing = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec.split("@")[0])
+            assert cache.is_compileable
+            assert not growing.is_compileable
+            tokens = model.generate(
+                ids, past_key_values=cache, compile_config=options, **asked, **given
+            )
+            assert counters["stats"]["unique_graphs"] == 1
+            assert not counters["graph_break"]
+            expected = model.generate(ids, past_key_values=growing, **asked, **given)
+            assert tokens.equal(expected)
+            assert cache.seen.equal(growing.seen)
+    assert not kvkeep.Cache(model, spec).is_compileable
+
+
 def test_inductor():
     model = tiny("llama")
     ids = prompt(model)
@@ -132,7 +159,7 @@ def test_bad_input():
     with torch.no_grad(), pytest.raises(Exception, match="needs an attached model") as error:
         step(prompt(model), past_key_values=cache)
     assert isinstance(error.value, UnsupportedError) or "UnsupportedError" in str(error.value)
-    ticket = kvkeep.Cache(model)._tickets[0]
+    ticket = kvkeep.Cache(model)._traced[0]
     gc.collect()
     with pytest.raises(StateError, match="a cache that is gone"):
-        compiled.fed(ticket)
+        ticket.fed()

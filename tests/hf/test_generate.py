@@ -55,6 +55,25 @@ def test_mode(model, mode, spec):
     assert output.sequences.equal(expected)
 
 
+@pytest.mark.parametrize("mode", ["beams_returned", "return_sequences"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_answers_share_a_prompt_that_was_read(attached, mode, rows):
+    options = {"max_new_tokens": NEW, **MODES[mode]}
+    cache = kvkeep.Cache(attached, "keep_all")
+    with torch.inference_mode():
+        attached(ids(rows)[:, :-1], past_key_values=cache)
+    one = cache.live_bytes
+    sequences = []
+    for given in (None, cache):
+        torch.manual_seed(5)
+        sequences.append(attached.generate(ids(rows), past_key_values=given, **options))
+    assert sequences[0].equal(sequences[1])
+    several = max(options.get("num_beams", 1), options["num_return_sequences"])
+    assert cache.rows == several * rows
+    windows = any(layer.window for layer in cache.layers)  # which drop what they share
+    assert windows or cache.shared_bytes == one * (several if rows > 1 else 1)
+
+
 @pytest.mark.parametrize("attach_draft", [True, False])
 def test_assisted_generation(attached, attach_draft):
     draft = copy.deepcopy(tiny(attached.config.model_type.split("_")[0]))

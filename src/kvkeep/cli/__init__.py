@@ -11,6 +11,7 @@ from kvkeep.cli.bench import bench
 from kvkeep.cli.chat import chat, sessions
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.eval import evaluate
+from kvkeep.cli.export import export
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
@@ -43,6 +44,7 @@ app.command()(generate)
 app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(inspect)
+app.command()(export)
 app.command()(doctor)
 app.add_typer(sessions, name="sessions")
 app.add_typer(models, name="models")

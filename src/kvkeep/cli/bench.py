@@ -160,6 +160,74 @@ def prefill(
     _show(f"Prefill of {model}, {dtype}", result, plot, json)
 
 
+@bench.command()
+def save(
+    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 7900,
+    specs: Annotated[
+        str, typer.Option(help="What kvkeep keeps, separated by semicolons.")
+    ] = "keep_all;keep_all+int8",
+    directory: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Where files are written.")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1)] = 5,
+    plot: PlotFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Saving a cache beside copying its file, and loading it beside reading the prompt again."""
+    check_plot(plot)
+    with reported(), Working("save") as working:
+        from kvkeep.bench.save import run
+
+        result = run(
+            model,
+            dtype=dtype,
+            tokens=tokens,
+            specs=listed(specs, ";"),
+            turns=turns,
+            directory=directory,
+            progress=working,
+        )
+    _show(f"The cache of {tokens} tokens, {model}, {dtype}", result, plot, json)
+
+
+@bench.command()
+def fork(
+    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt they share.")] = 4000,
+    forks: Annotated[int, typer.Option(min=1, help="Caches that share it.")] = 100,
+    new: Annotated[int, typer.Option(min=1, help="Tokens of each fork's own.")] = 32,
+    rows: Annotated[int, typer.Option(min=2, help="Continuations in one batch.")] = 16,
+    turns: Annotated[int, typer.Option(min=1)] = 5,
+    plot: PlotFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Forks of one prompt: what they hold, and a step of a batch of them, sharing it or not."""
+    check_plot(plot)
+    with reported(), Working("fork") as working:
+        from kvkeep.bench.fork import run
+
+        result = run(
+            model,
+            dtype=dtype,
+            tokens=tokens,
+            forks=forks,
+            new=new,
+            rows=rows,
+            turns=turns,
+            progress=working,
+        )
+    _show(f"A batch that goes on from {tokens} tokens, {model}, {dtype}", result, plot, json)
+    if not json:
+        held, ratio = result["forks"]["bytes"], result["forks"]["ratio"]
+        typer.echo(
+            f"{forks} forks of {new} tokens: {held / 2**20:.0f} MiB, {ratio:.2f} of one cache and "
+            "the new tokens"
+        )
+
+
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     if plot is not None:
         draw(title, result["rows"], plot)

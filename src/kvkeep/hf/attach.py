@@ -74,7 +74,7 @@ def attach(model: PreTrainedModel, spec: Specs = DEFAULT_SPEC) -> Attachment:
         UnsupportedError: the model's attention or layers cannot be served; it is left as it was.
         SpecError: the spec does not exist or does not fit the model.
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     text = decoder_config(model.config)
     for part in (model, _decoder(model)):
         if hasattr(part, _ATTRIBUTE):
@@ -107,7 +107,7 @@ def detach(model: PreTrainedModel) -> None:
     Raises:
         StateError: the model is not attached.
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
         raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
@@ -119,7 +119,8 @@ def detach(model: PreTrainedModel) -> None:
     model.__dict__.pop("_prepare_cache_for_generation", None)
 
 
-def _unwrapped(model: Any) -> PreTrainedModel:
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model itself, of a PEFT model."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
@@ -166,8 +167,17 @@ def _prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build."""
+    """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build.
+
+    A kvkeep cache that holds a prompt gets the rows that beams or several answers need, which share
+    what it holds.
+    """
     given = model_kwargs.get("past_key_values")
+    if isinstance(given, Cache) and given.fed:
+        several = max(generation_config.num_beams, generation_config.num_return_sequences)
+        if several > 1 and given.rows == batch_size:
+            given.freeze()
+            given.repeat(several)
     type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )

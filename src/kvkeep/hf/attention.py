@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep import compiled
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
 from kvkeep.hf.masks import MaskRequest
@@ -66,14 +65,17 @@ def attention_over(original: str) -> AttentionFunction:
                 "outputs; call model.eval(), or kvkeep.detach(model)"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        assert attention_mask is not None
         if torch.compiler.is_compiling():
-            assert attention_mask is not None
-            out = compiled.step(
-                handed.ticket, query, key, value, attention_mask, scale, softcap, s_aux
-            )
+            position = attention_mask.flatten(1)
+            out = handed.traced.step(query, key, value, position, scale, softcap, s_aux)
         else:
+            known = None if asked is None else asked.position
+            if known is None:
+                known = attention_mask.flatten(1)
+                known = known if len(known) == len(key) else known[0]
             out = handed.layer.step(
-                query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=s_aux
+                query, key, value, known, scale=scale, softcap=softcap, sinks=s_aux
             )
         return out.transpose(1, 2).contiguous(), None
 
@@ -87,7 +89,7 @@ def _unfit(handed: Handed | None, asked: MaskRequest | None, mask: Tensor | None
     """
     if handed is None:
         return "changes its keys after the cache"
-    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() > 2:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:3] != (1, 1):
         return "uses a mask of its own"
     if asked is not None and asked.window != handed.layer.window:
         return (

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
-from kvkeep import compiled, snapshot
+from kvkeep import snapshot
+from kvkeep.compiled import Ticket, Traced
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.figures import promised_bytes
 from kvkeep.hf.config import (
@@ -39,8 +40,9 @@ class MaskLength(int):
     """The key length of a mask request, carrying the layer it is for to the mask function."""
 
     layer: LayerCache
-    ticket: Tensor
+    traced: Traced
     routed: bool
+    compileable: bool
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Handed:
     """What `update` tags the new keys with: the layer whose step the attention function runs."""
 
     layer: LayerCache
-    ticket: Tensor
+    traced: Traced
     taken: bool = False
 
 
@@ -126,10 +128,10 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 f"a model of more than {len(self)} layers feeds a cache built for {len(self)}; "
                 "build it as kvkeep.Cache(model)"
             )
-        layer, ticket = self.layers[layer_idx], self._tickets[layer_idx]
+        layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
-            key_states.kvkeep = Handed(layer, ticket)  # type: ignore[attr-defined]
+            key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
             return key_states, value_states
         if self._handed is not None and not self._handed.taken:
             raise StateError(
@@ -140,7 +142,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
         if self.routed:
-            self._handed = key_states.kvkeep = Handed(layer, ticket)  # type: ignore[attr-defined]
+            self._handed = key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
             return key_states, value_states
         spec = self.specs[layer_idx]
         latent = is_latent(self.config)
@@ -245,8 +247,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         """Tokens that have passed through the model, padding included, evicted or not; a tensor
         in a graph that is compiled."""
         if torch.compiler.is_compiling():
-            traced: Any = compiled.fed(self._tickets[layer_idx])
-            return traced  # type: ignore[no-any-return]
+            return self._traced[layer_idx].fed()  # type: ignore[return-value]
         return self.layers[layer_idx].fed if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -259,7 +260,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             kept, fed = layer.reachable, layer.fed
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
-        length.ticket = self._tickets[layer_idx]
+        length.traced, length.compileable = self._traced[layer_idx], self.is_compileable
         return length, fed - kept
 
     def _require_routed(self) -> None:
@@ -293,7 +294,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     def _issue_tickets(self) -> None:
         """For layers that are not those the tickets were made for."""
         self._handed = None
-        self._tickets = [compiled.ticket_of(layer) for layer in self.layers]
+        self._traced: list[Traced] = [Ticket(layer) for layer in self.layers]
 
     def restore(self, snapshot: core.Snapshot) -> None:
         """See `kvkeep.cache.Cache.restore`."""
@@ -350,7 +351,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_model": None, "_tickets": [], "_handed": None}
+        return self.__dict__ | {"_model": None, "_traced": [], "_handed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -358,7 +359,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        return False
+        """Whether `generate` may compile the model with it: slots are allocated once, and the
+        model is attached."""
+        return is_routed(self.config) and all(layer.limit is not None for layer in self.layers)
 
     @property
     def is_initialized(self) -> bool:

@@ -75,6 +75,6 @@ def decode(
 def filled_from(full: Cache, cache: Any) -> Any:
     """Copy what `full` holds, in order, into an empty cache of another system; returns that."""
     for index, layer in enumerate(full.layers):
-        planes = layer.storage.read()
+        planes = layer.state().parts["slots"]
         cache.update(planes["k"], planes["v"], index)
     return cache

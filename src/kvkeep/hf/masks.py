@@ -1,15 +1,18 @@
-"""The mask function of attached models: no mask, but the new tokens' positions."""
+"""The mask function of attached models: no mask, but the new tokens' positions.
+
+They have four axes, as a mask has, so that transformers hands them on as they are, also where it
+asks for masks before the forward, as for caches that it may compile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from kvkeep import compiled
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.cache import MaskLength
 from kvkeep.layer import LayerCache
@@ -19,14 +22,15 @@ class MaskRequest(NamedTuple):
     """What a tensor of positions was asked for, and is tagged with: the mask of such a window."""
 
     window: int | None
+    position: Tensor | None = None  # as a layer's step takes it; not in a graph
 
 
 def mask_over(original: str) -> Callable[..., Tensor | None]:
     """A mask function for models whose attention was `original` before they were attached.
 
-    With a kvkeep cache it returns the positions of the chunk's tokens, int32 (n,) when the rows
-    are alike, else (B, n) with -1 for padding; the slots' positions say the rest. With any other
-    cache, or none, it is the original's mask function.
+    With a kvkeep cache it returns the positions of the chunk's tokens, int32 (1, 1, 1, n) when the
+    rows are alike, else (B, 1, 1, n) with -1 for padding; the slots' positions say the rest. With
+    any other cache, or none, it is the original's mask function.
     """
 
     def mask(
@@ -57,7 +61,8 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 "the cache was built for another model; build it as kvkeep.Cache(model)"
             )
         layer = kv_length.layer
-        if use_vmap or not allow_is_causal_skip:
+        # For a cache that it may compile, transformers declines to skip the mask of one token.
+        if use_vmap or not (allow_is_causal_skip or (kv_length.compileable and q_length == 1)):
             raise UnsupportedError(
                 "the model asks for a mask that is not causal, sliding or padding (image blocks, "
                 "packed sequences, ...); use the cache with kvkeep.detach(model)"
@@ -65,12 +70,13 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
             place = torch.device(device)
-            positions: Any = compiled.next_positions(kv_length.ticket, q_length, real, place)
+            found: Any = kv_length.traced.next_positions(q_length, real, place)[:, None, None]
+            found.kvkeep = MaskRequest(local_size)
         else:
-            positions = _positions(layer, q_length, attention_mask, torch.device(device))
-        positions.kvkeep = MaskRequest(local_size)
-        found: Tensor = positions
-        return found
+            position = _positions(layer, q_length, attention_mask, torch.device(device))
+            found = position.view(-1, 1, 1, q_length)
+            found.kvkeep = MaskRequest(local_size, position)
+        return cast(Tensor, found)
 
     return mask
 

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.errors import SpecError
+from kvkeep.errors import SpecError, StateError
 from kvkeep.planes import Planes, PlaneSpec, Reach
 from kvkeep.rotary import Rotary
 
@@ -154,6 +154,15 @@ class Policy(ABC):
             )
             for name, spec in self.planes.items()
         }
+
+    def require_shown(self, step: Observation) -> None:
+        """Raise StateError when a step does not show what this policy needs."""
+        for need in self.needs & {Need.MASS, Need.QUERIES}:
+            if getattr(step, need.value) is None:
+                raise StateError(
+                    f"policy {self.name} needs the {need.value} of the step; give "
+                    f"settle(Observation({need.value}=...)), or use step()"
+                )
 
     def observe(self, planes: Planes, seen: Observation) -> None:  # noqa: B027 - most do not
         """Learn from a step: change the policy's own planes in place, and `seen.state`."""

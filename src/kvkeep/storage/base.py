@@ -93,6 +93,13 @@ class Storage(ABC):
         """A new, empty storage for what follows `slots` slots that lie elsewhere."""
         return self.another()
 
+    def adopt(self, planes: Planes, length: int) -> None:
+        """Use these planes, (B, H|1, limit, ...), of which `length` slots are in use.
+
+        Only storage that never reallocates can: see `limit`.
+        """
+        raise NotImplementedError(f"{self.name} storage cannot stay in planes it is given")
+
     @abstractmethod
     def reset(self) -> None:
         """Free every slot."""

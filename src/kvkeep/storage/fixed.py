@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from kvkeep.errors import SpecError
+from kvkeep.planes import Planes
 from kvkeep.storage.buffer import Buffer
 
 
@@ -30,6 +31,12 @@ class Fixed(Buffer):
 
     def behind(self, slots: int) -> Fixed:
         return Fixed(max(1, (self.limit or 1) - slots))
+
+    def adopt(self, planes: Planes, length: int) -> None:
+        self._length = length
+        if any(self._planes.get(name) is not plane for name, plane in planes.items()):
+            self._planes = dict(planes)
+            self._moved()
 
     def _capacity_for(self, slots: int) -> int:
         self.require(slots)

@@ -1,0 +1,107 @@
+"""Many continuations of one prompt: what they hold, and what a step of all of them takes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvkeep.bench.environment import environment
+from kvkeep.evals.text import tokens_of_text
+from kvkeep.evals.timing import interleaved
+from kvkeep.hf.attach import attach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.models import load
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "float32",
+    tokens: int = 4000,
+    forks: int = 100,
+    new: int = 32,
+    rows: int = 16,
+    turns: int = 5,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Fork the cache of a prompt of real text.
+
+    Args:
+        forks: caches that share it, of `new` tokens each.
+        rows: continuations in one batch, once sharing the prompt, once with a copy each.
+
+    Returns:
+        `forks`: their number, `bytes` they and the prompt hold, and the `ratio` of that to one
+        cache and the new tokens. `rows`: per batch `bytes` held, `step_ms`, and `attention_ms`,
+        what the layers' own steps take in it.
+    """
+    loaded, tokenizer = load(model, dtype)
+    attach(loaded)
+    ids = tokens_of_text(tokenizer, tokens + new)
+    cache = Cache(loaded)
+    tell = progress or (lambda _: None)
+    with torch.inference_mode():
+        tell(f"{tokens} tokens")
+        loaded(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+        one = cache.live_bytes
+        copied = Cache(loaded)
+        copied.restore(cache.snapshot())
+        frozen = cache.freeze()
+        tell(f"{forks} forks")
+        several = [frozen.fork() for _ in range(forks)]
+        for fork in several:
+            loaded(ids[:, tokens:], past_key_values=fork, logits_to_keep=1)
+        held = one + sum(fork.nbytes - fork.shared_bytes for fork in several)
+        del several
+        tell(f"a batch of {rows}")
+        copied.repeat(rows)
+        batches = {"shared": frozen.fork(rows), "separate": copied}
+        found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), turns)
+    return {
+        "benchmark": "fork",
+        "model": model,
+        "dtype": dtype,
+        "environment": environment(),
+        "forks": {
+            "forks": forks,
+            "tokens": tokens,
+            "new": new,
+            "bytes": held,
+            "ratio": held / (one + forks * new * one // tokens),
+        },
+        "rows": [
+            {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
+            | times
+            for name, times in found.items()
+        ],
+    }
+
+
+def _timed(
+    model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int
+) -> dict[str, dict[str, float]]:
+    """Times of a step of each batch, which is taken back."""
+
+    def step(cache: Cache) -> None:
+        model(token, past_key_values=cache)
+        cache.crop(-1)
+
+    def attention(cache: Cache) -> None:
+        for layer in cache.layers:
+            layer.step(q, k, k, scale=1.0)
+            layer.crop(-1)
+
+    for cache in batches.values():
+        model(token, past_key_values=cache)  # so that each fork has begun slots of its own
+    like = batches["separate"].layers[0].state().parts["slots"]["k"]
+    k = torch.randn_like(like[:, :, :1])
+    q = torch.randn(*token.shape[:1], model.config.num_attention_heads, 1, like.shape[3]).to(k)
+    found: dict[str, dict[str, float]] = {name: {} for name in batches}
+    for what, call in (("step_ms", step), ("attention_ms", attention)):
+        calls = {name: (lambda c=cache, f=call: f(c)) for name, cache in batches.items()}
+        for name, times in interleaved(calls, turns=turns, burst=2).items():
+            found[name][what] = 1e3 * statistics.median(times)
+    return found

@@ -1,0 +1,99 @@
+"""Saving and loading, beside copying the file and reading the prompt again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from kvkeep.bench.environment import environment
+from kvkeep.evals.text import tokens_of_text
+from kvkeep.evals.timing import interleaved
+from kvkeep.hf.attach import attach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.models import load as load_model
+from kvkeep.hf.saved import load
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "float32",
+    tokens: int = 7900,
+    specs: Sequence[str] = ("keep_all", "keep_all+int8"),
+    turns: int = 5,
+    directory: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Read a prompt of real text, save its cache, and go on from the file.
+
+    Args:
+        directory: where the files are written; the system's own for temporary files.
+
+    Returns:
+        `rows`: per spec `prefill_s`; `save_mb_per_s` and `copy_mb_per_s`, both to the disk
+        (fsync), with their `ratio`; `file_ratio`, bytes of the file over live bytes; `load_s`, with
+        all checksums; `first_token_s`, load and one step; and `times_faster` than the prefill.
+    """
+    loaded, tokenizer = load_model(model, dtype)
+    attach(loaded)
+    ids = tokens_of_text(tokenizer, tokens + 1)
+    rows = []
+    for spec in specs:
+        if progress is not None:
+            progress(f"{spec}, {tokens} tokens")
+        with TemporaryDirectory(dir=directory) as folder, torch.inference_mode():
+            rows.append({"system": spec, "tokens": tokens} | _row(loaded, spec, ids, folder, turns))
+    return {
+        "benchmark": "save",
+        "model": model,
+        "dtype": dtype,
+        "environment": environment(),
+        "rows": rows,
+    }
+
+
+def _row(model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int) -> dict[str, float]:
+    cache = Cache(model, spec)
+    start = time.perf_counter()
+    model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    prefill = time.perf_counter() - start
+    path = Path(folder) / "cache.kv"
+
+    def go_on() -> None:
+        model(ids[:, -1:], past_key_values=load(path, model))
+
+    cache.save(path)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: cache.save(path),
+        "copy": lambda: _copy(path, path.with_name("copy")),
+        "load": lambda: load(path, model),
+        "first token": go_on,
+    }
+    found = interleaved(calls, turns=turns, burst=1)
+    seconds = {name: statistics.median(times) for name, times in found.items()}
+    size = path.stat().st_size
+    return {
+        "prefill_s": prefill,
+        "save_mb_per_s": size / seconds["save"] / 1e6,
+        "copy_mb_per_s": size / seconds["copy"] / 1e6,
+        "ratio": seconds["copy"] / seconds["save"],
+        "file_ratio": size / cache.live_bytes,
+        "load_s": seconds["load"],
+        "first_token_s": seconds["first token"],
+        "times_faster": prefill / seconds["first token"],
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A copy, by the system's own call, that the disk has."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())

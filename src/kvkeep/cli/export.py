@@ -1,0 +1,57 @@
+"""`kvkeep export`: a model's decode step and its cache, as one .pt2 file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.generate import DEFAULT_MODEL
+from kvkeep.cli.output import JsonFlag, Working, print_json, reported
+
+
+def export(
+    output: Annotated[Path, typer.Argument(help="The file to write, *.pt2.")],
+    model: Annotated[
+        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
+    ] = DEFAULT_MODEL,
+    cache: Annotated[
+        str, typer.Option(help="What to keep, in fixed storage, e.g. window:1024@fixed.")
+    ] = "keep_all@fixed:2048",
+    rows: Annotated[int, typer.Option(min=1, help="Sequences that it serves at once.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    json: JsonFlag = False,
+) -> None:
+    """Export a model's decode step, cache included, for a process without transformers."""
+    with reported():
+        from kvkeep.program import named
+        from kvkeep.spec import CacheSpec
+
+        spec, path = CacheSpec.parse(cache), named(output)
+        with Working("starting") as working:
+            from kvkeep.hf.export import export as run
+            from kvkeep.hf.models import load
+
+            loaded, tokenizer = load(model, dtype, None, working)
+            working("exporting")
+            program = run(loaded, spec, rows=rows, tokenizer=tokenizer)
+            working("writing")
+            program.save(path)
+    size = path.stat().st_size
+    if json:
+        print_json(
+            {
+                "path": str(path),
+                "bytes": size,
+                "model": model,
+                "cache": str(spec),
+                "rows": rows,
+                "room": program.header.room,
+            }
+        )
+        return
+    typer.echo(
+        f"{path}: {size / 2**20:.0f} MiB, {spec}, {rows} row{'s' if rows > 1 else ''}; run it with "
+        "kvkeep.Program.load"
+    )

@@ -1,0 +1,163 @@
+"""Layers whose whole state is tensors, for programs that outlive the process they were traced in.
+
+A step is one operation that is given these tensors. It builds the layer they describe around them,
+runs the step that every layer runs, and writes down what has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kvkeep.chunk import empty_like
+from kvkeep.compiled import run
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.figures import slot_planes
+from kvkeep.layer import LayerCache
+from kvkeep.ledger import Ledger
+from kvkeep.policy import Need
+from kvkeep.spec import CacheSpec
+
+_COUNTS = ("columns", "floor", "slots")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a layer is, in words and numbers.
+
+    Args:
+        spec: what it keeps; of fixed storage.
+        capacity: its slots.
+        index, count: which of how many layers.
+        window: its own sliding window in tokens, if it has one.
+    """
+
+    spec: str
+    capacity: int
+    index: int
+    count: int
+    window: int | None
+
+    def build(self) -> LayerCache:
+        """Such a layer, empty."""
+        return CacheSpec.parse(self.spec).layer(
+            index=self.index, count=self.count, window=self.window, capacity=self.capacity
+        )
+
+
+class LayerTensors(nn.Module):
+    """A layer's state as buffers: its planes, (B, H|1, capacity, ...) each, how many slots and
+    columns there are, int64 (3,), and each row's padding, int64 (B,).
+
+    Args:
+        like: a layer like it, that was fed something: it says the rows, heads, widths and dtype.
+
+    Raises:
+        UnsupportedError: its state does not fit tensors of a fixed shape.
+    """
+
+    def __init__(self, description: Description, like: LayerCache) -> None:
+        super().__init__()
+        layer = description.build()
+        if layer.limit is None or Need.ROTARY in layer.policy.needs:
+            raise UnsupportedError(
+                f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
+                "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
+            )
+        known = like.state().ledger.like
+        assert known is not None
+        k, v = known
+        specs = slot_planes(
+            layer.policy, layer.key_codec, layer.value_codec, k.shape[3], v.shape[3], k.dtype
+        )
+        self.text = json.dumps(asdict(description) | {"planes": list(specs)})
+        for name, spec in specs.items():
+            heads = 1 if spec.shared else k.shape[1]
+            shape = (k.shape[0], heads, layer.limit, *spec.shape)
+            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=k.device))
+        self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
+        self.register_buffer("pads", torch.zeros(k.shape[0], dtype=torch.int64))
+
+    def fed(self) -> Tensor:
+        """Columns it was fed, int64 ()."""
+        return cast(Tensor, self.counts)[0]
+
+    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+        """Positions of the next n tokens, int32 (B, n); -1 where `real`, bool (B, n), is False."""
+        seen = (self.fed() - cast(Tensor, self.pads))[:, None].to(device)
+        if real is None:
+            return (seen + torch.arange(n, device=device)).to(torch.int32)
+        following = seen + real.to(torch.int64).cumsum(dim=1) - 1
+        return following.masked_fill(~real, -1).to(torch.int32)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`LayerCache.step`, with position int32 (B, n)."""
+        state = list(self.buffers())
+        out = step_in(state, self.text, q, k, v, position, scale, softcap, sinks)
+        return cast(Tensor, out)
+
+
+@lru_cache(maxsize=1024)
+def _described(text: str) -> tuple[Description, list[str]]:
+    fields = json.loads(text)
+    names = fields.pop("planes")
+    return Description(**fields), names
+
+
+@torch.library.custom_op("kvkeep::step_in", mutates_args=("state",))
+def step_in(
+    state: Sequence[Tensor],
+    text: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`LayerTensors.step`: `state` is its buffers in their order, `text` what they describe."""
+    description, names = _described(text)
+    *planes, counts, pads = state
+    if len(planes) != len(names):
+        raise StateError(f"{len(state)} tensors, but a layer has {names}, counts and pads")
+    if counts not in _layers:
+        _layers[counts] = description.build()
+    layer: LayerCache = _layers[counts]
+    ledger = Ledger()
+    ledger.columns, ledger.floor, slots = counts.tolist()
+    ledger.pads = pads.to(k.device) if bool(pads.any()) else None
+    ledger.like = (empty_like(k), empty_like(v)) if ledger.columns else None
+    layer.adopt(ledger, dict(zip(names, planes, strict=True)), slots)
+    out = run(layer, q, k, v, position, scale, softcap, sinks)
+    ledger = layer.state().ledger
+    counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
+    if ledger.pads is not None:
+        pads.copy_(ledger.pads)
+    return out
+
+
+_layers = WeakTensorKeyDictionary()  # by their counts; each step gives them their state
+
+
+@step_in.register_fake
+def _(
+    state: Sequence[Tensor], text: str, q: Tensor, k: Tensor, v: Tensor, *others: object
+) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))

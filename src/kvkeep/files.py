@@ -1,0 +1,72 @@
+"""Files that are written as a whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+_PARTIAL = ".kvkeep-partial"
+
+
+@contextmanager
+def whole_file(path: Path, *, sync: bool) -> Iterator[FileIO]:
+    """A file beside `path`, renamed to it at the end, so that nobody ever sees half of it there.
+
+    Args:
+        sync: wait until the disk has it, before and after it is renamed.
+
+    Raises:
+        OSError: it cannot be written; what was at `path` is as it was.
+    """
+    _sweep(path.parent)
+    handle, partial = _new_partial(path.parent)
+    try:
+        with FileIO(handle, "wb") as file:
+            yield file
+            if sync:
+                os.fsync(handle)
+            partial.replace(path)  # while it is locked, or it would be taken for an abandoned one
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _new_partial(directory: Path) -> tuple[int, Path]:
+    """A new file, open and locked, as long as it is written."""
+    while True:
+        handle, name = tempfile.mkstemp(_PARTIAL, ".", directory)
+        if _locked(handle) and Path(name).exists():
+            return handle, Path(name)
+        os.close(handle)  # taken for an abandoned one before it was locked
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what killed processes left half-written: what nobody has locked."""
+    for partial in directory.glob(f".*{_PARTIAL}"):
+        with suppress(OSError), open(partial, "rb") as file:
+            if _locked(file.fileno()):
+                partial.unlink()
+
+
+def _locked(handle: int) -> bool:
+    """Whether a file can be locked, which it then is until it is closed."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

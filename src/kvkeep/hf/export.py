@@ -1,0 +1,118 @@
+"""Export a model's step together with its cache, as one program that needs no transformers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from transformers import PreTrainedModel
+
+from kvkeep.exported import Description, LayerTensors
+from kvkeep.hf.attach import attach, detach, unwrapped
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import base_config, decoder_config, is_routed, layer_kinds
+from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.specs import Specs
+from kvkeep.program import Header, Program
+
+DEFAULT_SPEC = "keep_all@fixed:2048"
+
+
+def export(
+    model: PreTrainedModel,
+    spec: Specs = DEFAULT_SPEC,
+    *,
+    rows: int = 1,
+    tokenizer: Any = None,
+) -> Program:
+    """Trace a model's step, cache included, as a program: save it, and run it in another process.
+
+    Args:
+        model: a decoder that can be attached; its weights are shared, not copied.
+        spec: what the cache keeps; of fixed storage, whose slots are part of the program.
+        rows: how many sequences it serves at once.
+        tokenizer: the tokenizer, to be named in the header.
+
+    Raises:
+        UnsupportedError: the model cannot be attached, or the cache's state can grow.
+        SpecError: the spec does not exist or does not fit the model.
+    """
+    model = unwrapped(model)
+    attached, training = is_routed(decoder_config(model.config)), model.training
+    if not attached:
+        attach(model)
+    try:
+        traced, header = _exported(model.eval(), spec, rows, tokenizer)
+    finally:
+        model.train(training)
+        if not attached:
+            detach(model)
+    return Program(traced, header)
+
+
+def _exported(
+    model: PreTrainedModel, spec: Specs, rows: int, tokenizer: Any
+) -> tuple[ExportedProgram, Header]:
+    step = _Step(model, spec, rows)
+    example = torch.zeros(rows, 4, dtype=torch.int64, device=model.device)
+    tokens = Dim("tokens", min=1, max=min(step.room, 2**20))
+    with torch.no_grad():
+        traced = torch.export.export(
+            step,
+            (example, torch.ones_like(example, dtype=torch.bool)),
+            dynamic_shapes=({1: tokens}, {1: tokens}),
+            strict=False,
+        )
+    traced._example_inputs = None  # they would be pickled
+    specs = [description.spec for description in step.descriptions]
+    return traced, Header.now(specs, rows, step.room, fingerprint(model, tokenizer))
+
+
+class _Step(nn.Module):
+    """New tokens (B, n) and which of them are real -> logits (B, V) of what comes next."""
+
+    def __init__(self, model: PreTrainedModel, spec: Specs, rows: int) -> None:
+        super().__init__()
+        self.model = model
+        self.cache = Cache(model, spec)
+        windows = [kind.window for kind in layer_kinds(base_config(model))]
+        self.descriptions = [
+            Description(str(s), layer.limit or 0, index, len(windows), window)
+            for index, (s, layer, window) in enumerate(
+                zip(self.cache.specs, self.cache.layers, windows, strict=True)
+            )
+        ]
+        with torch.inference_mode():
+            model(
+                torch.zeros(rows, 1, dtype=torch.int64, device=model.device),
+                past_key_values=self.cache,
+            )
+        pairs = zip(self.descriptions, self.cache.layers, strict=True)
+        self.layers = nn.ModuleList(LayerTensors(text, layer) for text, layer in pairs)
+        self.cache.reset()
+        self.cache._traced = [x for x in self.layers if isinstance(x, LayerTensors)]
+        self.shortened = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def room(self) -> int:
+        """Columns that it takes in all, and so at once."""
+        limits = [x.limit for x in self.cache.layers if x.limit and x.policy.budget is None]
+        return min(limits, default=2**31 - 1)
+
+    def forward(self, input_ids: Tensor, real: Tensor) -> Tensor:
+        first = self.layers[0]
+        assert isinstance(first, LayerTensors)
+        position = first.next_positions(input_ids.shape[1], real, input_ids.device)
+        asked: dict[str, Any] = {"logits_to_keep": 1} if self.shortened else {}
+        logits: Tensor = self.model(
+            input_ids,
+            attention_mask=position[:, None, None],
+            position_ids=position.clamp(min=0).to(torch.int64),
+            past_key_values=self.cache,
+            use_cache=True,
+            **asked,
+        ).logits
+        return logits[:, -1]

@@ -1,0 +1,226 @@
+"""Program: a decode step with its cache inside, exported by torch, saved as a .pt2 file.
+
+A program that was loaded needs torch and kvkeep, but neither transformers nor the model's files. It
+is what it says, a program: load only what you trust. Nothing in it is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from kvkeep.errors import CapacityError, SavedCacheError, ShapeError
+from kvkeep.exported import step_in as _step_in  # noqa: F401  (what programs call)
+from kvkeep.files import whole_file
+from kvkeep.headers import typed
+
+FORMAT = 1
+"""The version of the format that is written, and the only one that is read."""
+
+_HEADER = "kvkeep.json"
+_PICKLED = (".pt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a program says of itself.
+
+    Args:
+        specs: what each layer keeps, as text.
+        rows: sequences that it serves at once.
+        room: columns that it takes before it is full.
+        fingerprint: what its keys and values depend on, by name.
+    """
+
+    format: int
+    version: str
+    specs: list[str]
+    rows: int
+    room: int
+    fingerprint: dict[str, str]
+
+    @classmethod
+    def now(cls, specs: list[str], rows: int, room: int, fingerprint: dict[str, str]) -> Header:
+        """That of a program of this kvkeep."""
+        return cls(FORMAT, version("kvkeep"), specs, rows, room, fingerprint)
+
+
+class Program:
+    """A decode step and its cache.
+
+    Args:
+        traced: as `kvkeep.export` makes it.
+        header: what is said of it.
+    """
+
+    def __init__(self, traced: ExportedProgram, header: Header) -> None:
+        self.header = header
+        self._traced = traced
+        self._step: nn.Module = traced.module()
+        self._single: Callable[..., Any] = self._step
+        self._state = {
+            name.removeprefix("layers."): tensor
+            for name, tensor in self._step.named_buffers()
+            if name.startswith("layers.")
+        }
+
+    def __repr__(self) -> str:
+        kept = " ".join(dict.fromkeys(self.header.specs))
+        return f"kvkeep.Program({kept!r}, rows={self.header.rows}, fed={self.fed})"
+
+    @property
+    def fed(self) -> int:
+        """Columns it was fed, padding included."""
+        return int(self._state["0.counts"][0])
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Feed new tokens; what they say of the next one.
+
+        Args:
+            input_ids: int64 (rows, n), a prompt, a part of one, or the last token.
+            attention_mask: (rows, n), 0 where a new token is padding.
+
+        Returns:
+            Logits (rows, V) after the last of them.
+
+        Raises:
+            ShapeError: they do not fit the program, and nothing was fed.
+            CapacityError: so many do not fit its cache.
+        """
+        rows, room = self.header.rows, self.header.room
+        if input_ids.dim() != 2 or len(input_ids) != rows or not input_ids.shape[1]:
+            raise ShapeError(
+                f"token ids {tuple(input_ids.shape)} for a program of {rows} rows: give "
+                f"({rows}, n), or export it with rows={len(input_ids)}"
+            )
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise ShapeError(f"token ids are {input_ids.dtype}; give int64")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ShapeError(
+                f"attention mask {tuple(attention_mask.shape)} for token ids "
+                f"{tuple(input_ids.shape)}; it covers the new tokens only"
+            )
+        if self.fed + input_ids.shape[1] > room:
+            raise CapacityError(
+                f"{input_ids.shape[1]} tokens after {self.fed}, but this program's cache is fixed "
+                f"at {room}; reset() it, or export it with more, such as @fixed:{2 * room}"
+            )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        step = self._single if input_ids.shape[1] == 1 else self._step
+        with torch.inference_mode():
+            return cast(Tensor, step(input_ids.long(), mask.bool()))
+
+    def compile(self, **options: Any) -> None:
+        """Compile the step of a single token, for speed; options as of `torch.compile`. That takes
+        its time when the first such step is made."""
+        self._single = torch.compile(self._step, **{"fullgraph": True} | options)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        with torch.inference_mode():
+            for tensor in self._state.values():
+                tensor.zero_()
+
+    def save(self, path: str | os.PathLike[str], *, sync: bool = True) -> None:
+        """Write it to a .pt2 file, with what its cache holds; replaced as a whole or not at all.
+
+        Raises:
+            SavedCacheError: the file cannot be written; what was there before is untouched.
+        """
+        named(path)
+        extra = {_HEADER: json.dumps(asdict(self.header))}
+        try:
+            with whole_file(Path(path), sync=sync) as file:
+                torch.export.save(self._traced, cast(IO[bytes], file), extra_files=extra)
+        except (OSError, RuntimeError) as error:
+            raise SavedCacheError(
+                f"cannot save a program to {path}: {error}; what was there is as it was"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Program:
+        """Load a program that was saved.
+
+        Args:
+            verify: compare the checksums of all parts.
+
+        Raises:
+            SavedCacheError: it is not one, not whole, of another version, or holds pickles.
+        """
+        header = _checked(named(path), verify=verify)
+        try:
+            traced = torch.export.load(path)
+            return cls(traced, header)
+        except Exception as error:  # whatever torch makes of a file that only looks like one
+            reason = " ".join(str(error).split())[:200]
+            raise SavedCacheError(f"{path} cannot be loaded: {reason}; export it again") from error
+
+
+def named(path: str | os.PathLike[str]) -> Path:
+    """A path that says what it is.
+
+    Raises:
+        SavedCacheError: it does not end in .pt2.
+    """
+    if Path(path).suffix != ".pt2":
+        raise SavedCacheError(f"{path}: torch names programs *.pt2; give such a name")
+    return Path(path)
+
+
+def _checked(path: Path, *, verify: bool) -> Header:
+    """The header of a file that is whole, and in which nothing is pickled."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip() if verify else None
+            if damaged:
+                raise SavedCacheError(f"{path} is damaged in {damaged}; export it again")
+            names = [PurePosixPath(name) for name in archive.namelist()]
+            headers = [name for name in names if name.name == _HEADER]
+            if len(headers) != 1:
+                raise SavedCacheError(f"{path} is no kvkeep program: it has no {_HEADER}")
+            for name in _pickles(archive, names):
+                raise SavedCacheError(
+                    f"{path} holds {name}, a pickle, which kvkeep does not write and not read"
+                )
+            fields = json.loads(archive.read(str(headers[0])))
+    except FileNotFoundError as error:
+        raise SavedCacheError(f"no file {path}; see where it was saved") from error
+    except (zipfile.BadZipFile, OSError, ValueError, KeyError, RecursionError) as error:
+        if isinstance(error, SavedCacheError):
+            raise
+        raise SavedCacheError(f"{path} cannot be read: {error}; export it again") from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        found = fields.get("format") if isinstance(fields, dict) else None
+        raise SavedCacheError(
+            f"{path} is a program of format {found}, this kvkeep reads {FORMAT}; export it again"
+        )
+    try:
+        return typed(Header, fields)
+    except (KeyError, TypeError) as error:
+        raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error
+
+
+def _pickles(archive: zipfile.ZipFile, names: list[PurePosixPath]) -> Iterator[PurePosixPath]:
+    """What torch would unpickle: objects, and tensors and inputs that are marked or named so."""
+    for name in names:
+        size = archive.getinfo(str(name)).file_size
+        objects = name.name.startswith(("custom_obj", "opaque_obj"))
+        if size and (name.suffix in _PICKLED or objects):
+            yield name
+        if name.match("*_config.json") and _any_pickled(json.loads(archive.read(str(name)))):
+            yield name
+
+
+def _any_pickled(config: Any) -> bool:
+    entries = config.get("config", {}).values() if isinstance(config, dict) else [{}]
+    return any(not isinstance(entry, dict) or entry.get("use_pickle", True) for entry in entries)

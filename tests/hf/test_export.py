@@ -1,0 +1,279 @@
+"""Exported programs: another process, the same tokens; and files that are none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from families import FAMILIES, tiny
+
+import kvkeep
+from kvkeep.errors import (
+    CapacityError,
+    SavedCacheError,
+    ShapeError,
+    SpecError,
+    StateError,
+    UnsupportedError,
+)
+from kvkeep.exported import step_in
+from kvkeep.program import FORMAT
+
+SPECS = [
+    "keep_all@fixed:128",
+    "keep_all+int8@fixed:128",
+    "window:32,sinks=2@fixed",
+    "window:32,sinks=2+int8/int4@fixed",
+    "h2o:40+fp8@fixed",
+    "tova:40+int4@fixed",
+    "pyramid(snapkv:40)@fixed",
+]
+CASES = [("llama", spec) for spec in SPECS]
+CASES += [(name, SPECS[0]) for name in FAMILIES if name not in ("llama", "deepseek-v3")]
+CASES += [(name, SPECS[3]) for name in ("gemma2", "gemma3", "gpt-oss", "mistral")]
+
+
+def prompt(model, tokens=9, rows=2):
+    return torch.randint(3, model.config.vocab_size, (rows, tokens))
+
+
+def eager(model, spec, ids, mask, steps):
+    """Greedy tokens (B, steps) of the model itself."""
+    cache, found = kvkeep.Cache(model, spec), []
+    with kvkeep.attach(model), torch.inference_mode():
+        fed, place = ids, (mask.cumsum(1) - 1).clamp(min=0)
+        for _ in range(steps):
+            logits = model(fed, attention_mask=mask, position_ids=place, past_key_values=cache)
+            fed = logits.logits[:, -1:].argmax(dim=-1)
+            mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
+            place = mask.sum(dim=1, keepdim=True) - 1
+            found.append(fed)
+    return torch.cat(found, dim=1)
+
+
+def exported(program, ids, mask, steps):
+    """Greedy tokens (B, steps) of a program."""
+    found, logits = [], program(ids, mask)
+    for _ in range(steps):
+        found.append(logits.argmax(dim=-1, keepdim=True))
+        logits = program(found[-1])
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize(("family", "spec"), CASES)
+def test_round_trip(family, spec, tmp_path):
+    model = tiny(family, max_position_embeddings=512)
+    kvkeep.export(model, spec, rows=2).save(tmp_path / "a.pt2")
+    program = kvkeep.Program.load(tmp_path / "a.pt2")
+    for tokens, padding in ((9, 0), (9, 4), (50, 0), (1, 0)):
+        ids = prompt(model, tokens)
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        program.reset()
+        expected = eager(model, spec, ids, mask, steps=40)
+        assert exported(program, ids, mask, steps=40).equal(expected)
+        assert program.fed == tokens + 40
+
+
+def test_another_process(tmp_path):
+    model = tiny("llama")
+    path = tmp_path / "a.pt2"
+    program = kvkeep.export(model, "window:32,sinks=2+int8@fixed")
+    ids = prompt(model, rows=1)
+    first = program(ids)
+    program.save(path)  # in the middle of a text
+    then = [program(torch.tensor([[token]])) for token in (5, 6, 7)]
+    torch.save({"logits": [first, *then]}, tmp_path / "expected")
+    code = """
+import sys, torch, kvkeep
+program = kvkeep.Program.load(sys.argv[1])
+assert program.fed == 9
+expected = torch.load(sys.argv[2], weights_only=True)["logits"]
+for token, logits in zip((5, 6, 7), expected[1:]):
+    assert program(torch.tensor([[token]])).equal(logits)
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, path, tmp_path / "expected"], check=True)
+
+
+def attributes(program):
+    """What every attention of a program was given beside tensors."""
+    return [
+        (node.args[1], *node.args[6:8], node.args[8] is not None)
+        for node in program._traced.graph.nodes
+        if node.target is torch.ops.kvkeep.step_in.default
+    ]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "granite"])
+def test_attributes(family, tmp_path):
+    model = tiny(family)
+    program = kvkeep.export(model, SPECS[2])
+    program.save(tmp_path / "a.pt2")
+    before, after = attributes(program), attributes(kvkeep.Program.load(tmp_path / "a.pt2"))
+    assert before == after
+    text, scale, softcap, sinks = zip(*before, strict=True)
+    windows = [json.loads(one)["window"] for one in text]
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * 2
+    assert windows == [config.sliding_window if "sliding" in kind else None for kind in kinds]
+    expected = getattr(config, "attention_multiplier", model.model.layers[0].self_attn.scaling)
+    assert scale == (expected, expected)
+    assert set(softcap) == {getattr(config, "attn_logit_softcapping", None)}
+    assert set(sinks) == {family == "gpt-oss"}
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    model = tiny("llama")
+    ids = prompt(model, rows=1)
+    mask = torch.ones_like(ids)
+    program = kvkeep.export(model, SPECS[0])
+    program.compile(backend="aot_eager")
+    assert exported(program, ids, mask, 40).equal(eager(model, SPECS[0], ids, mask, 40))
+
+
+def test_models_are_left_as_they_were():
+    model = tiny("llama").train()
+    before = model.config._attn_implementation
+    kvkeep.export(model, SPECS[0])
+    assert model.training
+    assert model.config._attn_implementation == before
+    with kvkeep.attach(model):
+        attached = model.config._attn_implementation
+        kvkeep.export(model, SPECS[0])
+        assert model.config._attn_implementation == attached
+
+
+def test_what_cannot_be_exported():
+    model = tiny("llama")
+    for spec in ("keep_all", "adakv(h2o:40)", "expected_attention:40@fixed", "keep_all@concat"):
+        with pytest.raises(UnsupportedError, match="cannot be exported"):
+            kvkeep.export(model, spec)
+    with pytest.raises(SpecError):
+        kvkeep.export(model, "keep_most@fixed:64")
+    with pytest.raises(UnsupportedError):
+        kvkeep.export(tiny("deepseek-v3"), SPECS[0])
+    assert not model.config._attn_implementation.startswith("kvkeep")
+
+
+def test_bad_input():
+    model = tiny("llama")
+    program = kvkeep.export(model, "keep_all@fixed:16", rows=2)
+    ids = prompt(model)
+    first = program(ids)
+    cases = [
+        (ShapeError, "for a program of 2 rows", ids[:1], None),
+        (ShapeError, "for a program of 2 rows", ids[:, :0], None),
+        (ShapeError, "give int64", ids.float(), None),
+        (ShapeError, "the new tokens only", ids, torch.ones(2, 18)),
+        (CapacityError, "fixed at 16", ids, None),
+    ]
+    for kind, message, tokens, mask in cases:
+        with pytest.raises(kind, match=message):
+            program(tokens, mask)
+    assert program.fed == 9
+    last = program(ids[:, :1])
+    program.reset()
+    assert program(ids).equal(first)
+    assert program(ids[:, :1]).equal(last)
+    with pytest.raises(SavedCacheError, match=r"names programs \*.pt2"):
+        program.save("a.bin")
+    with pytest.raises(SavedCacheError, match="cannot save"):
+        program.save("/nowhere/a.pt2")
+    layer = program._step.layers.get_submodule("0")
+    state = list(layer.buffers())[1:]
+    text = attributes(program)[0][0]
+    x = torch.zeros(2, 2, 1, 8)
+    with pytest.raises(StateError, match="tensors, but a layer has"):
+        step_in(state, text, x, x, x, torch.zeros(2, 1, dtype=torch.int32), 1.0, None, None)
+
+
+def rewritten(path, change):
+    """The same archive, with each member's bytes (None for none) as `change(name, bytes)` says."""
+    other = path.with_name("other.pt2")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            found = change(name, source.read(name))
+            if found is not None:
+                target.writestr(name, found)
+    return other
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "a.pt2"
+    kvkeep.export(tiny("llama"), "keep_all@fixed:16").save(path)
+    return path
+
+
+def test_files_that_are_none(saved, tmp_path):
+    data = saved.read_bytes()
+    target = tmp_path / "a.pt2"
+    for name in ("b.pt2", "b.bin"):
+        with pytest.raises(SavedCacheError):
+            kvkeep.Program.load(tmp_path / name)
+    for size in (0, 100, len(data) // 2, len(data) - 10):
+        target.write_bytes(data[:size])
+        with pytest.raises(SavedCacheError, match="cannot be read"):
+            kvkeep.Program.load(target)
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/x", "y")
+    with pytest.raises(SavedCacheError, match="no kvkeep program"):
+        kvkeep.Program.load(target)
+
+
+def test_flipped(saved, tmp_path):
+    with zipfile.ZipFile(saved) as archive:
+        members = [m for m in archive.infolist() if m.file_size > 8]
+    target = tmp_path / "a.pt2"
+    for member in members:
+        data = bytearray(saved.read_bytes())
+        start = data.index(member.filename.encode()) + len(member.filename) + 200
+        data[min(start, member.header_offset + member.file_size)] ^= 64
+        target.write_bytes(data)
+        try:
+            kvkeep.Program.load(target)
+        except SavedCacheError:
+            continue
+        with zipfile.ZipFile(target) as archive:  # else it was between the members
+            assert archive.testzip() is None
+
+
+def test_pickles_and_other_headers(saved):
+    def pickled(name, data):
+        if name.endswith("weights_config.json"):
+            config = json.loads(data)
+            next(iter(config["config"].values()))["use_pickle"] = True
+            return json.dumps(config).encode()
+        return data
+
+    def inputs(name, data):
+        return b"\x80\x04." if "sample_inputs" in name else data
+
+    def header(**fields):
+        def change(name, data):
+            if not name.endswith("kvkeep.json"):
+                return data
+            return json.dumps(json.loads(data) | fields).encode()
+
+        return change
+
+    cases = [
+        (pickled, "a pickle"),
+        (inputs, "a pickle"),
+        (header(format=FORMAT + 1), f"of format {FORMAT + 1}"),
+        (header(rows="2"), "rows is '2'"),
+        (lambda name, data: None if "models/" in name else data, "cannot be loaded"),
+        (lambda name, data: None if name.endswith("kvkeep.json") else data, "no kvkeep program"),
+    ]
+    for change, message in cases:
+        with pytest.raises(SavedCacheError, match=message):
+            kvkeep.Program.load(rewritten(saved, change))
+    shutil.copy(saved, saved.with_name("whole.pt2"))
+    kvkeep.Program.load(saved.with_name("whole.pt2"))
