@@ -11,6 +11,7 @@ from kvkeep.storage.buffer import Buffer
 
 _FIRST_SLOTS = 16
 _MOST_GROWTH = 16.0
+_FACTOR_OF_FORKS = 1.25
 
 
 @final
@@ -34,6 +35,10 @@ class Growing(Buffer):
 
     def another(self) -> Growing:
         return Growing(self.factor)
+
+    def behind(self, slots: int) -> Growing:
+        """In smaller steps, for what lies behind frozen slots is often one of many forks."""
+        return Growing(min(self.factor, _FACTOR_OF_FORKS))
 
     def _capacity_for(self, slots: int) -> int:
         return max(_FIRST_SLOTS, int(slots * self.factor))
