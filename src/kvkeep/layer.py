@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, Planes, limits, part, slot_count
+from kvkeep.planes import POSITION, limits, part, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
@@ -234,10 +235,10 @@ class LayerCache:
         self._slots.load(state.parts, state.ledger.rows)
         self._ledger = state.ledger.fork()
 
-    def adopt(self, ledger: Ledger, planes: Planes, slots: int) -> None:
-        """Hold the first `slots` slots of planes that lie elsewhere, and write on in those."""
+    def adopt(self, ledger: Ledger, **slots: Any) -> None:
+        """Hold slots that lie elsewhere: see `LayerSlots.adopt`."""
         self._ledger = ledger
-        self._slots.adopt(planes, slots, ledger.rows)
+        self._slots.adopt(ledger.rows, **slots)
 
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy, deepcopy
 
 import torch
@@ -13,7 +13,7 @@ from kvkeep.bulk import Bulk
 from kvkeep.codec import Codec, Plain
 from kvkeep.errors import SpecError
 from kvkeep.figures import LayerStats
-from kvkeep.frozen import Past
+from kvkeep.frozen import FrozenPlanes, Past, Run
 from kvkeep.planes import (
     POSITION,
     Chain,
@@ -312,10 +312,27 @@ class LayerSlots:
         if "aside" in parts:
             self.aside = {name: plane.clone() for name, plane in parts["aside"].items()}
 
-    def adopt(self, planes: Planes, slots: int, rows: int) -> None:
-        """Hold the first slots of planes that lie elsewhere, and write on in those."""
-        self.storage.adopt(planes, slots)
+    def adopt(
+        self,
+        rows: int,
+        *,
+        frozen: Sequence[Planes] = (),
+        planes: Planes | None = None,
+        length: int = 0,
+    ) -> None:
+        """Hold slots that lie elsewhere.
+
+        Args:
+            frozen: slots that others may hold too, behind which new ones are written.
+            planes: those of fixed storage, to be written on in; `length` slots are in use.
+        """
         self.rows = rows
+        if planes is not None:
+            self.storage.adopt(planes, length)
+            return
+        self.reset()
+        self.frozen = Past([Run(FrozenPlanes(run), {}) for run in frozen])
+        self.storage = self._blank.behind(self.frozen.length)
 
     def freeze(self) -> None:
         """Make what is held immutable, so that forks share it; new tokens go behind it.

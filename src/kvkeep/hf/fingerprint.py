@@ -65,6 +65,11 @@ def _add(to: Any, name: str, x: Tensor) -> None:
         to.update(flat.view(torch.uint8).numpy().data)
 
 
+def active_adapters(model: nn.Module) -> dict[str, list[float]]:
+    """The adapters of PEFT that take part in the forward, with their scale in each layer."""
+    return _adapters(model)[1]
+
+
 def _adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:
     """What PEFT calls the parts that adapters add to layers; and the adapters that take part in the
     forward, with their scale in each layer."""

@@ -1,0 +1,354 @@
+"""PrefixStore: what was computed for the beginnings of prompts, found again by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from threading import RLock
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep import hf
+from kvkeep.cache import Cache
+from kvkeep.chunk import empty_like
+from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.hf.specs import Specs
+from kvkeep.ledger import Ledger
+from kvkeep.store.model import feed, identity_of
+from kvkeep.store.stretch import (
+    Stretch,
+    require_keepable,
+    require_kept,
+    stretch_of,
+    why_not_kept,
+)
+from kvkeep.store.tree import Match, Node, RadixTree
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A store's figures. `hit_tokens` of `asked_tokens` were found; `refused` texts could not be
+    stored, because their cache had evicted some tokens."""
+
+    nbytes: int
+    budget: int | None
+    entries: int
+    tokens: int
+    locked: int
+    hits: int
+    misses: int
+    hit_tokens: int
+    asked_tokens: int
+    evicted_bytes: int
+    refused: int
+
+    def asdict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return asdict(self)
+
+
+class Hit:
+    """What a store has of a prompt's beginning. It stays there until the hit is released: call
+    `release`, or use it in a `with` statement.
+
+    `length` is how many tokens it has, 0 for none.
+    """
+
+    def __init__(self, store: PrefixStore, match: Match[Stretch], rows: _Shape | None) -> None:
+        self.length = match.length if rows is not None else 0
+        self._store, self._shape = store, rows
+        self._node: Node[Stretch] | None = match.node
+        self._stretches = _stretches(match)
+
+    def fill(self, cache: Cache) -> None:
+        """Let an empty cache of the same specs hold it, without copying. It goes on by itself, and
+        stays whole when the store evicts this entry.
+
+        Raises:
+            StateError: the cache holds something.
+        """
+        if cache.fed:
+            raise StateError(f"this cache holds {cache.fed} tokens; reset() it, or give a new one")
+        if not self.length or self._shape is None:
+            return
+        for index, (layer, like) in enumerate(zip(cache.layers, self._shape.like, strict=True)):
+            ledger = Ledger()
+            ledger.columns, ledger.like = self.length, like
+            layer.adopt(ledger, frozen=[stretch.layers[index] for stretch in self._stretches])
+        cache.routed = self._shape.routed
+
+    def release(self) -> None:
+        """Let the store evict it again."""
+        if self._node is not None:
+            self._store._unlock(self._node)
+            self._node = None
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What all entries of one identity have in common."""
+
+    like: list[tuple[Tensor, Tensor]]
+    routed: bool | None
+    token_bytes: int
+
+    @property
+    def described(self) -> list[str]:
+        """Each layer's heads, widths, dtype and device."""
+        return [
+            f"{k.shape[1]}x{k.shape[3]}/{v.shape[3]} {k.dtype} {k.device}" for k, v in self.like
+        ]
+
+
+class PrefixStore:
+    """Keys and values of prompts, each token of a shared prefix once.
+
+    Entries of one identity lie in a tree over token ids. Which identity a prompt has is the
+    caller's to say: it must name all that keys and values depend on beside the tokens, such as
+    the model's fingerprint, and the specs of the cache. Threads may share a store.
+
+    Args:
+        budget: most bytes held; None: as many as come. Where it is reached, the entries used
+            longest ago make room, of the lowest priority first, and those that are locked or that
+            others begin with never.
+
+    Raises:
+        SpecError: a budget below 1.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        if budget is not None and budget < 1:
+            raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+        self.budget = budget
+        self.nbytes = 0
+        self._trees: dict[str, RadixTree[Stretch]] = {}
+        self._shapes: dict[str, _Shape] = {}
+        self._clock = count(1)
+        self._lock = RLock()
+        self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
+        self._evicted = self._refused = 0
+
+    def match(self, identity: str, tokens: Tensor) -> Hit:
+        """The longest stored prefix of some tokens, locked until it is released.
+
+        Args:
+            tokens: int64 (n,).
+        """
+        tokens = _flat(tokens)
+        with self._lock:
+            match = self._tree(identity).match(tokens)
+            match.node.locks += 1
+            found = bool(match.length)
+            self._hits, self._misses = self._hits + found, self._misses + (not found)
+            self._hit_tokens += match.length
+            self._asked_tokens += len(tokens)
+            return Hit(self, match, self._shapes.get(identity))
+
+    def insert(
+        self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
+    ) -> int:
+        """Store what a cache holds of a row's first tokens; what is known already is not copied.
+
+        Args:
+            tokens: int64 (n,), the first that were fed, all of them or fewer.
+            priority: entries of a higher one are evicted later.
+
+        Returns:
+            How many of the tokens are stored now: fewer than given, if all else is locked.
+
+        Raises:
+            ShapeError: more tokens than were fed.
+            UnsupportedError: the cache keeps less than all tokens, or what is not theirs alone.
+        """
+        tokens = _flat(tokens)
+        if len(tokens) > cache.fed or not 0 <= row < max(1, cache.rows):
+            raise ShapeError(
+                f"{len(tokens)} tokens of row {row}, but the cache was fed {cache.fed} in "
+                f"{cache.rows} rows"
+            )
+        if not len(tokens):
+            return 0
+        require_kept(cache)
+        with self._lock:
+            tree, shape = self._tree(identity), self._shape(identity, cache)
+            known = tree.match(tokens)
+            known.node.locks += 1
+            try:
+                new = (len(tokens) - known.length) * shape.token_bytes
+                self._make_room(new)
+                room = new if self.budget is None else self.budget - self.nbytes
+                length = known.length + min(new, room) // shape.token_bytes
+                node = tree.insert(
+                    tokens[:length], lambda a, b: stretch_of(cache, a, b, row), priority
+                )
+            finally:
+                known.node.locks -= 1
+            self.nbytes += (length - known.length) * shape.token_bytes
+            assert length == sum(len(above.tokens) for above in node.path())
+            return length
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+        chunk: int | None = None,
+        priority: int = 0,
+    ) -> hf.Cache:
+        """A cache of all tokens but the last, which `generate` or your loop feeds: what is stored
+        is shared, the rest is computed, and stored too.
+
+        Args:
+            tokens: the prompt, int64 (n,) or (1, n).
+            spec: of the cache; each spec has entries of its own.
+            namespace: entries of another one are never found.
+            chunk: compute so many tokens at once; None: all.
+            priority: see `insert`.
+
+        Raises:
+            ShapeError: no tokens.
+            UnsupportedError: a spec whose slots cannot serve other prompts.
+        """
+        tokens = _flat(tokens)
+        if not len(tokens):
+            raise ShapeError("a prompt of no tokens; give at least one")
+        cache = hf.Cache(model, spec)
+        require_keepable(cache)
+        identity = identity_of(model, cache.specs, namespace)
+        last = len(tokens) - 1
+        with self.match(identity, tokens[:last]) as hit:
+            hit.fill(cache)
+        feed(model, tokens[cache.fed : last], cache, chunk)
+        if cache.fed > hit.length:
+            self.offer(identity, tokens[:last], cache, priority=priority)
+        return cache
+
+    def offer(
+        self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
+    ) -> int:
+        """`insert`, if the cache still holds all tokens; if not, that is counted as refused."""
+        if any(map(why_not_kept, cache.layers)):
+            self._refused += 1
+            return 0
+        return self.insert(identity, tokens, cache, row=row, priority=priority)
+
+    def clear(self) -> None:
+        """Forget all entries that are not locked."""
+        with self._lock:
+            self._make_room(None)
+
+    def check(self) -> None:
+        """Raise StateError if the store is not what it should be."""
+        with self._lock:
+            held = 0
+            for tree in self._trees.values():
+                tree.check()
+                held += sum(node.kept.nbytes for node in tree.nodes())
+            if held != self.nbytes or held > (self.budget or held):
+                raise StateError(f"{held} bytes held, {self.nbytes} counted, of {self.budget}")
+
+    def stats(self) -> StoreStats:
+        """All figures at once."""
+        with self._lock:
+            nodes = [node for tree in self._trees.values() for node in tree.nodes()]
+            return StoreStats(
+                nbytes=self.nbytes,
+                budget=self.budget,
+                entries=sum(not node.children for node in nodes),
+                tokens=sum(len(node.tokens) for node in nodes),
+                locked=sum(node.locks > 0 for node in nodes),
+                hits=self._hits,
+                misses=self._misses,
+                hit_tokens=self._hit_tokens,
+                asked_tokens=self._asked_tokens,
+                evicted_bytes=self._evicted,
+                refused=self._refused,
+            )
+
+    def prefixes(self, identity: str) -> Iterator[Tensor]:
+        """The tokens of every entry."""
+        with self._lock:
+            leaves = list(self._tree(identity).leaves())
+        return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
+
+    def _make_room(self, nbytes: int | None) -> None:
+        """Evict until so many bytes fit, or nothing is left that may go; None: all."""
+        if nbytes is not None and self.budget is None:
+            return
+        while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
+            free = [
+                (leaf.priority, leaf.used, index, leaf)
+                for index, tree in enumerate(self._trees.values())
+                for leaf in tree.leaves()
+                if not leaf.locks
+            ]
+            if not free:
+                return
+            *_, index, leaf = min(free, key=lambda found: found[:2])
+            freed = list(self._trees.values())[index].remove(leaf)
+            self.nbytes -= freed
+            self._evicted += freed
+
+    def _unlock(self, node: Node[Stretch]) -> None:
+        with self._lock:
+            node.locks -= 1
+
+    def _tree(self, identity: str) -> RadixTree[Stretch]:
+        return self._trees.setdefault(identity, RadixTree(self._clock))
+
+    def _shape(self, identity: str, cache: Cache) -> _Shape:
+        """What an identity's entries have in common; the first one says it.
+
+        Raises:
+            StateError: this one is another.
+        """
+        likes = [state.ledger.like for state in cache.states("store")]
+        like = [(empty_like(k[:1]), empty_like(v[:1])) for k, v in filter(None, likes)]
+        shape = _Shape(like, cache.routed, stretch_of(cache, 0, 1).nbytes)
+        known = self._shapes.setdefault(identity, shape)
+        if replace(known, like=[]) != replace(shape, like=[]) or known.described != shape.described:
+            raise StateError(
+                f"identity {identity[:60]!r} has entries of another model: layers of "
+                f"{known.described[0]}, not {shape.described[0]}; give each its own identity"
+            )
+        return known
+
+
+def _stretches(match: Match[Stretch]) -> list[Stretch]:
+    """What a match has, in the order of its tokens; nothing is copied."""
+    found, left = [], match.length
+    for node in match.node.path():
+        found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))
+        left -= len(node.tokens)
+    return found
+
+
+def _flat(tokens: Tensor) -> Tensor:
+    """Token ids, int64 (n,), on the CPU.
+
+    Raises:
+        ShapeError: they are not whole numbers in one row.
+    """
+    if tokens.dim() == 2 and len(tokens) == 1:
+        tokens = tokens[0]
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+        raise ShapeError(f"token ids {tuple(tokens.shape)} {tokens.dtype}; give integers (n,)")
+    return tokens.to("cpu", torch.int64)

@@ -1,0 +1,94 @@
+"""Stretch: what a model's layers hold of a run of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from kvkeep.cache import Cache
+from kvkeep.errors import UnsupportedError
+from kvkeep.frozen import FrozenPlanes
+from kvkeep.layer import LayerCache
+from kvkeep.planes import Planes, plane_bytes
+
+
+@final
+class Stretch:
+    """Encoded planes of each layer, (1, H|1, n, ...), of n tokens that follow each other."""
+
+    def __init__(self, layers: Sequence[Planes], tokens: int) -> None:
+        self.layers = [FrozenPlanes(planes) for planes in layers]
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane_bytes(planes) for planes in self.layers)
+
+    def part(self, start: int, stop: int) -> Stretch:
+        """A copy of some of the tokens."""
+        return Stretch([_slots(planes, start, stop) for planes in self.layers], stop - start)
+
+    def head(self, tokens: int) -> Stretch:
+        """The first tokens, not copied."""
+        return Stretch([planes.head(tokens) for planes in self.layers], tokens)
+
+
+def why_not_kept(layer: LayerCache) -> str:
+    """Why a layer's slots cannot be kept for other prompts; empty if they can.
+
+    They can if they are those of all its tokens, in their order, and depend on these alone.
+    """
+    reason = _why_not_keepable(layer)
+    if reason:
+        return reason
+    if layer.padded:
+        return "its rows are padded; feed each text by itself"
+    if layer.length < layer.fed or layer.rollback_limit < layer.fed:
+        return (
+            f"{layer.fed} tokens were fed, and some of them evicted; keep texts shorter than the "
+            "layer's window, or use keep_all"
+        )
+    return ""
+
+
+def _why_not_keepable(layer: LayerCache) -> str:
+    if layer.policy.planes or layer.policy.ragged:
+        return f"policy {layer.policy.name} keeps scores of one text with its slots; use keep_all"
+    if layer.key_codec.block > 1:
+        return f"codec {layer.key_codec.name} encodes tokens together; use int8 or int4"
+    return ""
+
+
+def require_keepable(cache: Cache) -> None:
+    """Raise UnsupportedError when a cache of its specs can never be kept for other prompts."""
+    for index, layer in enumerate(cache.layers):
+        reason = _why_not_keepable(layer)
+        if reason:
+            raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
+
+
+def require_kept(cache: Cache) -> None:
+    """Raise UnsupportedError when what a cache holds cannot be kept for other prompts."""
+    for index, layer in enumerate(cache.layers):
+        reason = why_not_kept(layer)
+        if reason:
+            raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
+
+
+def stretch_of(cache: Cache, start: int, stop: int, row: int = 0) -> Stretch:
+    """A copy of what a cache holds of some tokens of a row. See `require_kept`."""
+    layers = [
+        _slots({n: p[row : row + 1] for n, p in state.parts["slots"].items()}, start, stop)
+        for state in cache.states("store")
+    ]
+    return Stretch(layers, stop - start)
+
+
+def _slots(planes: Planes, start: int, stop: int) -> dict[str, Tensor]:
+    return {name: plane[:, :, start:stop].clone() for name, plane in planes.items()}
