@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import count
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count, islice
 from threading import RLock
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from transformers import PreTrainedModel
 
 from kvkeep import hf
 from kvkeep.cache import Cache
-from kvkeep.chunk import empty_like
 from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.hf.specs import Specs
-from kvkeep.ledger import Ledger
+from kvkeep.store.backend import Backend, Block, beginning, digest, key_of
+from kvkeep.store.hit import Hit, Shape, shape_of
 from kvkeep.store.model import feed, identity_of
 from kvkeep.store.stretch import (
     Stretch,
@@ -27,7 +26,9 @@ from kvkeep.store.stretch import (
     stretch_of,
     why_not_kept,
 )
-from kvkeep.store.tree import Match, Node, RadixTree
+from kvkeep.store.tree import Node, RadixTree, common
+
+_LOOKED_AT = 16  # blocks of a backend that begin with the same token, to find the longest of
 
 
 @dataclass(frozen=True)
@@ -52,70 +53,6 @@ class StoreStats:
         return asdict(self)
 
 
-class Hit:
-    """What a store has of a prompt's beginning. It stays there until the hit is released: call
-    `release`, or use it in a `with` statement.
-
-    `length` is how many tokens it has, 0 for none.
-    """
-
-    def __init__(self, store: PrefixStore, match: Match[Stretch], rows: _Shape | None) -> None:
-        self.length = match.length if rows is not None else 0
-        self._store, self._shape = store, rows
-        self._node: Node[Stretch] | None = match.node
-        self._stretches = _stretches(match)
-
-    def fill(self, cache: Cache) -> None:
-        """Let an empty cache of the same specs hold it, without copying. It goes on by itself, and
-        stays whole when the store evicts this entry.
-
-        Raises:
-            StateError: the cache holds something.
-        """
-        if cache.fed:
-            raise StateError(f"this cache holds {cache.fed} tokens; reset() it, or give a new one")
-        if not self.length or self._shape is None:
-            return
-        for index, (layer, like) in enumerate(zip(cache.layers, self._shape.like, strict=True)):
-            ledger = Ledger()
-            ledger.columns, ledger.like = self.length, like
-            layer.adopt(ledger, frozen=[stretch.layers[index] for stretch in self._stretches])
-        cache.routed = self._shape.routed
-
-    def release(self) -> None:
-        """Let the store evict it again."""
-        if self._node is not None:
-            self._store._unlock(self._node)
-            self._node = None
-
-    def __enter__(self) -> Hit:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What all entries of one identity have in common."""
-
-    like: list[tuple[Tensor, Tensor]]
-    routed: bool | None
-    token_bytes: int
-
-    @property
-    def described(self) -> list[str]:
-        """Each layer's heads, widths, dtype and device."""
-        return [
-            f"{k.shape[1]}x{k.shape[3]}/{v.shape[3]} {k.dtype} {k.device}" for k, v in self.like
-        ]
-
-
 class PrefixStore:
     """Keys and values of prompts, each token of a shared prefix once.
 
@@ -128,17 +65,26 @@ class PrefixStore:
             longest ago make room, of the lowest priority first, and those that are locked or that
             others begin with never.
 
+        backend: where blocks are kept beside the process, to be found by others and later.
+        block: tokens of such a block.
+
     Raises:
-        SpecError: a budget below 1.
+        SpecError: a budget or a block below 1.
     """
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(
+        self, budget: int | None = None, *, backend: Backend | None = None, block: int = 256
+    ) -> None:
         if budget is not None and budget < 1:
             raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+        if block < 1:
+            raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
         self.budget = budget
+        self.backend = backend
+        self.block = block
         self.nbytes = 0
         self._trees: dict[str, RadixTree[Stretch]] = {}
-        self._shapes: dict[str, _Shape] = {}
+        self._shapes: dict[str, Shape] = {}
         self._clock = count(1)
         self._lock = RLock()
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
@@ -153,12 +99,15 @@ class PrefixStore:
         tokens = _flat(tokens)
         with self._lock:
             match = self._tree(identity).match(tokens)
+            if self.backend is not None and match.length < len(tokens):
+                self._fetch(identity, tokens, match.length)
+                match = self._tree(identity).match(tokens)
             match.node.locks += 1
             found = bool(match.length)
             self._hits, self._misses = self._hits + found, self._misses + (not found)
             self._hit_tokens += match.length
             self._asked_tokens += len(tokens)
-            return Hit(self, match, self._shapes.get(identity))
+            return Hit(match, self._shapes.get(identity), self._unlock)
 
     def insert(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
@@ -185,23 +134,23 @@ class PrefixStore:
         if not len(tokens):
             return 0
         require_kept(cache)
+
+        def content_of(start: int, stop: int) -> Stretch:
+            return stretch_of(cache, start, stop, row)
+
         with self._lock:
-            tree, shape = self._tree(identity), self._shape(identity, cache)
-            known = tree.match(tokens)
-            known.node.locks += 1
-            try:
-                new = (len(tokens) - known.length) * shape.token_bytes
-                self._make_room(new)
-                room = new if self.budget is None else self.budget - self.nbytes
-                length = known.length + min(new, room) // shape.token_bytes
-                node = tree.insert(
-                    tokens[:length], lambda a, b: stretch_of(cache, a, b, row), priority
-                )
-            finally:
-                known.node.locks -= 1
-            self.nbytes += (length - known.length) * shape.token_bytes
-            assert length == sum(len(above.tokens) for above in node.path())
-            return length
+            shape = self._shape(identity, shape_of(cache))
+            kept = self._keep(identity, tokens, content_of, priority)
+        if self.backend is not None:
+            for start in range(0, len(tokens), self.block):
+                own = tokens[start : start + self.block]
+                prefix = digest(tokens[:start])
+                if not self.backend.contains(key_of(identity, prefix, own)):
+                    stretch = content_of(start, start + len(own))
+                    self.backend.put(
+                        Block(identity, prefix, own, stretch, shape.routed, shape.like)
+                    )
+        return kept
 
     def prefill(
         self,
@@ -235,7 +184,8 @@ class PrefixStore:
         identity = identity_of(model, cache.specs, namespace)
         last = len(tokens) - 1
         with self.match(identity, tokens[:last]) as hit:
-            hit.fill(cache)
+            if hit.fits(cache):
+                hit.fill(cache)
         feed(model, tokens[cache.fed : last], cache, chunk)
         if cache.fed > hit.length:
             self.offer(identity, tokens[:last], cache, priority=priority)
@@ -289,6 +239,72 @@ class PrefixStore:
             leaves = list(self._tree(identity).leaves())
         return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
 
+    def _keep(
+        self,
+        identity: str,
+        tokens: Tensor,
+        content_of: Callable[[int, int], Stretch],
+        priority: int = 0,
+    ) -> int:
+        """Put tokens into the tree, as far as there is room; how many of them are there then."""
+        tree, token_bytes = self._trees[identity], self._shapes[identity].token_bytes
+        known = tree.match(tokens)
+        known.node.locks += 1
+        try:
+            new = (len(tokens) - known.length) * token_bytes
+            self._make_room(new)
+            room = new if self.budget is None else self.budget - self.nbytes
+            length = known.length + min(new, room) // token_bytes
+            tree.insert(tokens[:length], content_of, priority)
+        finally:
+            known.node.locks -= 1
+        self.nbytes += (length - known.length) * token_bytes
+        return length
+
+    def _fetch(self, identity: str, tokens: Tensor, known: int) -> None:
+        """Put what the backend has of the tokens after the first `known` into the tree."""
+        assert self.backend is not None
+        first = start = known // self.block * self.block
+        blocks: list[Block] = []
+        while start < len(tokens):
+            own = tokens[start : start + self.block]
+            found = self._block(identity, digest(tokens[:start]), own)
+            if found is None:
+                break
+            same = common(found.tokens, own)
+            blocks.append(found)
+            start += same
+            if same < self.block:
+                break
+        if start <= known:
+            return
+        shape = Shape.of_block(blocks[0])
+        if any(Shape.of_block(block) != shape for block in blocks):
+            return
+        try:
+            self._shape(identity, shape)
+        except StateError:
+            return  # of another model, under the same identity
+        whole = Stretch.joined([block.stretch for block in blocks])
+        self._keep(identity, tokens[:start], lambda a, b: whole.part(a - first, b - first))
+
+    def _block(self, identity: str, prefix: str, tokens: Tensor) -> Block | None:
+        """The block of the backend that begins like some tokens, as many as possible."""
+        assert self.backend is not None
+        best = self.backend.get(key_of(identity, prefix, tokens))
+        if best is not None and best.tokens.equal(tokens):
+            return best
+        best = None
+        for key in islice(
+            self.backend.scan(beginning(identity, prefix, int(tokens[0]))), _LOOKED_AT
+        ):
+            found = self.backend.get(key)
+            if found is not None and common(found.tokens, tokens) > (
+                0 if best is None else common(best.tokens, tokens)
+            ):
+                best = found
+        return best
+
     def _make_room(self, nbytes: int | None) -> None:
         """Evict until so many bytes fit, or nothing is left that may go; None: all."""
         if nbytes is not None and self.budget is None:
@@ -314,31 +330,20 @@ class PrefixStore:
     def _tree(self, identity: str) -> RadixTree[Stretch]:
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
-    def _shape(self, identity: str, cache: Cache) -> _Shape:
+    def _shape(self, identity: str, shape: Shape) -> Shape:
         """What an identity's entries have in common; the first one says it.
 
         Raises:
             StateError: this one is another.
         """
-        likes = [state.ledger.like for state in cache.states("store")]
-        like = [(empty_like(k[:1]), empty_like(v[:1])) for k, v in filter(None, likes)]
-        shape = _Shape(like, cache.routed, stretch_of(cache, 0, 1).nbytes)
+        self._tree(identity)
         known = self._shapes.setdefault(identity, shape)
-        if replace(known, like=[]) != replace(shape, like=[]) or known.described != shape.described:
+        if known != shape:
             raise StateError(
-                f"identity {identity[:60]!r} has entries of another model: layers of "
-                f"{known.described[0]}, not {shape.described[0]}; give each its own identity"
+                f"identity {identity[:60]!r} has entries of another model: {known}, not {shape}; "
+                "give each its own identity"
             )
         return known
-
-
-def _stretches(match: Match[Stretch]) -> list[Stretch]:
-    """What a match has, in the order of its tokens; nothing is copied."""
-    found, left = [], match.length
-    for node in match.node.path():
-        found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))
-        left -= len(node.tokens)
-    return found
 
 
 def _flat(tokens: Tensor) -> Tensor:

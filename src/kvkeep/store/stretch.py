@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
@@ -33,6 +34,15 @@ class Stretch:
     def part(self, start: int, stop: int) -> Stretch:
         """A copy of some of the tokens."""
         return Stretch([_slots(planes, start, stop) for planes in self.layers], stop - start)
+
+    @staticmethod
+    def joined(stretches: Sequence[Stretch]) -> Stretch:
+        """Those of tokens that follow each other, as one; a copy."""
+        layers = [
+            {n: torch.cat([planes[n] for planes in runs], dim=2) for n in runs[0]}
+            for runs in zip(*(stretch.layers for stretch in stretches), strict=True)
+        ]
+        return Stretch(layers, sum(map(len, stretches)))
 
     def head(self, tokens: int) -> Stretch:
         """The first tokens, not copied."""

@@ -150,7 +150,7 @@ class RadixTree(Generic[Kept]):
             if child is None:
                 break
             node = child
-            same = _common(node.tokens, tokens[length:])
+            same = common(node.tokens, tokens[length:])
             length += same
             if same < len(node.tokens):
                 break
@@ -169,7 +169,7 @@ class RadixTree(Generic[Kept]):
         return above
 
 
-def _common(a: Tensor, b: Tensor) -> int:
+def common(a: Tensor, b: Tensor) -> int:
     """How many first tokens are the same."""
     most = min(len(a), len(b))
     differ = (a[:most] != b[:most]).nonzero()

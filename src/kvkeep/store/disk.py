@@ -1,0 +1,194 @@
+"""Disk: blocks as immutable files, found by an SQLite index; for several processes at once."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ClassVar, final
+
+from safetensors import SafetensorError, safe_open
+
+from kvkeep import tensorfile
+from kvkeep.errors import SpecError
+from kvkeep.store.backend import Backend, Block
+
+_TABLE = """
+create table if not exists blocks (
+    key text primary key, file text not null, nbytes integer not null, used real not null
+) without rowid
+"""
+_WAIT_S = 30.0  # for another process's transaction
+_ABANDONED_S = 3600.0  # a file that no entry names is not being written any more
+
+
+@final
+class Disk(Backend):
+    """A directory: `index.sqlite` in WAL mode, `blocks/` with one safetensors file for each, and
+    `quarantine/` with those that were found damaged.
+
+    A file is written whole before the index names it and is never changed, and it is forgotten by
+    the index before it is removed: whoever is killed leaves at most a file that nobody names, which
+    `gc` removes.
+
+    Args:
+        path: the directory; made if it is not there.
+        budget: most bytes of files; those used longest ago go first. None: as many as come.
+
+    Raises:
+        SpecError: a budget below 1, or a path that is no directory.
+    """
+
+    name: ClassVar[str] = "disk"
+
+    def __init__(self, path: str | os.PathLike[str], budget: int | None = None) -> None:
+        self.path = Path(path)
+        if budget is not None and budget < 1:
+            raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+        if self.path.exists() and not self.path.is_dir():
+            raise SpecError(f"{self.path} is no directory; give one, or a path for a new one")
+        self.budget = budget
+        for part in ("blocks", "new", "quarantine"):
+            (self.path / part).mkdir(parents=True, exist_ok=True)
+        self._local = threading.local()
+        with self._transaction() as index:
+            index.execute(_TABLE)
+
+    def get(self, key: str) -> Block | None:
+        file = self._file(key)
+        if file is None:
+            return None
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                block = Block.read(tensors, opened.metadata() or {})
+            if block.key != key:
+                raise ValueError("it is another block")
+        except FileNotFoundError:  # removed by another process meanwhile, or by hand
+            self._forget(key, file)
+            return None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError):
+            self._forget(key, file)
+            with suppress(OSError):
+                file.replace(self.path / "quarantine" / file.name)
+            return None
+        with suppress(sqlite3.Error), self._transaction() as index:
+            index.execute("update blocks set used = ? where key = ?", (time.time(), key))
+        return block
+
+    def put(self, block: Block) -> bool:
+        if self.contains(block.key):
+            return True
+        file = self.path / "blocks" / f"{uuid.uuid4().hex}.safetensors"
+        new = self.path / "new" / file.name
+        try:
+            tensorfile.write(new, block.tensors(), block.metadata(), sync=False)
+            size = new.stat().st_size
+            new.replace(file)
+            row = (block.key, file.name, size, time.time())
+            with self._transaction() as index:
+                done = index.execute("insert or ignore into blocks values (?, ?, ?, ?)", row)
+                removed = self._over_budget(index) if done.rowcount else [file.name]
+        except (OSError, sqlite3.Error):
+            for left in (new, file):
+                with suppress(OSError):
+                    left.unlink()
+            return False
+        self._remove(removed)
+        return file.name not in removed
+
+    def contains(self, key: str) -> bool:
+        return self._file(key) is not None
+
+    def delete(self, key: str) -> None:
+        file = self._file(key)
+        if file is not None:
+            self._forget(key, file)
+            self._remove([file.name])
+
+    def scan(self, prefix: str = "") -> Iterator[str]:
+        try:
+            found = self._index().execute(
+                "select key from blocks where key >= ? and key < ?", (prefix, prefix + "\U0010ffff")
+            )
+            return iter([key for (key,) in found])
+        except sqlite3.Error:
+            return iter(())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that are named."""
+        total = self._index().execute("select coalesce(sum(nbytes), 0) from blocks").fetchone()[0]
+        return int(total)
+
+    def gc(self, older_than: float = _ABANDONED_S) -> int:
+        """Remove files that nobody names and that are older than so many seconds; their bytes."""
+        named = {name for (name,) in self._index().execute("select file from blocks")}
+        freed, before = 0, time.time() - older_than
+        for file in self.path.glob("*/*.safetensors"):
+            with suppress(OSError):
+                status = file.stat()
+                if file.name not in named and status.st_mtime <= before:
+                    file.unlink()
+                    freed += status.st_size
+        return freed
+
+    def _file(self, key: str) -> Path | None:
+        try:
+            row = self._index().execute("select file from blocks where key = ?", (key,)).fetchone()
+        except sqlite3.Error:
+            return None
+        return None if row is None else self.path / "blocks" / row[0]
+
+    def _forget(self, key: str, file: Path) -> None:
+        with suppress(sqlite3.Error), self._transaction() as index:
+            index.execute("delete from blocks where key = ? and file = ?", (key, file.name))
+
+    def _over_budget(self, index: sqlite3.Connection) -> list[str]:
+        """Forget what was used longest ago until the rest fits; the files of that."""
+        total = index.execute("select coalesce(sum(nbytes), 0) from blocks").fetchone()[0]
+        removed: list[str] = []
+        if self.budget is None or total <= self.budget:
+            return removed
+        for key, file, size in index.execute(
+            "select key, file, nbytes from blocks order by used"
+        ).fetchall():
+            if total <= self.budget:
+                break
+            index.execute("delete from blocks where key = ?", (key,))
+            total -= size
+            removed.append(file)
+        return removed
+
+    def _remove(self, files: list[str]) -> None:
+        for file in files:
+            with suppress(OSError):
+                (self.path / "blocks" / file).unlink()
+
+    def _index(self) -> sqlite3.Connection:
+        """This thread's connection; a forked child opens its own."""
+        held: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
+        if held is None or held[0] != os.getpid():
+            index = sqlite3.connect(
+                self.path / "index.sqlite", timeout=_WAIT_S, isolation_level=None
+            )
+            index.execute("pragma journal_mode = wal")
+            index.execute("pragma synchronous = normal")
+            held = self._local.held = (os.getpid(), index)
+        return held[1]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        index = self._index()
+        index.execute("begin immediate")
+        try:
+            yield index
+        except BaseException:
+            index.execute("rollback")
+            raise
+        index.execute("commit")
