@@ -24,6 +24,7 @@ def test_exported_names():
         "CapacityError",
         "KVKeepError",
         "LayerCache",
+        "Program",
         "RollbackError",
         "SavedCacheError",
         "ShapeError",
@@ -33,6 +34,7 @@ def test_exported_names():
         "attach",
         "attend",
         "detach",
+        "export",
         "fingerprint",
         "load",
     ]

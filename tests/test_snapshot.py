@@ -302,7 +302,9 @@ torch.set_num_threads(1)
 path, caches = Path(sys.argv[1]), [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
 for cache in caches:
     cache.repeat(40)
+start = time.perf_counter()
 save(caches[0], path)
+took = time.perf_counter() - start
 moments = random.Random(0)
 seen = set()
 for turn in range(100):
@@ -311,7 +313,7 @@ for turn in range(100):
         while True:
             for cache in caches:
                 save(cache, path, sync=False)
-    time.sleep(moments.uniform(0.001, 0.03))
+    time.sleep(moments.uniform(0.001, 6 * took))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     seen.add(Saved(path).header.layers[0].columns)

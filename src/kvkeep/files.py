@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -16,6 +16,7 @@ _PARTIAL = ".kvkeep-partial"
 @contextmanager
 def whole_file(path: Path, *, sync: bool) -> Iterator[FileIO]:
     """A file beside `path`, renamed to it at the end, so that nobody ever sees half of it there.
+    Who may read it is as before.
 
     Args:
         sync: wait until the disk has it, before and after it is renamed.
@@ -28,6 +29,8 @@ def whole_file(path: Path, *, sync: bool) -> Iterator[FileIO]:
     try:
         with FileIO(handle, "wb") as file:
             yield file
+            if path.exists():
+                os.fchmod(handle, path.stat().st_mode & 0o777)
             if sync:
                 os.fsync(handle)
             partial.replace(path)  # while it is locked, or it would be taken for an abandoned one
@@ -49,9 +52,10 @@ def _sync_directory(path: Path) -> None:
 def _new_partial(directory: Path) -> tuple[int, Path]:
     """A new file, open and locked, as long as it is written."""
     while True:
-        handle, name = tempfile.mkstemp(_PARTIAL, ".", directory)
-        if _locked(handle) and Path(name).exists():
-            return handle, Path(name)
+        path = directory / f".{uuid.uuid4().hex}{_PARTIAL}"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if _locked(handle) and path.exists():
+            return handle, path
         os.close(handle)  # taken for an abandoned one before it was locked
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from io import FileIO, RawIOBase
+from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from kvkeep.errors import CapacityError, SavedCacheError, ShapeError
+from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
 from kvkeep.exported import step_in as _step_in  # noqa: F401  (what programs call)
 from kvkeep.files import whole_file
 from kvkeep.headers import typed
@@ -28,7 +30,13 @@ FORMAT = 1
 """The version of the format that is written, and the only one that is read."""
 
 _HEADER = "kvkeep.json"
-_PICKLED = (".pt", ".pkl", ".pickle")
+_OURS = re.compile(
+    r"archive/(archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
+    r"|models/model\.json|data/sample_inputs/model\.pt|extra/kvkeep\.json"
+    r"|data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json))"
+)
+"""What `torch.export.save` writes for a program of tensors only."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Header:
         specs: what each layer keeps, as text.
         rows: sequences that it serves at once.
         room: columns that it takes before it is full.
+        vocabulary: token ids that it knows, from 0 on.
         fingerprint: what its keys and values depend on, by name.
     """
 
@@ -47,12 +56,15 @@ class Header:
     specs: list[str]
     rows: int
     room: int
+    vocabulary: int
     fingerprint: dict[str, str]
 
     @classmethod
-    def now(cls, specs: list[str], rows: int, room: int, fingerprint: dict[str, str]) -> Header:
+    def now(
+        cls, specs: list[str], rows: int, room: int, vocabulary: int, fingerprint: dict[str, str]
+    ) -> Header:
         """That of a program of this kvkeep."""
-        return cls(FORMAT, version("kvkeep"), specs, rows, room, fingerprint)
+        return cls(FORMAT, version("kvkeep"), specs, rows, room, vocabulary, fingerprint)
 
 
 class Program:
@@ -80,8 +92,17 @@ class Program:
 
     @property
     def fed(self) -> int:
-        """Columns it was fed, padding included."""
-        return int(self._state["0.counts"][0])
+        """Columns it was fed, padding included.
+
+        Raises:
+            StateError: a step was interrupted, so that its layers disagree.
+        """
+        fed = {int(x[0]) for name, x in self._state.items() if name.endswith(".counts")}
+        if len(fed) > 1:
+            raise StateError(
+                f"layers were fed {sorted(fed)} tokens: a step was interrupted; reset() the program"
+            )
+        return fed.pop()
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Feed new tokens; what they say of the next one.
@@ -96,8 +117,11 @@ class Program:
         Raises:
             ShapeError: they do not fit the program, and nothing was fed.
             CapacityError: so many do not fit its cache.
+            StateError: a step was interrupted; reset() it.
         """
         rows, room = self.header.rows, self.header.room
+        if not all(isinstance(x, Tensor) for x in (input_ids, attention_mask) if x is not None):
+            raise ShapeError(f"{type(input_ids).__name__} for token ids; give tensors")
         if input_ids.dim() != 2 or len(input_ids) != rows or not input_ids.shape[1]:
             raise ShapeError(
                 f"token ids {tuple(input_ids.shape)} for a program of {rows} rows: give "
@@ -110,6 +134,14 @@ class Program:
                 f"attention mask {tuple(attention_mask.shape)} for token ids "
                 f"{tuple(input_ids.shape)}; it covers the new tokens only"
             )
+        vocabulary = self.header.vocabulary
+        if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
+            raise ShapeError(
+                f"token ids from {int(input_ids.min())} to {int(input_ids.max())}; its vocabulary "
+                f"has 0 to {vocabulary - 1}"
+            )
+        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ShapeError("the last token of a row is padding; pad on the left")
         if self.fed + input_ids.shape[1] > room:
             raise CapacityError(
                 f"{input_ids.shape[1]} tokens after {self.fed}, but this program's cache is fixed "
@@ -136,12 +168,17 @@ class Program:
 
         Raises:
             SavedCacheError: the file cannot be written; what was there before is untouched.
+            StateError: a step was interrupted.
         """
         named(path)
+        assert self.fed >= 0  # raises where it was interrupted
         extra = {_HEADER: json.dumps(asdict(self.header))}
         try:
             with whole_file(Path(path), sync=sync) as file:
-                torch.export.save(self._traced, cast(IO[bytes], file), extra_files=extra)
+                whole = _Whole(file)
+                torch.export.save(self._traced, cast(IO[bytes], whole), extra_files=extra)
+                if whole.error is not None:
+                    raise whole.error
         except (OSError, RuntimeError) as error:
             raise SavedCacheError(
                 f"cannot save a program to {path}: {error}; what was there is as it was"
@@ -166,6 +203,34 @@ class Program:
             raise SavedCacheError(f"{path} cannot be loaded: {reason}; export it again") from error
 
 
+class _Whole(RawIOBase):
+    """A file as torch wants it: every write is whole, or the first error is kept for the end, since
+    torch's writer ends the process when one is raised."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view and self.error is None:
+                view = view[os.write(self._file.fileno(), view) :]
+        except OSError as error:
+            self.error = error
+        return size
+
+
 def named(path: str | os.PathLike[str]) -> Path:
     """A path that says what it is.
 
@@ -184,15 +249,14 @@ def _checked(path: Path, *, verify: bool) -> Header:
             damaged = archive.testzip() if verify else None
             if damaged:
                 raise SavedCacheError(f"{path} is damaged in {damaged}; export it again")
-            names = [PurePosixPath(name) for name in archive.namelist()]
-            headers = [name for name in names if name.name == _HEADER]
-            if len(headers) != 1:
+            if f"archive/extra/{_HEADER}" not in archive.namelist():
                 raise SavedCacheError(f"{path} is no kvkeep program: it has no {_HEADER}")
-            for name in _pickles(archive, names):
+            odd = _not_ours(archive)
+            if odd:
                 raise SavedCacheError(
-                    f"{path} holds {name}, a pickle, which kvkeep does not write and not read"
+                    f"{path} holds {odd}, which may be a pickle: kvkeep writes none and reads none"
                 )
-            fields = json.loads(archive.read(str(headers[0])))
+            fields = json.loads(archive.read(f"archive/extra/{_HEADER}"))
     except FileNotFoundError as error:
         raise SavedCacheError(f"no file {path}; see where it was saved") from error
     except (zipfile.BadZipFile, OSError, ValueError, KeyError, RecursionError) as error:
@@ -210,15 +274,21 @@ def _checked(path: Path, *, verify: bool) -> Header:
         raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error
 
 
-def _pickles(archive: zipfile.ZipFile, names: list[PurePosixPath]) -> Iterator[PurePosixPath]:
-    """What torch would unpickle: objects, and tensors and inputs that are marked or named so."""
-    for name in names:
-        size = archive.getinfo(str(name)).file_size
-        objects = name.name.startswith(("custom_obj", "opaque_obj"))
-        if size and (name.suffix in _PICKLED or objects):
-            yield name
-        if name.match("*_config.json") and _any_pickled(json.loads(archive.read(str(name)))):
-            yield name
+def _not_ours(archive: zipfile.ZipFile) -> str:
+    """A member that kvkeep would not have written, and that torch might unpickle; empty if none."""
+    seen = set[str]()
+    for member in archive.infolist():
+        name = member.filename
+        # torch takes the first of two names, and those that differ in case only for the same.
+        if name.casefold() in seen or not _OURS.fullmatch(name):
+            return name
+        seen.add(name.casefold())
+        if name.endswith("sample_inputs/model.pt") and member.file_size:
+            return name
+        if name.endswith("_config.json") and _any_pickled(json.loads(archive.read(name))):
+            return name
+    missing = {"archive/archive_format", "archive/models/model.json"} - seen
+    return f"no {min(missing)}" if missing else ""
 
 
 def _any_pickled(config: Any) -> bool:

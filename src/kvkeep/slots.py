@@ -328,6 +328,7 @@ class LayerSlots:
         """
         self.rows = rows
         if planes is not None:
+            self.aside = None
             self.storage.adopt(planes, length)
             return
         self.reset()

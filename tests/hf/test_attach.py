@@ -210,6 +210,17 @@ def test_4d_mask(attached, cache):
     )
 
 
+@pytest.mark.parametrize("mask", [[0], [1], [5]])
+def test_an_integer_mask_of_four_axes_is_not_taken_for_positions(attached, cache, mask):
+    given = torch.tensor([mask, mask], dtype=torch.int32)[:, None, None]
+    unchanged_by(
+        cache,
+        UnsupportedError,
+        "is not one of kvkeep's",
+        lambda: attached(ids(2, 1), attention_mask=given, past_key_values=cache),
+    )
+
+
 def test_mask_of_the_wrong_width(attached, cache):
     unchanged_by(
         cache,

@@ -74,6 +74,21 @@ def test_answers_share_a_prompt_that_was_read(attached, mode, rows):
     assert windows or cache.shared_bytes == one * (several if rows > 1 else 1)
 
 
+def test_a_call_that_fails_leaves_the_cache_as_it_was(attached):
+    cache = kvkeep.Cache(attached, "keep_all@fixed:20")
+    with torch.inference_mode():
+        attached(ids()[:, :-1], past_key_values=cache)
+    options = {"do_sample": False, "num_beams": 3, "past_key_values": cache}
+    with pytest.raises((kvkeep.KVKeepError, RuntimeError)):  # transformers' own is a RuntimeError
+        attached.generate(ids(), max_new_tokens=5, attention_mask=torch.ones(1, 5), **options)
+    if cache.get_max_length() > 0:  # not all of its layers have windows
+        with pytest.raises(kvkeep.CapacityError):
+            attached.generate(ids(n=40), max_new_tokens=5, **options)
+    assert (cache.rows, cache.fed) == (1, PROMPT - 1)
+    expected = attached.generate(ids(), max_new_tokens=5, do_sample=False, num_beams=3)
+    assert attached.generate(ids(), max_new_tokens=5, **options).equal(expected)
+
+
 @pytest.mark.parametrize("attach_draft", [True, False])
 def test_assisted_generation(attached, attach_draft):
     draft = copy.deepcopy(tiny(attached.config.model_type.split("_")[0]))

@@ -98,6 +98,7 @@ def attach(model: PreTrainedModel, spec: Specs = DEFAULT_SPEC) -> Attachment:
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, model)
+        model.__dict__["generate"] = partial(_generate, model)
     return attachment
 
 
@@ -117,6 +118,7 @@ def detach(model: PreTrainedModel) -> None:
     for owner in (model, _decoder(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
     model.__dict__.pop("_prepare_cache_for_generation", None)
+    model.__dict__.pop("generate", None)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -157,6 +159,21 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     text = decoder_config(model.config)
     parts = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
     model.set_attn_implementation({parts[0]: name} if parts else name)
+
+
+def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`generate`, which leaves a cache that it was given as it was if nothing is fed to it."""
+    given = kwargs.get("past_key_values")
+    cache = given if isinstance(given, Cache) and given.fed else None
+    before = None if cache is None else (cache.fed, cache.rows)
+    try:
+        return type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+    except BaseException:
+        if cache is not None and before is not None:
+            fed, rows = before
+            if cache.fed == fed and cache.rows > rows:
+                cache.select(torch.arange(0, cache.rows, cache.rows // rows))
+        raise
 
 
 def _prepare_cache(

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
 from kvkeep.hf.masks import MaskRequest
+from kvkeep.layer import LayerCache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -72,14 +73,26 @@ def attention_over(original: str) -> AttentionFunction:
         else:
             known = None if asked is None else asked.position
             if known is None:
-                known = attention_mask.flatten(1)
-                known = known if len(known) == len(key) else known[0]
+                known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
             out = handed.layer.step(
                 query, key, value, known, scale=scale, softcap=softcap, sinks=s_aux
             )
         return out.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:
+    """Positions (1|B, n) that came without the request they were made for, after seeing that they
+    are what they seem to be."""
+    real = position >= 0
+    expected = layer.next_positions(position.shape[1], position.device, real)
+    if not expected.expand_as(position).equal(position):
+        raise UnsupportedError(
+            "an int32 mask of four axes is not one of kvkeep's; give a mask (B, columns), or use "
+            "the cache with kvkeep.detach(model)"
+        )
+    return position if len(position) == rows else position[0]
 
 
 def _unfit(handed: Handed | None, asked: MaskRequest | None, mask: Tensor | None) -> str:

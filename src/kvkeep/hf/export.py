@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
+from kvkeep.errors import SpecError
 from kvkeep.exported import Description, LayerTensors
 from kvkeep.hf.attach import attach, detach, unwrapped
 from kvkeep.hf.cache import Cache
@@ -38,16 +39,20 @@ def export(
 
     Raises:
         UnsupportedError: the model cannot be attached, or the cache's state can grow.
-        SpecError: the spec does not exist or does not fit the model.
+        SpecError: the spec does not exist or does not fit the model, or no rows.
     """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise SpecError(f"a program of {rows} rows; give a whole number of at least 1")
     model = unwrapped(model)
-    attached, training = is_routed(decoder_config(model.config)), model.training
+    attached = is_routed(decoder_config(model.config))
+    training = [part for part in model.modules() if part.training]
     if not attached:
         attach(model)
     try:
         traced, header = _exported(model.eval(), spec, rows, tokenizer)
     finally:
-        model.train(training)
+        for part in training:
+            part.training = True
         if not attached:
             detach(model)
     return Program(traced, header)
@@ -57,18 +62,22 @@ def _exported(
     model: PreTrainedModel, spec: Specs, rows: int, tokenizer: Any
 ) -> tuple[ExportedProgram, Header]:
     step = _Step(model, spec, rows)
-    example = torch.zeros(rows, 4, dtype=torch.int64, device=model.device)
-    tokens = Dim("tokens", min=1, max=min(step.room, 2**20))
+    some = 4  # a single one would be compiled in; the program itself sees to its room
+    example = torch.zeros(rows, some, dtype=torch.int64, device=model.device)
+    tokens = {1: Dim("tokens", min=1, max=max(some, min(step.room, 2**20)))}
     with torch.no_grad():
         traced = torch.export.export(
             step,
             (example, torch.ones_like(example, dtype=torch.bool)),
-            dynamic_shapes=({1: tokens}, {1: tokens}),
+            dynamic_shapes=(tokens, tokens),
             strict=False,
         )
     traced._example_inputs = None  # they would be pickled
     specs = [description.spec for description in step.descriptions]
-    return traced, Header.now(specs, rows, step.room, fingerprint(model, tokenizer))
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])
+    known = fingerprint(model, tokenizer)
+    return traced, Header.now(specs, rows, step.room, vocabulary, known)
 
 
 class _Step(nn.Module):
@@ -100,6 +109,9 @@ class _Step(nn.Module):
     def room(self) -> int:
         """Columns that it takes in all, and so at once."""
         limits = [x.limit for x in self.cache.layers if x.limit and x.policy.budget is None]
+        config = decoder_config(base_config(self.model))
+        if getattr(config, "rope_parameters", None) is None:  # positions that were learned end
+            limits.append(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
         return min(limits, default=2**31 - 1)
 
     def forward(self, input_ids: Tensor, real: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def delete(name: str) -> None:
 
 def _locked(name: str) -> FileLock:
     path = path_of(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # what was said is private
     lock = FileLock(path.with_name(f".{name}.lock"))
     try:
         lock.acquire(timeout=0)
