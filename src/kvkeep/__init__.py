@@ -1,8 +1,7 @@
 """kvkeep: the KV cache for PyTorch language models.
 
 Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used,
-`Cache`, `attach`, `detach`, `export`, `load` and `fingerprint` with transformers, the others with
-torch only.
+`Cache`, `PrefixStore` and the functions but `attend` with transformers, the others with torch only.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from kvkeep.layer import LayerCache
     from kvkeep.program import Program
     from kvkeep.spec import CacheSpec
+    from kvkeep.store.prefix import PrefixStore
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ __all__ = [
     "CapacityError",
     "KVKeepError",
     "LayerCache",
+    "PrefixStore",
     "Program",
     "RollbackError",
     "SavedCacheError",
@@ -63,6 +64,7 @@ _HOME = {
     "CapacityError": "kvkeep.errors",
     "KVKeepError": "kvkeep.errors",
     "LayerCache": "kvkeep.layer",
+    "PrefixStore": "kvkeep.store.prefix",
     "Program": "kvkeep.program",
     "RollbackError": "kvkeep.errors",
     "SavedCacheError": "kvkeep.errors",

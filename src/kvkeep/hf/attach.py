@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,24 @@ from kvkeep.hf.specs import Specs
 _ATTRIBUTE = "_kvkeep_attachment"
 
 
+class PromptStore(Protocol):
+    """What `generate` asks of a store, such as `kvkeep.PrefixStore`."""
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+    ) -> Cache:
+        """A cache of all tokens (n,) but the last."""
+
+    def learn(self, model: PreTrainedModel, tokens: Tensor, cache: Cache, *, namespace: str) -> int:
+        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+
+
 @dataclass(frozen=True, repr=False)
 class Attachment:
     """What `attach` did to a model. As a context manager it detaches on exit.
@@ -36,6 +54,8 @@ class Attachment:
     layers: int
     attention: int
     original: str
+    store: PromptStore | None
+    namespace: str
     _hook: RemovableHandle
 
     def __str__(self) -> str:
@@ -56,7 +76,13 @@ class Attachment:
         detach(self.model)
 
 
-def attach(model: PreTrainedModel, spec: Specs = DEFAULT_SPEC) -> Attachment:
+def attach(
+    model: PreTrainedModel,
+    spec: Specs = DEFAULT_SPEC,
+    *,
+    store: PromptStore | None = None,
+    namespace: str = "",
+) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
     Changes this model only: its attention implementation, one forward hook and the cache that
@@ -65,6 +91,9 @@ def attach(model: PreTrainedModel, spec: Specs = DEFAULT_SPEC) -> Attachment:
     Args:
         model: a decoder, or a model with one inside; a PEFT model is unwrapped.
         spec: what caches built for it keep; see `kvkeep.Cache`.
+        store: where `generate()` finds what prompts began with before, and keeps what it computed;
+            see `kvkeep.PrefixStore`. For one prompt at a time, without a cache of your own.
+        namespace: of the store's entries: those of another one are never found.
 
     Returns:
         What was done; also a context manager.
@@ -94,7 +123,7 @@ def attach(model: PreTrainedModel, spec: Specs = DEFAULT_SPEC) -> Attachment:
         _route(model, ATTENTION_PREFIX + original.replace("flash", "fa"), original)
     hook = _decoder(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
     _decoder(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
-        model, spec, layers, 0 if latent else layers, original, hook
+        model, spec, layers, 0 if latent else layers, original, store, namespace, hook
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, model)
@@ -162,7 +191,11 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`generate`, which leaves a cache that it was given as it was if nothing is fed to it."""
+    """`generate`, with what the store has of the prompt. A cache that it was given is left as it
+    was if nothing is fed to it."""
+    ids = _stored_prompt(model, *args, **kwargs)
+    if ids is not None:
+        return _generate_from_store(model, ids, *args, **kwargs)
     given = kwargs.get("past_key_values")
     cache = given if isinstance(given, Cache) and given.fed else None
     before = None if cache is None else (cache.fed, cache.rows)
@@ -174,6 +207,42 @@ def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             if cache.fed == fed and cache.rows > rows:
                 cache.select(torch.arange(0, cache.rows, cache.rows // rows))
         raise
+
+
+def _stored_prompt(
+    model: PreTrainedModel, inputs: Any = None, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """The prompt, (1, n), if a store can help with it."""
+    attachment: Attachment = getattr(model, _ATTRIBUTE)
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    mask = kwargs.get("attention_mask")
+    others = ("past_key_values", "inputs_embeds", "pixel_values", "assistant_model")
+    if (
+        attachment.store is None
+        or not isinstance(ids, Tensor)
+        or ids.dim() != 2
+        or ids.shape[0] != 1
+        or not ids.shape[1]
+        or kwargs.get("use_cache") is False
+        or (isinstance(mask, Tensor) and not bool(mask.all()))
+        or any(kwargs.get(name) is not None for name in others)
+    ):
+        return None
+    return ids
+
+
+def _generate_from_store(model: PreTrainedModel, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    attachment: Attachment = getattr(model, _ATTRIBUTE)
+    store, namespace = attachment.store, attachment.namespace
+    assert store is not None
+    chunk = kwargs.get("prefill_chunk_size")
+    cache = store.prefill(model, ids[0], spec=attachment.spec, namespace=namespace, chunk=chunk)
+    kwargs["past_key_values"] = cache
+    output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+    said = output if isinstance(output, Tensor) else output.sequences
+    if cache.rows == 1:
+        store.learn(model, said[0, : cache.fed], cache, namespace=namespace)
+    return output
 
 
 def _prepare_cache(

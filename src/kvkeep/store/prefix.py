@@ -191,6 +191,27 @@ class PrefixStore:
             self.offer(identity, tokens[:last], cache, priority=priority)
         return cache
 
+    def learn(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        cache: hf.Cache,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+    ) -> int:
+        """Store what a model's cache was fed, such as a prompt and its answer, unless it has
+        evicted some of it.
+
+        Args:
+            tokens: all of them, int64 (n,).
+
+        Returns:
+            How many of the tokens are stored.
+        """
+        identity = identity_of(model, cache.specs, namespace)
+        return self.offer(identity, tokens, cache, priority=priority)
+
     def offer(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
     ) -> int:
