@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor
 
-from kvkeep.planes import Planes, concatenated, plane_bytes, slot_count
+from kvkeep.attention import Rotation
+from kvkeep.planes import POSITION, Planes, concatenated, plane_bytes, slot_count
 
 
 @final
@@ -50,10 +52,22 @@ class FrozenPlanes(Planes):
 
 
 class Run(NamedTuple):
-    """Frozen slots: what is shared, and the planes a policy changes, which are a layer's own."""
+    """Frozen slots: what is shared, and the planes that are a layer's own: what a policy changes,
+    and the positions, where the slots are used at others than their keys were rotated for."""
 
     planes: FrozenPlanes
     own: dict[str, Tensor]
+    rotation: Rotation | None = None
+
+    @classmethod
+    def of(cls, planes: Planes, rotation: Rotation | None = None) -> Run:
+        """Slots as they were computed, or as a rotation moves them."""
+        if rotation is None:
+            return cls(FrozenPlanes(planes), {})
+        place = planes[POSITION]
+        moved = torch.where(place < 0, place, place + rotation.offset)
+        rest = {name: planes[name] for name in planes if name != POSITION}
+        return cls(FrozenPlanes(rest), {POSITION: moved}, rotation)
 
     @property
     def joined(self) -> Planes:
@@ -63,7 +77,8 @@ class Run(NamedTuple):
     def merges_with(self, following: Run) -> bool:
         """Whether this run is not much longer than the one behind it, and of the same rows."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
-        return short and self.planes.batch == following.planes.batch
+        turned = self.rotation is not None or following.rotation is not None
+        return short and not turned and self.planes.batch == following.planes.batch
 
     def followed_by(self, following: Run) -> Run:
         """Both as one, copied."""
@@ -73,7 +88,7 @@ class Run(NamedTuple):
     def head(self, slots: int) -> Run:
         """The first `slots` slots."""
         own = {name: plane[:, :, :slots] for name, plane in self.own.items()}
-        return Run(self.planes.head(slots), own)
+        return self._replace(planes=self.planes.head(slots), own=own)
 
 
 class Past:
@@ -120,10 +135,13 @@ class Past:
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
         self.runs = [
-            Run(planes.rows(index), {name: p.index_select(0, index) for name, p in own.items()})
-            for planes, own in self.runs
+            run._replace(
+                planes=run.planes.rows(index),
+                own={name: p.index_select(0, index) for name, p in run.own.items()},
+            )
+            for run in self.runs
         ]
 
     def fork(self) -> Past:
         """The same runs, with a copy of what is not shared."""
-        return Past([Run(run.planes, deepcopy(run.own)) for run in self.runs])
+        return Past([run._replace(own=deepcopy(run.own)) for run in self.runs])

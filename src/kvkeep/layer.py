@@ -13,6 +13,7 @@ from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
+from kvkeep.frozen import Run
 from kvkeep.ledger import LayerState, Ledger
 from kvkeep.planes import POSITION, limits, part, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
@@ -155,16 +156,6 @@ class LayerCache:
         """See `Ledger.next_positions`."""
         return self._ledger.next_positions(n, device, real)
 
-    def was_fed(self, real: Tensor) -> bool:
-        """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False.
-
-        Only known, and False only, while nothing was evicted.
-        """
-        if self._ledger.pads is None or self._ledger.floor:
-            return True
-        position = self._slots.rewritable()[POSITION][:, 0]
-        return bool((position >= 0).equal(real.to(position.device)))
-
     def in_order(self, view: View) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view in the order of their positions.
 
@@ -238,7 +229,12 @@ class LayerCache:
     def adopt(self, ledger: Ledger, **slots: Any) -> None:
         """Hold slots that lie elsewhere: see `LayerSlots.adopt`."""
         self._ledger = ledger
-        self._slots.adopt(ledger.rows, **slots)
+        self._slots.adopt(ledger, **slots)
+
+    @property
+    def frozen(self) -> list[Run]:
+        """The slots that forks share, the oldest first."""
+        return self._slots.frozen.runs
 
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""

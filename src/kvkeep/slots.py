@@ -13,7 +13,8 @@ from kvkeep.bulk import Bulk
 from kvkeep.codec import Codec, Plain
 from kvkeep.errors import SpecError
 from kvkeep.figures import LayerStats
-from kvkeep.frozen import FrozenPlanes, Past, Run
+from kvkeep.frozen import Past, Run
+from kvkeep.ledger import Ledger
 from kvkeep.planes import (
     POSITION,
     Chain,
@@ -72,6 +73,7 @@ class LayerSlots:
         self.rows = 0
         self.frozen = Past()
         self.aside: Planes | None = None
+        self._key_dtype: torch.dtype | None = None  # of keys that are rotated where they lie
         blocks = key_codec.block > 1
         self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
         self._own = own
@@ -184,7 +186,8 @@ class LayerSlots:
                 for index, storage in enumerate(self.ragged.heads)
             )
         for run in self.frozen.runs:
-            found.append(Segment(run.planes, self._new_key, self._new_value))
+            planes = run.planes if run.rotation is None else run.joined
+            found.append(Segment(planes, self._new_key, self._new_value, run.rotation))
         if self.storage.length:
             found.append(Segment(self.storage.read(), self._new_key, self._new_value))
         if self.aside is not None:
@@ -314,25 +317,27 @@ class LayerSlots:
 
     def adopt(
         self,
-        rows: int,
+        ledger: Ledger,
         *,
-        frozen: Sequence[Planes] = (),
+        frozen: Sequence[Run] = (),
         planes: Planes | None = None,
         length: int = 0,
     ) -> None:
         """Hold slots that lie elsewhere.
 
         Args:
+            ledger: what they are left of.
             frozen: slots that others may hold too, behind which new ones are written.
             planes: those of fixed storage, to be written on in; `length` slots are in use.
         """
-        self.rows = rows
+        self.rows = ledger.rows
         if planes is not None:
             self.aside = None
             self.storage.adopt(planes, length)
             return
         self.reset()
-        self.frozen = Past([Run(FrozenPlanes(run), {}) for run in frozen])
+        self.frozen = Past(frozen)
+        self._key_dtype = None if ledger.like is None else ledger.like[0].dtype
         self.storage = self._blank.behind(self.frozen.length)
 
     def freeze(self) -> None:
@@ -372,9 +377,17 @@ class LayerSlots:
 
     @property
     def _runs(self) -> list[Planes]:
-        """What is neither aside nor encoded in blocks, the oldest first."""
+        """What is neither aside nor encoded in blocks, the oldest first; keys rotated for where
+        they stand."""
         own = [self.storage.read()] if self.storage.length else []
-        return [*(run.joined for run in self.frozen.runs), *own]
+        return [*map(self._placed, self.frozen.runs), *own]
+
+    def _placed(self, run: Run) -> Planes:
+        if run.rotation is None:
+            return run.joined
+        keys = self._new_key.decode(part(run.planes, "k"), torch.float32)
+        turned = run.rotation.turned_keys(keys).to(self._key_dtype)
+        return {**run.joined, **joined(self._new_key.encode(turned), "k")}
 
     def _as_one(self, runs: list[Planes]) -> Planes:
         """A view, if all of it lies in one place that is not shared."""

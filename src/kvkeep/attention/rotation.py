@@ -29,3 +29,7 @@ class Rotation:
     def turn(self, q: Tensor) -> Tensor:
         """R(-offset) applied to q (..., D), computed in at least float32; a copy."""
         return Rotary(self.inv_freq, self.interleaved).turn(q, torch.tensor(-self.offset))
+
+    def turned_keys(self, k: Tensor) -> Tensor:
+        """R(offset) applied to k (..., D): the keys as they are where they now stand; a copy."""
+        return Rotary(self.inv_freq, self.interleaved).turn(k, torch.tensor(self.offset))

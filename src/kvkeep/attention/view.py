@@ -77,6 +77,11 @@ class Segment(NamedTuple):
         """(B|1, H, S, Dk); a view of the planes where the codec allows it."""
         return self.key_codec.decode(part(self.planes, "k"), dtype)
 
+    def placed_keys(self, dtype: torch.dtype) -> Tensor:
+        """`keys`, rotated for where they stand."""
+        keys = self.keys(dtype)
+        return keys if self.rotation is None else self.rotation.turned_keys(keys)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """(B|1, H, S, Dv); a view of the planes where the codec allows it."""
         return self.value_codec.decode(part(self.planes, "v"), dtype)
@@ -184,7 +189,7 @@ class View(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, Dk) and values (B, H, S, Dv), by position if slots were `moved`."""
         rows = self.segments[-1].position.shape[0]
-        keys = [segment.keys(key_dtype) for segment in self.segments]
+        keys = [segment.placed_keys(key_dtype) for segment in self.segments]
         values = [segment.values(value_dtype) for segment in self.segments]
         k, v = keys[0], values[0]
         if len(keys) > 1:

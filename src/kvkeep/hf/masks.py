@@ -95,7 +95,7 @@ def _positions(
     if layer.fed and attention_mask.shape[-1] != n:
         before = attention_mask[:, :-n].bool()
         shown = before.sum(dim=1).cpu()
-        if not (shown.equal(layer.seen) and layer.was_fed(before)):
+        if not (shown.equal(layer.seen) and _was_fed(layer, before)):
             raise ShapeError(
                 f"the attention mask shows {shown.tolist()} of the {layer.fed} tokens before this "
                 f"call, but the cache was fed {layer.seen.tolist()}, or others of them; what was "
@@ -103,3 +103,12 @@ def _positions(
             )
     real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
     return layer.next_positions(n, device, None if real.all() else real)
+
+
+def _was_fed(layer: LayerCache, real: Tensor) -> bool:
+    """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
+    known, and False only, while nothing was evicted."""
+    if not layer.padded or layer.state().ledger.floor:
+        return True
+    position = layer.positions()[:, 0]
+    return bool((position >= 0).equal(real.to(position.device)))

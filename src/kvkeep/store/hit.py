@@ -13,6 +13,7 @@ from kvkeep.cache import Cache
 from kvkeep.chunk import empty_like
 from kvkeep.errors import StateError
 from kvkeep.figures import slot_planes
+from kvkeep.frozen import Run
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import Ledger
 from kvkeep.store.backend import Block
@@ -99,7 +100,7 @@ class Hit:
         for index, (layer, like) in enumerate(zip(cache.layers, self._shape.like, strict=True)):
             ledger = Ledger()
             ledger.columns, ledger.like = self.length, like
-            layer.adopt(ledger, frozen=[stretch.layers[index] for stretch in self._stretches])
+            layer.adopt(ledger, frozen=[Run.of(one.layers[index]) for one in self._stretches])
         cache.routed = self._shape.routed
 
     def release(self) -> None:

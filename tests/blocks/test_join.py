@@ -1,0 +1,199 @@
+"""Texts that were computed apart and joined: a forward under a block-diagonal mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tiny
+
+import kvkeep
+from kvkeep.blocks import join
+from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+MODELS = {
+    "default": ("llama", {}),
+    "linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "partial": ("phi", {}),
+    "interleaved": ("cohere", {}),
+    "partial, interleaved": ("glm4", {}),
+    "neox": ("gpt-neox", {}),
+    "not in every layer": ("smollm3", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+def texts(lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 96, (1, n), generator=generator) for n in lengths]
+
+
+def alone(model, text, spec="keep_all"):
+    """A cache that was fed a text by itself."""
+    cache = kvkeep.Cache(model, spec)
+    model(text, past_key_values=cache)
+    return cache
+
+
+def block_diagonal(lengths, tail):
+    """Additive mask (1, 1, T, T): each text sees itself, the tail sees all, causally."""
+    total = sum(lengths) + tail
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        seen[start : start + length, start : start + length] = True
+        start += length
+    seen[start:] = True
+    seen &= torch.ones_like(seen).tril()
+    return torch.zeros(total, total).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+@torch.no_grad()
+def expected(model, parts, tail):
+    """Logits of the tail (1, n) after the parts, by the model without kvkeep."""
+    whole = torch.cat([*parts, tail], dim=1)
+    mask = block_diagonal([part.shape[1] for part in parts], tail.shape[1])
+    place = torch.arange(whole.shape[1])[None]
+    logits = model(whole, attention_mask=mask, position_ids=place, use_cache=False).logits
+    return logits[:, -tail.shape[1] :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("attached", [True, False])
+def test_block_diagonal(name, attached):
+    family, options = MODELS[name]
+    model = tiny(family, **{"max_position_embeddings": 256} | options).eval()
+    model.set_attn_implementation("eager")
+    parts, (tail,) = texts((9, 30, 1, 17)), texts((6,), seed=4)
+    wanted = expected(model, parts, tail)
+    if attached:
+        kvkeep.attach(model)
+    with torch.inference_mode():
+        cache = join(model, [alone(model, part) for part in parts])
+        assert cache.fed == cache.length == 57
+        assert cache.shared_bytes > 0
+        first = model(tail[:, :4], past_key_values=cache).logits
+        rest = [model(tail[:, i : i + 1], past_key_values=cache).logits for i in (4, 5)]
+    torch.testing.assert_close(torch.cat([first, *rest], dim=1), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_text_alone_is_itself():
+    model = tiny("llama")
+    (text,), (tail,) = texts((20,)), texts((5,), seed=4)
+    with kvkeep.attach(model), torch.inference_mode():
+        one, two = alone(model, text), join(model, [alone(model, text)])
+        assert model(tail, past_key_values=two).logits.equal(
+            model(tail, past_key_values=one).logits
+        )
+
+
+@pytest.mark.parametrize(
+    "spec", ["keep_all+int8", "keep_all+int4", "keep_all@fixed:64", "window:60"]
+)
+def test_other_specs(spec):
+    """As the same caches joined for good, by a snapshot; within what encoding again costs."""
+    model = tiny("llama", max_position_embeddings=256)
+    parts, (tail,) = texts((9, 20)), texts((4,), seed=4)
+    with kvkeep.attach(model), torch.inference_mode():
+        cache = join(model, [alone(model, part, spec) for part in parts])
+        placed = kvkeep.Cache(model, spec)
+        placed.restore(cache.snapshot())
+        assert placed.shared_bytes == 0
+        one, two = (model(tail, past_key_values=c).logits for c in (cache, placed))
+        coarse = 0.3 if "int4" in spec else 0.05 if "int8" in spec else 1e-5
+        assert (one - two).norm() < coarse * one.norm()
+
+
+def test_what_a_joined_cache_can_do(tmp_path):
+    model = tiny("llama", max_position_embeddings=256)
+    parts, (tail,) = texts((9, 20, 7)), texts((4,), seed=4)
+    with kvkeep.attach(model), torch.inference_mode():
+        caches = [alone(model, part) for part in parts]
+        cache = join(model, caches)
+        wanted = model(tail, past_key_values=cache).logits
+        cache.crop(-4)
+
+        fork = cache.freeze().fork(rows=3)
+        assert fork.shared_bytes == cache.shared_bytes
+        found = model(tail.expand(3, -1), past_key_values=fork).logits
+        torch.testing.assert_close(found, wanted.expand(3, -1, -1))
+        cache.save(tmp_path / "a.kv")
+        loaded = kvkeep.load(tmp_path / "a.kv", model)
+        torch.testing.assert_close(model(tail, past_key_values=loaded).logits, wanted)
+
+        again = join(model, [cache, caches[0]])  # joined ones can be joined
+        flat = join(model, [*caches, caches[0]])
+        one, two = (model(tail, past_key_values=c).logits for c in (again, flat))
+        torch.testing.assert_close(one, two)
+        flat.crop(-4 - 9 - 3)  # into a text that was moved
+        assert flat.fed == 33
+        short = join(model, [*caches[:2], alone(model, parts[2][:, :4])])
+        one, two = (model(tail, past_key_values=c).logits for c in (flat, short))
+        torch.testing.assert_close(one, two)
+        assert all(cache.fed == part.shape[1] for cache, part in zip(caches, parts, strict=True))
+
+
+def test_eviction_from_joined_texts():
+    """A window takes its own copy, with keys rotated for good."""
+    model = tiny("llama", max_position_embeddings=256)
+    parts, (tail,) = texts((9, 20)), texts((30,), seed=4)
+    with kvkeep.attach(model), torch.inference_mode():
+        cache = join(model, [alone(model, part, "window:32") for part in parts])
+        wide = join(model, [alone(model, part) for part in parts])
+        for i in range(30):
+            one = model(tail[:, i : i + 1], past_key_values=cache).logits
+        assert cache.shared_bytes == 0
+        assert cache.length == 32
+        assert one.isfinite().all()
+        model(tail[:, :2], past_key_values=wide)
+        assert wide.length == 31
+
+
+def test_bad_input():
+    model, other = tiny("llama"), tiny("llama", num_hidden_layers=1)
+    parts = texts((9, 5))
+    with torch.inference_mode():
+        cache = alone(model, parts[0])
+        rows = kvkeep.Cache(model)
+        model(torch.cat([parts[0]] * 2), past_key_values=rows)
+        short = kvkeep.Cache(model, "window:4")
+        cases: list[tuple[type[KVKeepError], str, list[kvkeep.Cache]]] = [
+            (ShapeError, "no caches", []),
+            (ShapeError, "a cache of 2 rows", [cache, rows]),
+            (StateError, "different specs", [cache, alone(model, parts[1], "keep_all+int8")]),
+            (StateError, "different specs", [cache, alone(other, parts[1])]),
+        ]
+        with kvkeep.attach(model):
+            cases.append((StateError, "attached and other", [cache, alone(model, parts[1])]))
+            model(parts[0], past_key_values=short)
+            cases.append((UnsupportedError, "evicted", [short]))
+            scored = alone(model, parts[0], "h2o:40")
+            cases.append((UnsupportedError, "scores", [scored]))
+        for kind, message, caches in cases:
+            with pytest.raises(kind, match=message):
+                join(model, caches)
+        learned = tiny("gpt2")
+        with pytest.raises(UnsupportedError, match="no rotary embedding"):
+            join(learned, [alone(learned, parts[0])])
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        dynamic = tiny("llama", rope_parameters=rope)
+        with pytest.raises(UnsupportedError, match="does not find how"):
+            join(dynamic, [alone(dynamic, parts[0])])
+        assert join(model, [kvkeep.Cache(model)]).fed == 0
+        assert cache.shared_bytes == 0
