@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Rotation
-from kvkeep.planes import POSITION, Planes, concatenated, plane_bytes, slot_count
+from kvkeep.codec import Codec
+from kvkeep.planes import (
+    POSITION,
+    Planes,
+    concatenated,
+    joined,
+    part,
+    plane_bytes,
+    slot_count,
+)
 
 
 @final
@@ -58,6 +67,7 @@ class Run(NamedTuple):
     planes: FrozenPlanes
     own: dict[str, Tensor]
     rotation: Rotation | None = None
+    hides: bool = False  # whether some of the slots are seen by nobody
 
     @classmethod
     def of(cls, planes: Planes, rotation: Rotation | None = None) -> Run:
@@ -74,11 +84,19 @@ class Run(NamedTuple):
         """All planes."""
         return {**self.planes, **self.own}
 
+    def without(self, positions: Tensor) -> Run:
+        """The same slots, of which those at some positions, (n,), are seen by nobody."""
+        place = self.joined[POSITION]
+        hidden = place.masked_fill(torch.isin(place, positions.to(place)), -1)
+        rest = {name: self.planes[name] for name in self.planes if name != POSITION}
+        own = self.own | {POSITION: hidden}
+        return self._replace(planes=FrozenPlanes(rest), own=own, hides=True)
+
     def merges_with(self, following: Run) -> bool:
         """Whether this run is not much longer than the one behind it, and of the same rows."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
-        turned = self.rotation is not None or following.rotation is not None
-        return short and not turned and self.planes.batch == following.planes.batch
+        own = POSITION in self.own or POSITION in following.own
+        return short and not own and self.planes.batch == following.planes.batch
 
     def followed_by(self, following: Run) -> Run:
         """Both as one, copied."""
@@ -121,6 +139,26 @@ class Past:
         while len(self.runs) > 1 and self.runs[-2].merges_with(self.runs[-1]):
             last = self.runs.pop()
             self.runs[-1] = self.runs[-1].followed_by(last)
+
+    @property
+    def hides(self) -> bool:
+        """Whether some of the slots are seen by nobody."""
+        return any(run.hides for run in self.runs)
+
+    def placed(self, codec: Codec, dtype: torch.dtype | None) -> list[Planes]:
+        """The planes of each run, with keys rotated for where they stand, without hidden slots."""
+        found: list[Planes] = []
+        for run in self.runs:
+            planes = run.joined
+            if run.rotation is not None:
+                keys = codec.decode(part(planes, "k"), torch.float32)
+                turned = run.rotation.turned_keys(keys).to(dtype)
+                planes = {**planes, **joined(codec.encode(turned), "k")}
+            if run.hides:
+                seen = (planes[POSITION][0, 0] >= 0).nonzero().flatten()
+                planes = {name: plane.index_select(2, seen) for name, plane in planes.items()}
+            found.append(planes)
+        return found
 
     def drop(self, slots: int) -> None:
         """Take back the newest."""

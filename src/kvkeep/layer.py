@@ -349,7 +349,7 @@ class LayerCache:
     def _view(self, position: Tensor) -> View:
         n, reach = position.shape[-1], self.policy.reach
         reaches = limits(reach, self.window, n, self.length, self.fed)
-        ragged = self.padded or self.policy.ragged  # heads leave rows empty slots
+        ragged = self.padded or self.policy.ragged or self._slots.frozen.hides  # empty slots
         return View(self._slots.segments(), position, ragged, tuple(reaches))
 
     def _seeing(self, observation: Observation | None) -> Observation:

@@ -186,7 +186,7 @@ class LayerSlots:
                 for index, storage in enumerate(self.ragged.heads)
             )
         for run in self.frozen.runs:
-            planes = run.planes if run.rotation is None else run.joined
+            planes = run.joined if POSITION in run.own else run.planes
             found.append(Segment(planes, self._new_key, self._new_value, run.rotation))
         if self.storage.length:
             found.append(Segment(self.storage.read(), self._new_key, self._new_value))
@@ -380,14 +380,7 @@ class LayerSlots:
         """What is neither aside nor encoded in blocks, the oldest first; keys rotated for where
         they stand."""
         own = [self.storage.read()] if self.storage.length else []
-        return [*map(self._placed, self.frozen.runs), *own]
-
-    def _placed(self, run: Run) -> Planes:
-        if run.rotation is None:
-            return run.joined
-        keys = self._new_key.decode(part(run.planes, "k"), torch.float32)
-        turned = run.rotation.turned_keys(keys).to(self._key_dtype)
-        return {**run.joined, **joined(self._new_key.encode(turned), "k")}
+        return [*self.frozen.placed(self._new_key, self._key_dtype), *own]
 
     def _as_one(self, runs: list[Planes]) -> Planes:
         """A view, if all of it lies in one place that is not shared."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import tiny
+from joined import expected
 
 import kvkeep
 from kvkeep.blocks import join
@@ -49,29 +50,6 @@ def alone(model, text, spec="keep_all"):
     cache = kvkeep.Cache(model, spec)
     model(text, past_key_values=cache)
     return cache
-
-
-def block_diagonal(lengths, tail):
-    """Additive mask (1, 1, T, T): each text sees itself, the tail sees all, causally."""
-    total = sum(lengths) + tail
-    seen = torch.zeros(total, total, dtype=torch.bool)
-    start = 0
-    for length in lengths:
-        seen[start : start + length, start : start + length] = True
-        start += length
-    seen[start:] = True
-    seen &= torch.ones_like(seen).tril()
-    return torch.zeros(total, total).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-
-
-@torch.no_grad()
-def expected(model, parts, tail):
-    """Logits of the tail (1, n) after the parts, by the model without kvkeep."""
-    whole = torch.cat([*parts, tail], dim=1)
-    mask = block_diagonal([part.shape[1] for part in parts], tail.shape[1])
-    place = torch.arange(whole.shape[1])[None]
-    logits = model(whole, attention_mask=mask, position_ids=place, use_cache=False).logits
-    return logits[:, -tail.shape[1] :]
 
 
 @pytest.mark.parametrize("name", MODELS)
