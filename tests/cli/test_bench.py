@@ -65,6 +65,29 @@ def test_fork():
     assert all(row["step_ms"] > row["attention_ms"] > 0 for row in result["rows"])
 
 
+@pytest.mark.usefixtures("_model")
+def test_reuse():
+    sizes = ("--documents", "3", "--shortest", "20", "--longest", "40", "--answer", "5")
+    rows = {
+        row["mode"]: row
+        for row in last_line(run("reuse", *sizes, "--turns", "1", "--json"))["rows"]
+    }
+    assert list(rows) == [
+        "cold",
+        "prefix",
+        "disk",
+        "blocks:0",
+        "blocks:boundary:32",
+        "blocks:0.15",
+        "blocks:all",
+    ]
+    for mode in ("cold", "prefix", "disk", "blocks:all"):
+        assert rows[mode]["kl"] < 1e-5
+        assert rows[mode]["top1"] == 1
+    assert rows["blocks:0"]["kl"] > 1e-3
+    assert all(row["ttft_s"] > 0 and row["speedup"] > 0 for row in rows.values())
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])
 def test_op(dtype, queries):

@@ -228,6 +228,37 @@ def fork(
         )
 
 
+@bench.command()
+def reuse(
+    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    documents: Annotated[int, typer.Option(min=2, help="Documents before the question.")] = 6,
+    shortest: Annotated[int, typer.Option(min=1, help="Tokens of the shortest, at least.")] = 500,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, at most.")] = 1000,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens over which quality counts.")] = 64,
+    turns: Annotated[int, typer.Option(min=1, help="Orders of the documents.")] = 3,
+    json: JsonFlag = False,
+) -> None:
+    """Documents that were read before: time to the first token, and what reuse costs in quality."""
+    if shortest > longest:
+        raise typer.BadParameter(f"--shortest {shortest} must be within --longest {longest}")
+    with reported(), Working("reuse") as working:
+        from kvkeep.bench.reuse import run
+
+        result = run(
+            model,
+            dtype=dtype,
+            documents=documents,
+            shortest=shortest,
+            longest=longest,
+            answer=answer,
+            turns=turns,
+            progress=working,
+        )
+    title = f"{documents} documents and a question, {result['tokens']} tokens, {model}, {dtype}"
+    _show(title, result, None, json)
+
+
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     if plot is not None:
         draw(title, result["rows"], plot)

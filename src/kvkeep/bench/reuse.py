@@ -1,0 +1,167 @@
+"""Documents that were read before: time to the first token, and what reuse costs in quality."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.bench.environment import environment
+from kvkeep.blocks import prefill
+from kvkeep.evals.text import tokens_of_text
+from kvkeep.hf.attach import attach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.models import load
+from kvkeep.store import Disk, PrefixStore
+from kvkeep.store.model import feed
+
+BLOCKS = "blocks:"
+MODES = ("cold", "prefix", "disk", "blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all")
+_QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "float32",
+    documents: int = 6,
+    shortest: int = 500,
+    longest: int = 1000,
+    answer: int = 64,
+    modes: Sequence[str] = MODES,
+    turns: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Read documents in a new order each turn, and a question after them.
+
+    Args:
+        documents: how many, cut from real text, of `shortest` to `longest` tokens.
+        answer: tokens of the greedy answer after a plain prefill, over which quality is measured.
+        modes: "cold" reads everything; "prefix" and "disk" find the documents in this very order,
+            in memory or on disk; "blocks:R" joins documents that were read one by one, with
+            `recompute=R`.
+
+    Returns:
+        `rows`: per mode, medians over the turns of `ttft_s` and its `speedup` over cold; and
+        against the plain prefill `kl` in nats, `top1`, the share of the same first choices, and
+        `perplexity_ratio` of the answer.
+    """
+    loaded, tokenizer = load(model, dtype)
+    attach(loaded)
+    draw = random.Random(0)
+    lengths = [draw.randint(shortest, longest) for _ in range(documents)]
+    text = tokens_of_text(tokenizer, sum(lengths))[0]
+    texts = list(torch.split(text, lengths))
+    question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    blocks = PrefixStore()
+    prefill(loaded, texts, store=blocks)
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    with torch.inference_mode(), TemporaryDirectory() as folder:
+        for turn in range(turns):
+            draw.shuffle(texts)
+            if progress is not None:
+                progress(f"order {turn + 1} of {turns}")
+            whole = torch.cat([*texts, question])
+            memory = PrefixStore()
+            memory.prefill(loaded, whole)
+            PrefixStore(backend=Disk(folder)).prefill(loaded, whole)
+            stores = {"prefix": memory, BLOCKS: blocks}
+            reader = _Reader(loaded, texts, question, stores, folder)
+            said = reader.answer(answer)
+            reference = reader.judged("cold", said)
+            for mode in modes:
+                quality = _against(reference, reader.judged(mode, said), said)
+                found[mode].append({"ttft_s": reader.seconds(mode)} | quality)
+    rows: list[dict[str, Any]] = [
+        {"mode": mode} | {name: statistics.median(x[name] for x in times) for name in times[0]}
+        for mode, times in found.items()
+    ]
+    cold = next(row["ttft_s"] for row in rows if row["mode"] == "cold")
+    return {
+        "benchmark": "reuse",
+        "model": model,
+        "dtype": dtype,
+        "tokens": sum(lengths) + len(question),
+        "environment": environment(),
+        "rows": [
+            {"mode": row["mode"], "ttft_s": row["ttft_s"]}
+            | {"speedup": cold / row["ttft_s"]}
+            | {name: row[name] for name in ("kl", "top1", "perplexity_ratio")}
+            for row in rows
+        ],
+    }
+
+
+class _Reader:
+    """One order of the documents, read in every mode."""
+
+    def __init__(
+        self,
+        model: Any,
+        texts: Sequence[Tensor],
+        question: Tensor,
+        stores: dict[str, PrefixStore],
+        folder: str,
+    ) -> None:
+        self._model, self._texts, self._question = model, texts, question
+        self._stores, self._folder = stores, folder
+        self._before = sum(map(len, texts))
+
+    def seconds(self, mode: str) -> float:
+        """To the logits after the question."""
+        start = time.perf_counter()
+        cache = self._documents(mode)
+        self._model(self._rest(cache)[None], past_key_values=cache, logits_to_keep=1)
+        return time.perf_counter() - start
+
+    def answer(self, count: int) -> Tensor:
+        """What the model says after a plain prefill, greedily, (count,)."""
+        cache = self._documents("cold")
+        fed, said = self._rest(cache)[None], list[Tensor]()
+        for _ in range(count):
+            logits = self._model(fed, past_key_values=cache, logits_to_keep=1).logits
+            fed = logits[:, -1:].argmax(dim=-1)
+            said.append(fed[0])
+        return torch.cat(said)
+
+    def judged(self, mode: str, answer: Tensor) -> Tensor:
+        """Log-probabilities (n, V) at the n tokens of an answer."""
+        cache = self._documents(mode)
+        fed = torch.cat([self._rest(cache), answer[:-1]])
+        logits = self._model(fed[None], past_key_values=cache).logits[0, -len(answer) :]
+        found: Tensor = logits.float().log_softmax(dim=-1)
+        return found
+
+    def _rest(self, cache: Cache) -> Tensor:
+        """What was not fed of the question, (n,)."""
+        return self._question[cache.fed - self._before :]
+
+    def _documents(self, mode: str) -> Cache:
+        """A cache of the documents, and perhaps of some of the question."""
+        if mode == "cold":
+            cache = Cache(self._model)
+            feed(self._model, torch.cat(list(self._texts)), cache)
+            return cache
+        if mode.startswith(BLOCKS):
+            how = mode.removeprefix(BLOCKS)
+            share: float | str = float(how) if how.replace(".", "", 1).isdigit() else how
+            store = None if how == "all" else self._stores[BLOCKS]
+            return prefill(self._model, self._texts, recompute=share, store=store)
+        store = self._stores.get(mode) or PrefixStore(backend=Disk(self._folder))
+        return store.prefill(self._model, torch.cat([*self._texts, self._question]))
+
+
+def _against(reference: Tensor, found: Tensor, answer: Tensor) -> dict[str, float]:
+    """How one prediction of an answer differs from another's."""
+    at = answer[:, None]
+    return {
+        "kl": float((reference.exp() * (reference - found)).sum(dim=-1).mean()),
+        "top1": float((reference.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
+        "perplexity_ratio": float((reference.gather(1, at) - found.gather(1, at)).mean().exp()),
+    }
