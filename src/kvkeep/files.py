@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 _PARTIAL = ".kvkeep-partial"
+_WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second over larger writes to new files
 
 
 @contextmanager
@@ -39,6 +40,13 @@ def whole_file(path: Path, *, sync: bool) -> Iterator[FileIO]:
         raise
     if sync:
         _sync_directory(path.parent)
+
+
+def write_all(descriptor: int, data: bytes | memoryview[int]) -> None:
+    """Write all of some bytes; `os.write` may write fewer than it is given."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view[:_WRITTEN_AT_ONCE]) :]
 
 
 def _sync_directory(path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 
 from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
 from kvkeep.exported import step_in as _step_in  # noqa: F401  (what programs call)
-from kvkeep.files import whole_file
+from kvkeep.files import whole_file, write_all
 from kvkeep.headers import typed
 
 FORMAT = 1
@@ -222,13 +222,12 @@ class _Whole(RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        size = len(view)
         try:
-            while view and self.error is None:
-                view = view[os.write(self._file.fileno(), view) :]
+            if self.error is None:
+                write_all(self._file.fileno(), view)
         except OSError as error:
             self.error = error
-        return size
+        return len(view)
 
 
 def named(path: str | os.PathLike[str]) -> Path:

@@ -7,7 +7,6 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvkeep.files import whole_file
+from kvkeep.files import whole_file, write_all
 
 _TYPES = {
     torch.float64: "F64",
@@ -46,9 +45,9 @@ def write(
     # Large elements first, so that each tensor is aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     with whole_file(path, sync=sync) as file:
-        _write_all(file.fileno(), _header(tensors, order, metadata))
+        write_all(file.fileno(), _header(tensors, order, metadata))
         for piece in _all_pieces(tensors, order):
-            _write_all(file.fileno(), piece)
+            write_all(file.fileno(), piece)
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
@@ -82,9 +81,3 @@ def _pieces(x: Tensor) -> Iterator[memoryview[int]]:
         return
     for part in x:
         yield from _pieces(part)
-
-
-def _write_all(descriptor: int, piece: bytes | memoryview[int]) -> None:
-    view = memoryview(piece)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -196,3 +196,33 @@ def test_best_of_n_shares_its_prompt(model, ids):
         whole = torch.cat([ids[:1].expand(5, -1), following], dim=1)
         expected = model(whole, use_cache=False).logits[:, -4:]
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_glance_sees_what_changes():
+    model = tiny("llama")
+    first = kvkeep.fingerprint(model, glance=True)
+    assert kvkeep.fingerprint(model, glance=True) == first
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+
+    def poke():
+        with torch.no_grad():
+            weight[1, 1] += 1
+
+    changes = [
+        poke,
+        lambda: weight.data.mul_(1.5),  # which torch does not count as a change
+        lambda: model.load_state_dict(
+            {**model.state_dict(), "lm_head.weight": before.new_ones(96, 32)}
+        ),
+        lambda: setattr(weight, "data", before * 2),
+        lambda: model.bfloat16(),
+    ]
+    seen = [first]
+    for change in changes:
+        change()
+        found = kvkeep.fingerprint(model, glance=True)
+        assert found not in seen
+        assert kvkeep.fingerprint(model) == found
+        seen.append(found)
+    assert kvkeep.fingerprint(tiny("llama")) == first

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -13,15 +14,55 @@ from torch import Tensor, nn
 
 from kvkeep.hf.config import base_config, decoder_config
 
+_SAMPLE = 16  # elements of a tensor
 
-def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, str]:
+
+_known: WeakKeyDictionary[nn.Module, tuple[object, tuple[str, str]]] = WeakKeyDictionary()
+
+
+def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
     """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
     of weights in a second.
+
+    Args:
+        tokenizer: the model's tokenizer, to be hashed too.
+        glance: do not read weights again that look as they did: the same tensors, not written to
+            as far as torch knows, and alike in a sample of each.
 
     Returns:
         `weights`, `adapter` ("none", or a hash of what is active), `rope`, `dtype`, and `tokenizer`
         if one is given.
     """
+    stamp = _stamp(model)
+    known = _known.get(model)
+    if known is None or known[0] != stamp or not glance:
+        known = _known[model] = (stamp, _hashes(model))
+    weights, adapter = known[1]
+    config = decoder_config(base_config(model))
+    rope = getattr(config, "rope_parameters", None)
+    dtypes = sorted({str(x.dtype) for x in model.parameters() if x.is_floating_point()})
+    found = {
+        "weights": weights,
+        "adapter": adapter,
+        "rope": json.dumps(rope, sort_keys=True, default=str),
+        "dtype": " ".join(dtypes),
+    }
+    if tokenizer is not None:
+        found["tokenizer"] = _hash_of_tokenizer(tokenizer)
+    return found
+
+
+def _stamp(model: nn.Module) -> object:
+    """What changes, as far as can be seen at a glance, when a weight or an adapter does."""
+    tensors = [
+        (name, x.data_ptr(), x._version, x.detach().flatten()[:: x.numel() // _SAMPLE + 1].tolist())
+        for name, x in _tensors(model)
+    ]
+    return tensors, _adapters(model)
+
+
+def _hashes(model: nn.Module) -> tuple[str, str]:
+    """Of all weights, and of the active adapters; "none" without them."""
     weights, adapter = xxhash.xxh3_128(), xxhash.xxh3_128()
     layers, active = _adapters(model)
     for name, x in sorted(_tensors(model)):
@@ -34,18 +75,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, str]:
         elif parts & set(active):
             _add(adapter, plain, x)
     adapter.update(json.dumps(active).encode())
-    config = decoder_config(base_config(model))
-    rope = getattr(config, "rope_parameters", None)
-    dtypes = sorted({str(x.dtype) for x in model.parameters() if x.is_floating_point()})
-    found = {
-        "weights": weights.hexdigest(),
-        "adapter": adapter.hexdigest() if active else "none",
-        "rope": json.dumps(rope, sort_keys=True, default=str),
-        "dtype": " ".join(dtypes),
-    }
-    if tokenizer is not None:
-        found["tokenizer"] = _hash_of_tokenizer(tokenizer)
-    return found
+    return weights.hexdigest(), adapter.hexdigest() if active else "none"
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -63,11 +93,6 @@ def _add(to: Any, name: str, x: Tensor) -> None:
     flat = x.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
         to.update(flat.view(torch.uint8).numpy().data)
-
-
-def active_adapters(model: nn.Module) -> dict[str, list[float]]:
-    """The adapters of PEFT that take part in the forward, with their scale in each layer."""
-    return _adapters(model)[1]
 
 
 def _adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:

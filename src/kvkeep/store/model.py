@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed
-from kvkeep.hf.fingerprint import active_adapters, fingerprint
+from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.spec import CacheSpec
-
-_known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
 
 
 def identity_of(model: PreTrainedModel, specs: Sequence[CacheSpec], namespace: str = "") -> str:
@@ -25,25 +22,12 @@ def identity_of(model: PreTrainedModel, specs: Sequence[CacheSpec], namespace: s
     return json.dumps(
         {
             "namespace": namespace,
-            "model": _fingerprint(model),
+            "model": fingerprint(model, glance=True),
             "codecs": layers if len(set(layers)) > 1 else layers[:1],
             "routed": is_routed(decoder_config(base_config(model))),
         },
         sort_keys=True,
     )
-
-
-def _fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """`fingerprint`, which reads all weights: not again while none was changed in place.
-
-    (A change through `.data` is not seen.)
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    stamp = ([(x.data_ptr(), x._version) for x in tensors], repr(active_adapters(model)))
-    known = _known.get(model)
-    if known is None or known[0] != stamp:
-        known = _known[model] = (stamp, fingerprint(model))
-    return known[1]
 
 
 @torch.inference_mode()
