@@ -42,7 +42,12 @@ SPECS = [
     "pyramid(snapkv:40)@fixed",
 ]
 CASES = [("llama", spec) for spec in SPECS]
-CASES += [(name, SPECS[0]) for name in FAMILIES if name not in ("llama", "deepseek-v3")]
+DIFFERENT = ("qwen3-moe", "phi", "gemma2", "gpt2", "gpt-neox", "glm4")
+CASES += [
+    pytest.param(name, SPECS[0], marks=() if name in DIFFERENT else pytest.mark.slow)
+    for name in FAMILIES
+    if name not in ("llama", "deepseek-v3")
+]
 CASES += [(name, SPECS[3]) for name in ("gemma2", "gemma3", "gpt-oss", "mistral")]
 
 

@@ -15,9 +15,11 @@ from kvkeep.spec import CacheSpec
 from kvkeep.store import PrefixStore
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_workloads(seed):
-    """2,500 operations each: texts that share beginnings, a budget for a part of them, locks."""
+@pytest.mark.parametrize(
+    ("seed", "operations"), [(0, 2000), pytest.param(1, 10_000, marks=pytest.mark.slow)]
+)
+def test_random_workloads(seed, operations):
+    """Texts that share beginnings, a budget for a part of them, locks."""
     draw = random.Random(seed)
     store = PrefixStore(budget=60 * TOKEN_BYTES)
     texts, locked = [[0]], []
@@ -30,7 +32,7 @@ def test_random_workloads(seed):
         del texts[: len(texts) - 12]
         return texts[-1]
 
-    for _ in range(2500):
+    for _ in range(operations):
         tokens, identity = text(), draw.choice("ab")
         entries = [entry.tolist() for entry in store.prefixes(identity)]
         known = longest(entries, tokens)
