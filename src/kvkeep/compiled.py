@@ -112,24 +112,17 @@ def step(
     sinks: Tensor | None,
 ) -> Tensor:
     """`Ticket.step`."""
-    return run(_layer(ticket), q, k, v, position, scale, softcap, sinks)
+    layer = _layer(ticket)
+    return run(layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def run(
-    layer: LayerCache,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any
 ) -> Tensor:
     """A layer's step where the positions are (1, n) or (B, n); contiguous."""
     if not layer.padded and bool((position >= 0).all()):
         position = position[0]  # the rows are alike
-    out = layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
-    return out.contiguous()
+    return layer.step(q, k, v, position, **options).contiguous()
 
 
 @step.register_fake

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class LayerTensors(nn.Module):
                 f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
                 "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
             )
-        known = like.state().ledger.like
+        known = like.ledger.like
         assert known is not None
         k, v = known
         specs = slot_planes(
@@ -91,26 +91,15 @@ class LayerTensors(nn.Module):
 
     def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
         """Positions of the next n tokens, int32 (B, n); -1 where `real`, bool (B, n), is False."""
-        seen = (self.fed() - cast(Tensor, self.pads))[:, None].to(device)
+        ledger: Any = Ledger()  # of symbols
+        ledger.columns, ledger.pads = self.fed(), self.pads
         if real is None:
-            return (seen + torch.arange(n, device=device)).to(torch.int32)
-        following = seen + real.to(torch.int64).cumsum(dim=1) - 1
-        return following.masked_fill(~real, -1).to(torch.int32)
+            real = torch.ones(len(ledger.pads), n, dtype=torch.bool, device=device)
+        return cast(Tensor, ledger.next_positions(n, device, real))
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def step(self, *arguments: Any) -> Tensor:
         """`LayerCache.step`, with position int32 (B, n)."""
-        state = list(self.buffers())
-        out = step_in(state, self.text, q, k, v, position, scale, softcap, sinks)
-        return cast(Tensor, out)
+        return cast(Tensor, step_in(list(self.buffers()), self.text, *arguments))
 
 
 @lru_cache(maxsize=1024)
@@ -145,8 +134,8 @@ def step_in(
     ledger.pads = pads.to(k.device) if bool(pads.any()) else None
     ledger.like = (empty_like(k), empty_like(v)) if ledger.columns else None
     layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
-    out = run(layer, q, k, v, position, scale, softcap, sinks)
-    ledger = layer.state().ledger
+    out = run(layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+    ledger = layer.ledger
     counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
     if ledger.pads is not None:
         pads.copy_(ledger.pads)

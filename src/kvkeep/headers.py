@@ -1,17 +1,42 @@
-"""Headers of files: dataclasses, read from JSON that may be anything."""
+"""Headers of files: JSON that may be anything, with a checksum of itself."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+import xxhash
+
+DTYPES = {str(t): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+"""The types that keys and values may have, by what headers call them."""
+
+_CHECKSUM = "kvkeep_checksum"
+
+
+def sealed(name: str, header: Mapping[str, Any]) -> dict[str, str]:
+    """A header, and its checksum, as metadata of a file."""
+    text = json.dumps(header)
+    return {name: text, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
+
+
+def require_seal(name: str, metadata: Mapping[str, str]) -> None:
+    """Raise ValueError if a header has another checksum than when it was sealed."""
+    if metadata.get(_CHECKSUM) != xxhash.xxh3_128_hexdigest(metadata.get(name, "").encode()):
+        raise ValueError("its header has another checksum")
+
 
 Described = TypeVar("Described")
 
 
 def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
-    """A header, of fields of the types it declares."""
+    """A header, of fields of the types it declares; those with a default may be missing."""
     inner: tuple[Any, ...]
     for name, declared in get_type_hints(kind).items():
+        if name not in fields and hasattr(kind, name):
+            continue
         value, inner = fields[name], get_args(declared)
         outer: Any = get_origin(declared) or declared
         found = isinstance(value, inner if outer is UnionType else outer)

@@ -197,8 +197,7 @@ class LayerCache:
         """
         self.require_rollback(-tokens)
         if tokens < 0:
-            newest = self._slots.newest_positions(-tokens)
-            self._drop(-tokens, self._ledger.without(newest))
+            self._drop(-tokens, self._ledger.without(self._slots.newest_positions(-tokens)))
         if self.record_past:
             self._fit()
 
@@ -212,9 +211,14 @@ class LayerCache:
             self._chunk = self._chunk.index_select(0, index)
         self._ledger.take_rows(index)
 
+    @property
+    def ledger(self) -> Ledger:
+        """A copy of what has passed through."""
+        return self._ledger.fork()
+
     def state(self) -> LayerState:
         """Everything held; views, valid until the next change."""
-        return LayerState(self._ledger.fork(), self._slots.parts())
+        return LayerState(self.ledger, self._slots.parts())
 
     def require_room(self, state: LayerState) -> None:
         """Raise CapacityError when what a layer held does not fit this one's storage."""

@@ -19,6 +19,7 @@ class Ledger:
         self.columns = 0
         self.pads: Tensor | None = None  # (B,) padding per row; None while there was none
         self.floor = 0  # the fewest columns to which a crop can return
+        self.apart = False  # whether texts were joined that had not seen each other
         self.like: tuple[Tensor, Tensor] | None = (
             None  # no keys, no values, of the layer's geometry
         )
@@ -88,6 +89,16 @@ class Ledger:
         """Tokens ever fed, int64 (B,), padding not counted."""
         fed = torch.full((self.rows,), self.columns, dtype=torch.int64)
         return fed if self.pads is None else fed - self.pads.cpu()
+
+
+def nothing_of(
+    rows: int, heads: int, key_width: int, value_width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """No keys (B, H, 0, Dk) and no values (B, H, 0, Dv), which say of what kind others are."""
+    return (
+        torch.empty(rows, heads, 0, key_width, dtype=dtype),
+        torch.empty(rows, heads, 0, value_width, dtype=dtype),
+    )
 
 
 class LayerState(NamedTuple):

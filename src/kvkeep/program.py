@@ -97,6 +97,9 @@ class Program:
         Raises:
             StateError: a step was interrupted, so that its layers disagree.
         """
+        return self._agreed()
+
+    def _agreed(self) -> int:
         fed = {int(x[0]) for name, x in self._state.items() if name.endswith(".counts")}
         if len(fed) > 1:
             raise StateError(
@@ -171,7 +174,7 @@ class Program:
             StateError: a step was interrupted.
         """
         named(path)
-        assert self.fed >= 0  # raises where it was interrupted
+        self._agreed()
         extra = {_HEADER: json.dumps(asdict(self.header))}
         try:
             with whole_file(Path(path), sync=sync) as file:

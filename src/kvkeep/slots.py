@@ -253,8 +253,9 @@ class LayerSlots:
 
     def newest_positions(self, tokens: int) -> Tensor:
         """Positions (B, tokens) of the newest ones, which nothing was evicted after."""
-        planes = self.rewritable() if self.ragged is None else self.ragged.heads[0].read()
-        return planes[POSITION][:, 0, -tokens:]
+        if self.ragged is not None:
+            return self.ragged.heads[0].read()[POSITION][:, 0, -tokens:]
+        return self.positions()[:, 0, -tokens:]
 
     def drop(self, tokens: int) -> None:
         """Take back the newest, which no eviction has followed."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,20 +25,20 @@ from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
 from kvkeep.figures import slot_planes
-from kvkeep.headers import typed
+from kvkeep.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.layer import LayerCache
-from kvkeep.ledger import LayerState, Ledger
+from kvkeep.ledger import LayerState, Ledger, nothing_of
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
 
 FORMAT = 1
 """The version of the format that is written, and the newest that is read."""
 
-_HEADER, _CHECKSUM, _TOKENS = "kvkeep", "kvkeep_checksum", "tokens"
+_HEADER, _TOKENS = "kvkeep", "tokens"
 
 
 @dataclass(frozen=True)
 class LayerHeader:
-    """One layer: what it holds, and how it stands."""
+    """One layer: what it holds, and how it stands; see `kvkeep.ledger.Ledger`."""
 
     kind: str
     columns: int
@@ -49,6 +48,7 @@ class LayerHeader:
     key_width: int
     value_width: int
     dtype: str
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,8 @@ def save(
         [_described(layer, state) for layer, state in zip(cache.layers, states, strict=True)],
         {name: tensorfile.checksum(x) for name, x in tensors.items()},
     )
-    text = json.dumps(asdict(header))
-    metadata = {_HEADER: text, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
     try:
-        tensorfile.write(Path(path), tensors, metadata, sync=sync)
+        tensorfile.write(Path(path), tensors, sealed(_HEADER, asdict(header)), sync=sync)
     except OSError as error:
         size = sum(x.nbytes for x in tensors.values())
         raise SavedCacheError(
@@ -196,15 +194,14 @@ class Saved:
             raise SavedCacheError(
                 f"{self.path}, layer {index}: saved as {header.kind}, loaded as {layer.kind}"
             )
-        dtype = _DTYPES.get(header.dtype)
+        dtype = DTYPES.get(header.dtype)
         if dtype is None or not 0 <= header.floor <= header.columns or not header.columns:
             raise SavedCacheError(f"{self.path}, layer {index}: {header} makes no sense")
         ledger, parts = Ledger(), dict[str, dict[str, Tensor]]()
         ledger.columns, ledger.floor = header.columns, header.floor
-        ledger.like = (
-            torch.empty(header.rows, header.heads, 0, header.key_width, dtype=dtype),
-            torch.empty(header.rows, header.heads, 0, header.value_width, dtype=dtype),
-        )
+        ledger.apart = header.apart
+        widths = (header.key_width, header.value_width)
+        ledger.like = nothing_of(header.rows, header.heads, *widths, dtype)
         for name, x in self._tensors.items():
             place, _, rest = name.partition(".")
             if place != str(index):
@@ -268,9 +265,6 @@ class Saved:
             )
 
 
-_DTYPES = {str(t): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
-
-
 def _tensors(state: LayerState) -> dict[str, Tensor]:
     found = {
         f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
@@ -294,6 +288,7 @@ def _described(layer: LayerCache, state: LayerState) -> LayerHeader:
         k.shape[3],
         v.shape[3],
         str(k.dtype),
+        ledger.apart,
     )
 
 
@@ -316,11 +311,12 @@ def _require(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, path: Path, 
 
 
 def _header(metadata: Mapping[str, str], path: Path) -> Header:
-    text = metadata[_HEADER]
-    if metadata.get(_CHECKSUM) != xxhash.xxh3_128_hexdigest(text.encode()):
-        raise SavedCacheError(f"{path} is damaged: its header has another checksum; save it again")
     try:
-        fields: dict[str, Any] = json.loads(text)
+        require_seal(_HEADER, metadata)
+    except ValueError as error:
+        raise SavedCacheError(f"{path} is damaged: {error}; save it again") from error
+    try:
+        fields: dict[str, Any] = json.loads(metadata[_HEADER])
         if fields["format"] != FORMAT:
             raise SavedCacheError(
                 f"{path} is of format {fields['format']}, this kvkeep reads {FORMAT}; install "

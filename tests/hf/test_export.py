@@ -333,9 +333,9 @@ def test_a_step_that_was_interrupted(tmp_path, monkeypatch):
 
     steps = []
 
-    def second(*arguments):
+    def second(*arguments, **options):
         steps.append(arguments)
-        return run(*arguments) if len(steps) == 1 else interrupted()
+        return run(*arguments, **options) if len(steps) == 1 else interrupted()
 
     with monkeypatch.context() as patch:
         patch.setattr(exported_steps, "run", second)

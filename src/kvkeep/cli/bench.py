@@ -19,6 +19,11 @@ from kvkeep.cli.output import (
 from kvkeep.cli.plot import PlotFile, check_plot
 from kvkeep.cli.plot import plot as draw
 
+Model = Annotated[str, typer.Option(help="A model; see `kvkeep models`.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+SpecList = Annotated[str, typer.Option(help="What kvkeep keeps, separated by semicolons.")]
+Turns = Annotated[int, typer.Option(min=1)]
+
 bench = typer.Typer(help="Measure kvkeep beside other caches.", no_args_is_help=True)
 
 
@@ -43,7 +48,7 @@ def append(
 
 @bench.command()
 def memory(
-    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens held at the end.")] = 4100,
     prompt: Annotated[int, typer.Option(min=1, help="How many of them are fed at once.")] = 1024,
     plot: PlotFile = None,
@@ -62,7 +67,7 @@ def memory(
 
 @bench.command()
 def op(
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
@@ -73,7 +78,7 @@ def op(
     codecs: Annotated[
         str, typer.Option(help="Codecs of the slots, or keys/values, comma-separated.")
     ] = "plain",
-    turns: Annotated[int, typer.Option(min=1)] = 10,
+    turns: Turns = 10,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -105,12 +110,10 @@ def op(
 
 @bench.command()
 def decode(
-    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = "bfloat16",
     contexts: Annotated[str, typer.Option(help="Tokens fed, comma-separated.")] = "128,2048,7936",
-    specs: Annotated[
-        str, typer.Option(help="What kvkeep keeps, separated by semicolons.")
-    ] = "keep_all",
+    specs: SpecList = "keep_all",
     against: Annotated[
         str, typer.Option(help="hf-dynamic, hf-static (compiled), llama.cpp; comma-separated.")
     ] = "hf-dynamic",
@@ -143,10 +146,10 @@ def decode(
 
 @bench.command()
 def prefill(
-    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = "float32",
     lengths: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "2000,7900",
-    turns: Annotated[int, typer.Option(min=1)] = 3,
+    turns: Turns = 3,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -162,16 +165,14 @@ def prefill(
 
 @bench.command()
 def save(
-    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = "float32",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 7900,
-    specs: Annotated[
-        str, typer.Option(help="What kvkeep keeps, separated by semicolons.")
-    ] = "keep_all;keep_all+int8",
+    specs: SpecList = "keep_all;keep_all+int8",
     directory: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Where files are written.")
     ] = None,
-    turns: Annotated[int, typer.Option(min=1)] = 5,
+    turns: Turns = 5,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -194,13 +195,13 @@ def save(
 
 @bench.command()
 def fork(
-    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = "float32",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt they share.")] = 4000,
     forks: Annotated[int, typer.Option(min=1, help="Caches that share it.")] = 100,
     new: Annotated[int, typer.Option(min=1, help="Tokens of each fork's own.")] = 32,
     rows: Annotated[int, typer.Option(min=2, help="Continuations in one batch.")] = 16,
-    turns: Annotated[int, typer.Option(min=1)] = 5,
+    turns: Turns = 5,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -230,8 +231,8 @@ def fork(
 
 @bench.command()
 def reuse(
-    model: Annotated[str, typer.Option(help="A model; see `kvkeep models`.")] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = "float32",
     documents: Annotated[int, typer.Option(min=2, help="Documents before the question.")] = 6,
     shortest: Annotated[int, typer.Option(min=1, help="Tokens of the shortest, at least.")] = 500,
     longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, at most.")] = 1000,

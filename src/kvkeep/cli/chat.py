@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import JsonFlag, Working, print_json, print_table, reported
+from kvkeep.cli.output import JsonFlag, ModelDtype, Working, print_json, print_table, reported
 
 if TYPE_CHECKING:
     from kvkeep.hf.session import Session
@@ -35,7 +35,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     reread: Annotated[
         bool, typer.Option("--reread", help="Read the conversation again, with this model.")

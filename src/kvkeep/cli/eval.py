@@ -10,6 +10,8 @@ import typer
 from kvkeep.cli.output import (
     Advancing,
     JsonFlag,
+    ModelDtype,
+    ModelName,
     listed,
     print_json,
     print_table,
@@ -22,13 +24,11 @@ DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int4;window:512,sinks=4"
 
 
 def evaluate(
-    model: Annotated[
-        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
-    ] = "smollm2-135m",
+    model: ModelName = "smollm2-135m",
     specs: Annotated[
         str, typer.Option(help="What to compare with keep_all, separated by semicolons.")
     ] = DEFAULT_SPECS,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: ModelDtype = "auto",
     context: Annotated[str, typer.Option(help="Tokens fed before, comma-separated.")] = "2000",
     continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Places in the text to average.")] = 1,

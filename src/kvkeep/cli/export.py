@@ -8,19 +8,17 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import JsonFlag, Working, print_json, reported
+from kvkeep.cli.output import JsonFlag, ModelDtype, ModelName, Working, print_json, reported
 
 
 def export(
     output: Annotated[Path, typer.Argument(help="The file to write, *.pt2.")],
-    model: Annotated[
-        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
-    ] = DEFAULT_MODEL,
+    model: ModelName = DEFAULT_MODEL,
     cache: Annotated[
         str, typer.Option(help="What to keep, in fixed storage, e.g. window:1024@fixed.")
     ] = "keep_all@fixed:2048",
     rows: Annotated[int, typer.Option(min=1, help="Sequences that it serves at once.")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: ModelDtype = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Export a model's decode step, cache included, for a process without transformers."""

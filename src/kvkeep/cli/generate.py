@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.output import JsonFlag, Working, print_json, reported
+from kvkeep.cli.output import JsonFlag, ModelDtype, ModelName, Working, print_json, reported
 
 DEFAULT_MODEL = "smollm2-135m"
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "",
-    model: Annotated[
-        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
-    ] = DEFAULT_MODEL,
+    model: ModelName = DEFAULT_MODEL,
     cache: Annotated[
         str, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
     ] = "keep_all",
@@ -33,7 +31,7 @@ def generate(
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Feed the prompt in chunks of so many tokens.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     json: JsonFlag = False,
 ) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvkeep.cli.generate import given_prompt
-from kvkeep.cli.output import JsonFlag, Working, print_json, reported
+from kvkeep.cli.output import JsonFlag, ModelDtype, ModelName, Working, print_json, reported
 from kvkeep.cli.plot import PlotFile, check_plot, plot_kept
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -22,9 +22,7 @@ def inspect(
     prompt: Annotated[
         str, typer.Argument(help="The prompt, fed as it is; - reads it from stdin.")
     ] = "",
-    model: Annotated[
-        str, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
-    ] = "smollm2-135m",
+    model: ModelName = "smollm2-135m",
     cache: Annotated[str, typer.Option(help="What to keep, e.g. h2o:256.")] = "h2o:256",
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
@@ -37,7 +35,7 @@ def inspect(
     ] = None,
     layer: Annotated[int | None, typer.Option(min=0, help="This layer only.")] = None,
     head: Annotated[int | None, typer.Option(min=0, help="This kv head only.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: ModelDtype = "auto",
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:

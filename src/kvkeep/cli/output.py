@@ -21,6 +21,10 @@ from rich.table import Table
 
 from kvkeep.errors import KVKeepError
 
+ModelName = Annotated[
+    str, typer.Option("--model", help="A name from `kvkeep models`, a directory, or a hub name.")
+]
+ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="End with one JSON object, alone on the last line.")
 ]

@@ -33,11 +33,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
         `weights`, `adapter` ("none", or a hash of what is active), `rope`, `dtype`, and `tokenizer`
         if one is given.
     """
-    stamp = _stamp(model)
-    known = _known.get(model)
-    if known is None or known[0] != stamp or not glance:
-        known = _known[model] = (stamp, _hashes(model))
-    weights, adapter = known[1]
+    weights, adapter = _hashes_at_a_glance(model) if glance else _hashes(model)
     config = decoder_config(base_config(model))
     rope = getattr(config, "rope_parameters", None)
     dtypes = sorted({str(x.dtype) for x in model.parameters() if x.is_floating_point()})
@@ -50,6 +46,14 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
     if tokenizer is not None:
         found["tokenizer"] = _hash_of_tokenizer(tokenizer)
     return found
+
+
+def _hashes_at_a_glance(model: nn.Module) -> tuple[str, str]:
+    stamp = _stamp(model)
+    known = _known.get(model)
+    if known is None or known[0] != stamp:
+        known = _known[model] = (stamp, _hashes(model))
+    return known[1]
 
 
 def _stamp(model: nn.Module) -> object:

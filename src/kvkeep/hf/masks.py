@@ -25,6 +25,13 @@ class MaskRequest(NamedTuple):
     position: Tensor | None = None  # as a layer's step takes it; not in a graph
 
 
+def as_mask(position: Tensor, window: int | None) -> Tensor:
+    """Positions, int32 (n,) or (B, n), with the axes of a mask, tagged with what was asked for."""
+    found: Any = position.view(-1, 1, 1, position.shape[-1])
+    found.kvkeep = MaskRequest(window, position)
+    return cast(Tensor, found)
+
+
 def mask_over(original: str) -> Callable[..., Tensor | None]:
     """A mask function for models whose attention was `original` before they were attached.
 
@@ -74,8 +81,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             found.kvkeep = MaskRequest(local_size)
         else:
             position = _positions(layer, q_length, attention_mask, torch.device(device))
-            found = position.view(-1, 1, 1, q_length)
-            found.kvkeep = MaskRequest(local_size, position)
+            found = as_mask(position, local_size)
         return cast(Tensor, found)
 
     return mask
@@ -108,7 +114,7 @@ def _positions(
 def _was_fed(layer: LayerCache, real: Tensor) -> bool:
     """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
     known, and False only, while nothing was evicted."""
-    if not layer.padded or layer.state().ledger.floor:
+    if not layer.padded or layer.ledger.floor:
         return True
     position = layer.positions()[:, 0]
     return bool((position >= 0).equal(real.to(position.device)))

@@ -15,7 +15,7 @@ from kvkeep.errors import StateError
 from kvkeep.figures import slot_planes
 from kvkeep.frozen import Run
 from kvkeep.layer import LayerCache
-from kvkeep.ledger import Ledger
+from kvkeep.ledger import LayerState, Ledger
 from kvkeep.store.backend import Block
 from kvkeep.store.stretch import Stretch, stretch_of
 from kvkeep.store.tree import Match, Node
@@ -48,11 +48,11 @@ class Shape:
         return cls.of(block.stretch, block.routed, block.likes)
 
 
-def shape_of(cache: Cache) -> Shape:
-    """That of what a cache holds."""
-    likes = [state.ledger.like for state in cache.states("store")]
+def shape_of(states: Sequence[LayerState], routed: bool | None) -> Shape:
+    """That of what the layers of a cache hold."""
+    likes = [state.ledger.like for state in states]
     like = [(empty_like(k[:1]), empty_like(v[:1])) for k, v in filter(None, likes)]
-    return Shape.of(stretch_of(cache, 0, 1), cache.routed, like)
+    return Shape.of(stretch_of(states, 0, 1), routed, like)
 
 
 class Hit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -12,6 +12,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.frozen import FrozenPlanes
 from kvkeep.layer import LayerCache
+from kvkeep.ledger import LayerState
 from kvkeep.planes import Planes, plane_bytes
 
 
@@ -52,8 +53,17 @@ class Stretch:
 def why_not_kept(layer: LayerCache) -> str:
     """Why a layer's slots cannot be kept for other prompts; empty if they can.
 
-    They can if they are those of all its tokens, in their order, and depend on these alone.
+    They can if they are what reading all its tokens gives, in their order, and depend on these
+    alone.
     """
+    if layer.ledger.apart:
+        return "it joins texts that did not see each other; store each text by itself"
+    return why_not_whole(layer)
+
+
+def why_not_whole(layer: LayerCache) -> str:
+    """Why a layer's slots are not those of all its tokens alone, in their order; empty if they
+    are."""
     reason = _why_not_keepable(layer)
     if reason:
         return reason
@@ -77,28 +87,31 @@ def _why_not_keepable(layer: LayerCache) -> str:
 
 def require_keepable(cache: Cache) -> None:
     """Raise UnsupportedError when a cache of its specs can never be kept for other prompts."""
-    for index, layer in enumerate(cache.layers):
-        reason = _why_not_keepable(layer)
-        if reason:
-            raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
+    _require_none(cache, _why_not_keepable)
 
 
 def require_kept(cache: Cache) -> None:
     """Raise UnsupportedError when what a cache holds cannot be kept for other prompts."""
+    _require_none(cache, why_not_kept)
+
+
+def require_whole(cache: Cache) -> None:
+    """Raise UnsupportedError when a cache does not hold all its tokens, and them alone."""
+    _require_none(cache, why_not_whole)
+
+
+def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
     for index, layer in enumerate(cache.layers):
-        reason = why_not_kept(layer)
+        reason = why_not(layer)
         if reason:
             raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
 
 
-def stretch_of(cache: Cache, start: int, stop: int, row: int = 0) -> Stretch:
-    """A copy of what a cache holds of some tokens of a row. See `require_kept`."""
-    layers = [
-        _slots({n: p[row : row + 1] for n, p in state.parts["slots"].items()}, start, stop)
-        for state in cache.states("store")
-    ]
-    return Stretch(layers, stop - start)
+def stretch_of(states: Sequence[LayerState], start: int, stop: int, row: int = 0) -> Stretch:
+    """A copy of what the layers of a cache hold of some tokens of a row. See `require_kept`."""
+    slots = [state.parts["slots"] for state in states]
+    return Stretch([_slots(planes, start, stop, row) for planes in slots], stop - start)
 
 
-def _slots(planes: Planes, start: int, stop: int) -> dict[str, Tensor]:
-    return {name: plane[:, :, start:stop].clone() for name, plane in planes.items()}
+def _slots(planes: Planes, start: int, stop: int, row: int = 0) -> dict[str, Tensor]:
+    return {n: plane[row : row + 1, :, start:stop].clone() for n, plane in planes.items()}
