@@ -26,3 +26,15 @@ def expected(model, parts, tail):
     place = torch.arange(whole.shape[1])[None]
     logits = model(whole, attention_mask=mask, position_ids=place, use_cache=False).logits
     return logits[:, -tail.shape[1] :]
+
+
+@torch.no_grad()
+def expected_apart(model, ids, spans, last):
+    """Logits (last, V) at the end of ids (1, n), where each span sees itself only."""
+    seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    for start, stop in spans:
+        seen[start:stop, :start] = False
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    place = torch.arange(ids.shape[1])[None]
+    logits = model(ids, attention_mask=mask, position_ids=place, use_cache=False).logits
+    return logits[0, -last:]

@@ -1,6 +1,21 @@
 """KV blocks: runs of tokens that were computed by themselves, used together in other places."""
 
 from kvkeep.blocks.join import join
+from kvkeep.blocks.parts import Block, Component, Part, Text
 from kvkeep.blocks.prefill import prefill
+from kvkeep.blocks.prompt import BlockReport, Chat, Encoded, Prefilled, Prompt, Report
 
-__all__ = ["join", "prefill"]
+__all__ = [
+    "Block",
+    "BlockReport",
+    "Chat",
+    "Component",
+    "Encoded",
+    "Part",
+    "Prefilled",
+    "Prompt",
+    "Report",
+    "Text",
+    "join",
+    "prefill",
+]

@@ -1,8 +1,9 @@
-"""Join caches of separate texts into one, at new positions, without touching their keys."""
+"""Join what was computed for texts that did not see each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from kvkeep.hf.rotary import rotary_of
 from kvkeep.ledger import Ledger
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
-from kvkeep.store.stretch import require_kept
+from kvkeep.store.stretch import require_whole
 
 
 def join(model: PreTrainedModel, caches: Sequence[Cache]) -> Cache:
@@ -40,23 +41,55 @@ def join(model: PreTrainedModel, caches: Sequence[Cache]) -> Cache:
         UnsupportedError: a cache that evicted something, or a model whose positions cannot be
             moved: they are learned, or its frequencies depend on the length.
     """
+    *starts, columns = accumulate((cache.fed for cache in caches), initial=0)
+    return place(model, caches, starts, columns)
+
+
+def place(
+    model: PreTrainedModel, caches: Sequence[Cache], starts: Sequence[int], columns: int
+) -> Cache:
+    """`join`, with gaps.
+
+    Args:
+        starts: at which position each text begins, ascending.
+        columns: tokens in all. Those that no text holds must be computed before anything else is
+            fed, see `kvkeep.blocks.repair`.
+    """
     _require_alike(caches)
-    rotaries = _rotaries(model)
+    rotaries = rotaries_of(model)
     result = Cache(model, caches[0].specs)
-    texts = [cache for cache in caches if cache.fed]
-    for cache in texts:
+    texts = [(cache, start) for cache, start in zip(caches, starts, strict=True) if cache.fed]
+    for cache, _ in texts:
         cache.freeze()
-    for index, layer in enumerate(result.layers):
-        runs, start = list[Run](), 0
-        for cache in texts:
-            runs += [_moved(run, start, rotaries[index]) for run in cache.layers[index].frozen]
-            start += cache.fed
-        if runs:
-            ledger = Ledger()
-            ledger.columns, ledger.like = start, texts[0].layers[index].state().ledger.like
-            layer.adopt(ledger, frozen=runs)
-    result.routed = texts[0].routed if texts else None
+    for index, layer in enumerate(result.layers if texts else ()):
+        parts = [(cache.layers[index], start) for cache, start in texts]
+        ledger = Ledger()
+        ledger.columns, ledger.like = columns, parts[0][0].ledger.like
+        ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart
+        runs = [_moved(run, by, rotaries[index]) for part, by in parts for run in part.frozen]
+        layer.adopt(ledger, frozen=runs)
+    result.routed = texts[0][0].routed if texts else None
     return result
+
+
+def rotaries_of(model: PreTrainedModel) -> list[Rotary]:
+    """How each layer rotates its keys; by no frequency where it does not.
+
+    Raises:
+        UnsupportedError: what was computed at a position belongs there.
+    """
+    text = decoder_config(base_config(model))
+    rotary = rotary_of(text)
+    if rotary is None:
+        raise UnsupportedError(
+            f"{text.model_type} has no rotary embedding, so what it computed for a text belongs to "
+            "its place; use a PrefixStore, which keeps places"
+        )
+    none = Rotary(torch.empty(0))
+    uses: Sequence[int] | None = getattr(text, "no_rope_layers", None)  # 1 where it is used
+    return [
+        rotary if uses is None or uses[index] else none for index in range(text.num_hidden_layers)
+    ]
 
 
 def _moved(run: Run, by: int, rotary: Rotary) -> Run:
@@ -73,7 +106,7 @@ def _require_alike(caches: Sequence[Cache]) -> None:
     if not caches:
         raise ShapeError("no caches to join; give at least one")
     for cache in caches:
-        require_kept(cache)
+        require_whole(cache)
         if cache.rows > 1:
             raise ShapeError(f"a cache of {cache.rows} rows; join texts one by one")
     kinds = {tuple(layer.kind for layer in cache.layers) for cache in caches}
@@ -83,19 +116,3 @@ def _require_alike(caches: Sequence[Cache]) -> None:
             f"caches of {len(kinds)} different specs, fed by attached and other models "
             f"{sorted(map(str, fed_by))}; join those of one model and one spec"
         )
-
-
-def _rotaries(model: PreTrainedModel) -> list[Rotary]:
-    """How each layer rotates its keys; by no frequency where it does not."""
-    text = decoder_config(base_config(model))
-    rotary = rotary_of(text)
-    if rotary is None:
-        raise UnsupportedError(
-            f"{text.model_type} has no rotary embedding, so what it computed for a text belongs to "
-            "its place; use a PrefixStore, which keeps places"
-        )
-    none = Rotary(torch.empty(0))
-    uses: Sequence[int] | None = getattr(text, "no_rope_layers", None)  # 1 where it is used
-    return [
-        rotary if uses is None or uses[index] else none for index in range(text.num_hidden_layers)
-    ]

@@ -1,16 +1,17 @@
-"""A cache of several texts, each of which is computed once, wherever it stands."""
+"""A cache of tokens, some runs of which were computed by themselves, wherever they stand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.blocks import repair
-from kvkeep.blocks.join import join
+from kvkeep.blocks.join import place
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.specs import Specs
@@ -18,6 +19,28 @@ from kvkeep.store import PrefixStore
 
 Recompute = int | float | str
 """0; a share of the tokens, above 0 and below 1; "boundary:32"; or "all"."""
+
+_SAMPLED = 64  # tokens of which is told how far they are from what reading gives
+
+
+class Span(NamedTuple):
+    """Tokens from `start` to before `stop`."""
+
+    start: int
+    stop: int
+
+
+class Assembled(NamedTuple):
+    """A cache, and how it came to be: how many of its tokens were found as the beginning of other
+    texts, how many in spans that were found, how many of those in spans were computed again, and
+    how far the keys and values of the others are from what reading everything gives (a relative
+    norm in the second layer, of a sample; None where nothing tells)."""
+
+    cache: Cache
+    exact: int
+    found: int
+    repaired: int
+    deviation: float | None
 
 
 def prefill(
@@ -49,33 +72,93 @@ def prefill(
     """
     if not texts or any(text.dim() != 1 or not len(text) for text in texts):
         raise ShapeError(f"{[tuple(text.shape) for text in texts]}: give texts (n,), none empty")
-    mode, amount = _mode(recompute)
-    store = store or PrefixStore()
-    if mode == "all":
-        texts = [torch.cat(list(texts))]
-    # `prefill` leaves the last token to whoever asks what comes next.
-    caches = [
-        store.prefill(model, torch.cat([text, text[-1:]]), spec=spec, namespace=namespace)
-        for text in texts
-    ]
-    if len(caches) == 1:
-        return caches[0]
-    cache = join(model, caches)
-    tokens = torch.cat(list(texts)).to("cpu", torch.int64)
-    starts = torch.tensor([0, *(len(text) for text in texts)]).cumsum(dim=0).tolist()
+    bounds = accumulate((len(text) for text in texts), initial=0)
+    _, *spans = (Span(*ends) for ends in pairwise(bounds))
+    tokens = torch.cat([text.to("cpu", torch.int64) for text in texts])
+    return assemble(
+        model,
+        tokens,
+        spans,
+        first=len(texts[0]),
+        recompute=recompute,
+        spec=spec,
+        store=store or PrefixStore(),
+        namespace=namespace,
+        estimate=False,
+    ).cache
+
+
+def assemble(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    spans: Sequence[Span],
+    *,
+    first: int,
+    recompute: Recompute,
+    spec: Specs,
+    store: PrefixStore,
+    namespace: str = "",
+    estimate: bool = True,
+) -> Assembled:
+    """A cache of tokens, of which each span was computed by itself; what stands between spans is
+    computed where it stands, after all before it.
+
+    Args:
+        tokens: int64 (n,), on the CPU.
+        spans: ascending, none before `first`.
+        first: so many tokens, at least 1, are read as they are, before all else.
+        recompute: see `prefill`.
+        estimate: say how far off what was not computed again is, which costs a few tokens in two
+            layers.
+    """
+    mode, amount = parsed(recompute)
+    if mode == "all" or not spans:
+        whole = store.read(model, tokens, spec=spec, namespace=namespace)
+        return Assembled(whole.cache, whole.found, 0, 0, 0.0)
+    spans = [Span(0, first), *spans]
+    read = [store.read(model, tokens[a:b], spec=spec, namespace=namespace) for a, b in spans]
+    cache = place(model, [one.cache for one in read], [span.start for span in spans], len(tokens))
+    kinds = _kinds(len(tokens), spans)
+    certain = kinds == _BETWEEN
     if mode == "boundary":
-        firsts = [
-            torch.arange(start, min(start + int(amount), stop))
-            for start, stop in pairwise(starts[1:])
-        ]
-        repair.recompute(model, cache, tokens, torch.cat(firsts))
-    elif mode == "share":
-        count = max(1, round(amount * (len(tokens) - starts[1])))
-        repair.blend(model, cache, tokens, starts[1], count)
-    return cache
+        for start, stop in spans[1:]:
+            certain[start : min(start + int(amount), stop)] = True
+    more = round(amount * int((kinds == _SPAN).sum())) if mode == "share" else 0
+    deviation = None
+    computed = certain.nonzero().flatten()
+    # Without a token that is computed in every layer there is no forward that could tell.
+    if more or (estimate and len(computed) and repair.compares(model)):
+        others = ((kinds == _SPAN) & ~certain).nonzero().flatten()
+        if mode != "share":
+            others = others[:: max(1, len(others) // _SAMPLED)]
+        candidates = torch.cat([computed, others]).sort().values
+        computed, deviation = repair.blend(
+            model, cache, tokens, candidates, certain=certain[candidates], count=more
+        )
+    elif len(computed):
+        repair.recompute(model, cache, tokens, computed)
+    repaired = int((kinds[computed] == _SPAN).sum())
+    found = sum(one.found for one in read[1:])
+    return Assembled(cache, read[0].found, found, repaired, deviation)
 
 
-def _mode(recompute: Recompute) -> tuple[str, float]:
+_FIRST, _SPAN, _BETWEEN = range(3)
+
+
+def _kinds(count: int, spans: Sequence[Span]) -> Tensor:
+    """Of each token: whether it is in the first span, in a later one, or in none."""
+    kinds = torch.full((count,), _BETWEEN)
+    for index, (start, stop) in enumerate(spans):
+        kinds[start:stop] = _SPAN if index else _FIRST
+    return kinds
+
+
+def parsed(recompute: Recompute) -> tuple[str, float]:
+    """What `recompute=` says: "none", "boundary", "share" or "all", and how many.
+
+    Raises:
+        SpecError: it says nothing that is known.
+    """
     if recompute == "all":
         return "all", 1
     if isinstance(recompute, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,17 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
-from kvkeep.hf.masks import MaskRequest
+from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.layer import LayerCache
-from kvkeep.planes import part
+from kvkeep.planes import POSITION, part, slot_count
+
+
+class Blended(NamedTuple):
+    """The positions that were computed again, int64 (n,), ascending; and how much the keys and
+    values of the other candidates differ from what they would be, as a relative norm."""
+
+    positions: Tensor
+    deviation: float
 
 
 @torch.inference_mode()
@@ -24,33 +32,46 @@ def recompute(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: T
 
     Args:
         model: the attached model.
-        tokens: all that the cache was fed, int64 (T,).
-        positions: of those to compute again, int64 (n,), ascending.
+        tokens: all that the cache counts as fed, int64 (T,).
+        positions: of those to compute, int64 (n,), ascending; all of those that it does not hold.
     """
-    _require(model, cache, tokens)
+    _require(model, cache, tokens, positions)
     for layer in cache.layers:
         _replace(layer, positions)
     _feed(model, cache, tokens, positions)
 
 
 @torch.inference_mode()
-def blend(model: PreTrainedModel, cache: Cache, tokens: Tensor, first: int, count: int) -> Tensor:
+def blend(
+    model: PreTrainedModel,
+    cache: Cache,
+    tokens: Tensor,
+    candidates: Tensor,
+    *,
+    certain: Tensor,
+    count: int,
+) -> Blended:
     """Compute those tokens again that differ most from what they would be, layer by layer.
 
-    All tokens from position `first` on pass through the first layer. In the second their keys and
-    values are compared with what is held, and from there on the `count` that differ most go on.
+    All candidates pass through the first layer. In the second their keys and values are compared
+    with what is held, and from there on those that differ most go on.
 
-    Returns:
-        Their positions, int64 (count,), ascending.
+    Args:
+        tokens: all that the cache counts as fed, int64 (T,).
+        candidates: positions, int64 (n,), ascending; all of those that the cache does not hold.
+        certain: bool (n,), those that are computed whatever they are.
+        count: how many of the others are.
 
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
-    _require(model, cache, tokens)
-    if len(cache.layers) < 2:
-        raise UnsupportedError("a model of one layer has nothing to compare; use boundary or all")
-    candidates = torch.arange(first, len(tokens))
+    _require(model, cache, tokens, candidates[certain])
+    if not compares(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no list of several layers, of which the second would tell "
+            "what differs; use recompute='boundary:32' or 'all'"
+        )
     own = cache.layers
-    choice = _Choice(own[1], candidates, min(count, len(candidates)))
+    choice = _Choice(own[1], candidates, certain, count)
     _replace(own[0], candidates)
     others: list[Any] = [choice, *(_Later(layer, choice) for layer in own[2:])]
     cache.layers = [own[0], *others]
@@ -59,7 +80,7 @@ def blend(model: PreTrainedModel, cache: Cache, tokens: Tensor, first: int, coun
             _feed(model, cache, tokens, candidates)
     finally:
         cache.layers = own
-    return choice.chosen
+    return Blended(choice.chosen, choice.deviation)
 
 
 class _Stand:
@@ -90,12 +111,15 @@ class _Later(_Stand):
 
 
 class _Choice(_Stand):
-    """The second layer: it is given all candidates and goes on with those that differ most."""
+    """The second layer: it is given all candidates and goes on with those that are certain, and
+    those that differ most."""
 
-    def __init__(self, layer: LayerCache, candidates: Tensor, count: int) -> None:
+    def __init__(self, layer: LayerCache, candidates: Tensor, certain: Tensor, count: int) -> None:
         super().__init__(layer, candidates)
-        self._count = count
+        self._certain = certain
+        self._count = min(len(candidates), int(certain.sum()) + count)
         self.index = candidates[:0]  # of the chosen among the candidates
+        self.deviation = 0.0
 
     @property
     def chosen(self) -> Tensor:
@@ -104,18 +128,31 @@ class _Choice(_Stand):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
         layer, self._stepped = self._layer, True
-        planes = layer.state().parts["slots"]
-        differ = torch.zeros(len(self.candidates), device=k.device)
-        for codec, name, new in ((layer.key_codec, "k", k), (layer.value_codec, "v", v)):
-            held = codec.decode(part(planes, name), torch.float32)[:, :, self.candidates]
-            differ += (held - new.float()).square().sum(dim=(0, 1, 3))
-        self.index = differ.topk(self._count).indices.sort().values.cpu()
+        differ, norm = self._compared(k, v)
+        self.index = differ.topk(self._count).indices.sort().values
+        left = torch.ones(len(differ), dtype=torch.bool).index_fill_(0, self.index, False)
+        whole = float(norm[left].sum())
+        self.deviation = (float(differ[left].sum()) / whole) ** 0.5 if whole else 0.0
         _replace(layer, self.chosen)
         at = self.index
         found = layer.step(q[:, :, at], k[:, :, at], v[:, :, at], position[at], **options)
         out = found.new_zeros(*q.shape[:3], found.shape[3])
         out[:, :, at] = found
         return out
+
+    def _compared(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each candidate: how far what is held is from what it would be, endless for those that
+        are certain, and the norm of that; squared."""
+        layer = self._layer
+        planes = layer.state().parts["slots"]
+        slot = torch.searchsorted(planes[POSITION][0, 0], self.candidates.to(torch.int32))
+        slot = slot.clamp(max=slot_count(planes) - 1)  # tokens behind all that are held
+        differ, norm = torch.zeros(2, len(slot), device=k.device)
+        for codec, name, new in ((layer.key_codec, "k", k), (layer.value_codec, "v", v)):
+            held = codec.decode(part(planes, name), torch.float32)[:, :, slot]
+            differ += (held - new.float()).square().sum(dim=(0, 1, 3))
+            norm += new.float().square().sum(dim=(0, 1, 3))
+        return differ.cpu().masked_fill(self._certain, torch.inf), norm.cpu()
 
 
 @contextmanager
@@ -131,7 +168,7 @@ def _narrowed(model: PreTrainedModel, choice: _Choice) -> Iterator[None]:
                 return tuple(map(chosen, x))
             asked: MaskRequest | None = getattr(x, "kvkeep", None)
             if asked is not None:
-                return _positions(choice.chosen, asked.window)
+                return as_mask(choice.chosen.to(torch.int32), asked.window)
             if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == count:
                 return x[:, choice.index]
             return x
@@ -146,50 +183,48 @@ def _narrowed(model: PreTrainedModel, choice: _Choice) -> Iterator[None]:
             hook.remove()
 
 
+def compares(model: PreTrainedModel) -> bool:
+    """Whether it can be told of a model's tokens how much they differ from what they would be."""
+    return len(_stack(model)) > 1
+
+
 def _stack(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers."""
-    decoder: Any = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedError(
-            f"{type(decoder).__name__} has no list of layers; use recompute='boundary:32' or 'all'"
-        )
-    return list(layers)
+    """The decoder's layers, if it has a list of them."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) else []
 
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:
     """Make room for tokens at some positions: those that are there are hidden."""
-    ledger = layer.state().ledger
+    ledger = layer.ledger
     ledger.floor = ledger.columns  # the newest slots are no longer the newest tokens
     ledger.columns -= len(positions)
     layer.adopt(ledger, frozen=[run.without(positions) for run in layer.frozen])
-
-
-def _positions(positions: Tensor, window: int | None) -> Tensor:
-    """Positions (n,) as the attention of an attached model takes them."""
-    place = positions.to(torch.int32)
-    found: Any = place.view(1, 1, 1, -1).clone()
-    found.kvkeep = MaskRequest(window, place)
-    return found  # type: ignore[no-any-return]
 
 
 def _feed(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor) -> None:
     decoder: Callable[..., Any] = model.get_decoder()
     decoder(
         input_ids=tokens[positions][None].to(model.device),
-        attention_mask=_positions(positions, None),
+        attention_mask=as_mask(positions.to(torch.int32), None),
         position_ids=positions[None].to(model.device),
         past_key_values=cache,
         use_cache=True,
     )
 
 
-def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> None:
+def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor, certain: Tensor) -> None:
     if not is_routed(cache.config):
         raise UnsupportedError("tokens are computed again by attached models; kvkeep.attach(model)")
     if tokens.shape != (cache.fed,):
         raise ShapeError(f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}")
-    if any(layer.length != layer.fed or layer.storage.length for layer in cache.layers):
+    held = cache.layers[0].positions()[0, 0].cpu()
+    if any(layer.storage.length for layer in cache.layers) or bool((held < 0).any()):
         raise StateError("the cache went on since it was joined; recompute before anything is fed")
+    known = torch.zeros(len(tokens), dtype=torch.bool)
+    known[held.long()] = known[certain] = True
+    missing = int((~known).sum())
+    if missing:
+        raise ShapeError(f"{missing} of {len(tokens)} tokens are neither held nor to be computed")
     if any(layer.window is not None for layer in cache.layers):
         raise UnsupportedError("layers with windows of their own are not computed again")

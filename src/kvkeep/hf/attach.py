@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from kvkeep.hf.cache import DEFAULT_SPEC, Cache
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.specs import Specs
+
+RECOMPUTE = 0.15
+"""The share of blocks' tokens that is computed again if nothing else is said."""
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -41,6 +44,24 @@ class PromptStore(Protocol):
         """Keep what a cache was fed, tokens (n,); how many of them are kept."""
 
 
+@runtime_checkable
+class BlockPrompt(Protocol):
+    """What `generate` asks of a prompt with blocks, such as `kvkeep.blocks.Encoded`."""
+
+    input_ids: Tensor
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        *,
+        store: Any,
+        recompute: float | str,
+        spec: Specs,
+        namespace: str,
+    ) -> tuple[Cache, Any]:
+        """A cache of all tokens but the last, and a report."""
+
+
 @dataclass(frozen=True, repr=False)
 class Attachment:
     """What `attach` did to a model. As a context manager it detaches on exit.
@@ -56,6 +77,7 @@ class Attachment:
     original: str
     store: PromptStore | None
     namespace: str
+    recompute: float | str
     _hook: RemovableHandle
 
     def __str__(self) -> str:
@@ -82,6 +104,7 @@ def attach(
     *,
     store: PromptStore | None = None,
     namespace: str = "",
+    recompute: float | str = RECOMPUTE,
 ) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
@@ -94,6 +117,8 @@ def attach(
         store: where `generate()` finds what prompts began with before, and keeps what it computed;
             see `kvkeep.PrefixStore`. For one prompt at a time, without a cache of your own.
         namespace: of the store's entries: those of another one are never found.
+        recompute: how many tokens of blocks `generate()` computes again, where it is given a
+            prompt with blocks in place of token ids; see `kvkeep.blocks`.
 
     Returns:
         What was done; also a context manager.
@@ -123,7 +148,7 @@ def attach(
         _route(model, ATTENTION_PREFIX + original.replace("flash", "fa"), original)
     hook = _decoder(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
     _decoder(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
-        model, spec, layers, 0 if latent else layers, original, store, namespace, hook
+        model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hook
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, model)
@@ -193,6 +218,9 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """`generate`, with what the store has of the prompt. A cache that it was given is left as it
     was if nothing is fed to it."""
+    asked = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if isinstance(asked, BlockPrompt):
+        return _generate_from_blocks(model, asked, *args[1:], **kwargs)
     ids = _stored_prompt(model, *args, **kwargs)
     if ids is not None:
         return _generate_from_store(model, ids, *args, **kwargs)
@@ -237,11 +265,37 @@ def _generate_from_store(model: PreTrainedModel, ids: Tensor, *args: Any, **kwar
     assert store is not None
     chunk = kwargs.get("prefill_chunk_size")
     cache = store.prefill(model, ids[0], spec=attachment.spec, namespace=namespace, chunk=chunk)
+    return _continued(model, cache, *args, **kwargs)
+
+
+def _generate_from_blocks(
+    model: PreTrainedModel, prompt: BlockPrompt, *args: Any, **kwargs: Any
+) -> Any:
+    attachment: Attachment = getattr(model, _ATTRIBUTE)
+    given = [name for name in ("past_key_values", "attention_mask") if kwargs.get(name) is not None]
+    if given:
+        raise StateError(f"a prompt with blocks brings its own {given[0]}; leave it out")
+    cache, _ = prompt.prefill(
+        model,
+        store=attachment.store,
+        recompute=attachment.recompute,
+        spec=attachment.spec,
+        namespace=attachment.namespace,
+    )
+    ids = prompt.input_ids.to(model.device)
+    kwargs = {name: x for name, x in kwargs.items() if name not in ("inputs", "input_ids")}
+    kwargs["attention_mask"] = torch.ones_like(ids)
+    return _continued(model, cache, ids, *args, **kwargs)
+
+
+def _continued(model: PreTrainedModel, cache: Cache, *args: Any, **kwargs: Any) -> Any:
+    """`generate` with a cache of the prompt; the store, if there is one, learns the answer."""
+    attachment: Attachment = getattr(model, _ATTRIBUTE)
     kwargs["past_key_values"] = cache
     output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     said = output if isinstance(output, Tensor) else output.sequences
-    if cache.rows == 1:
-        store.learn(model, said[0, : cache.fed], cache, namespace=namespace)
+    if cache.rows == 1 and attachment.store is not None:
+        attachment.store.learn(model, said[0, : cache.fed], cache, namespace=attachment.namespace)
     return output
 
 
