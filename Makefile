@@ -3,15 +3,15 @@ BIN := .venv/bin
 # Tests run side by side; each worker loads the demo model, so no more than four.
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check slow sanitize
+.PHONY: demo test check slow sanitize redis
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
 
-test: .venv/installed
+test: .venv/installed redis
 	$(BIN)/pytest -q $(WORKERS)
 
-slow: .venv/installed
+slow: .venv/installed redis
 	$(BIN)/pytest -q $(WORKERS) -m slow
 
 check: .venv/installed
@@ -20,6 +20,12 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q README.md docs
+
+# A real server for the store's tests, which are skipped without one.
+redis:
+	@command -v redis-server >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -qqy --no-install-recommends redis-server >/dev/null; } || \
+	  echo "no redis-server: its tests are skipped"
 
 # The attention kernel's tests, with a kernel that stops at any access outside of memory.
 sanitize: .venv/installed

@@ -15,6 +15,8 @@ from kvkeep.cli.export import export
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
+from kvkeep.cli.serve import serve
+from kvkeep.cli.store import store
 
 app = typer.Typer(
     name="kvkeep",
@@ -42,12 +44,14 @@ def main(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(inspect)
 app.command()(export)
 app.command()(doctor)
 app.add_typer(sessions, name="sessions")
 app.add_typer(models, name="models")
+app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 
 __all__ = ["app"]

@@ -9,13 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from kvkeep.cache import CacheStats
 from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.specs import Specs
+
+_CUT = "\ufffd"
+"""What a tokenizer decodes a part of a character to."""
 
 
 class PromptError(KVKeepError, ValueError):
@@ -36,23 +45,54 @@ class Generation:
     ids: Tensor
 
 
-class _Streamer(TextStreamer):
-    """Hands text on as it comes, and notes when."""
+class _Streamer(BaseStreamer):
+    """Hands text on as soon as no later token changes it, whole characters only, and notes when.
+
+    A tokenizer may write a token otherwise at the beginning of a text, so what a token adds is the
+    difference that it makes to the text of the few before it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
+        self.tokenizer, self.on_text = tokenizer, on_text
         self.times: list[float] = []
+        self._ids: list[int] = []
+        self._start = self._given = 0  # the last piece is that of the ids between
         self._prompt_passed = False
 
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_passed:
-            self.times.append(time.perf_counter())
-        self._prompt_passed = True
-        super().put(value)  # type: ignore[no-untyped-call]
+    def put(self, value: Tensor) -> None:
+        """Called with the prompt, then with each token."""
+        if not self._prompt_passed:
+            self._prompt_passed = True
+            return
+        self.times.append(time.perf_counter())
+        self._ids += value.flatten().tolist()
+        text = self._new_text()
+        if text and not text.endswith(_CUT):
+            self._start, self._given = self._given, len(self._ids)
+            self.on_text(text)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.on_text(text)
+    def end(self) -> None:
+        """Called after the last token: of a character that is cut, nothing is given."""
+        text = self._new_text().rstrip(_CUT)
+        if text:
+            self.on_text(text)
+
+    def _new_text(self) -> str:
+        tokenizer: Any = self.tokenizer
+        last = self._ids[self._start : self._given]
+        before: str = tokenizer.decode(last, skip_special_tokens=True)
+        text: str = tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)
+        return text[len(before) :]
+
+
+class _Stopped(StoppingCriteria):
+    """Ends a generation from outside."""
+
+    def __init__(self, stopped: Callable[[], bool]) -> None:
+        self.stopped = stopped
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.stopped(), device=input_ids.device)
 
 
 def generate(
@@ -118,8 +158,13 @@ def follow(
     seed: int | None = None,
     prefill_chunk: int | None = None,
     on_text: Callable[[str], None] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Generation:
-    """Continue ids (1, n) with an attached model, of which the cache may hold the first ones."""
+    """Continue ids (1, n) with an attached model, of which the cache may hold the first ones.
+
+    Args:
+        stopped: asked for each token; when it says so, that one is the last.
+    """
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_p": top_p}
@@ -143,6 +188,7 @@ def follow(
         max_new_tokens=max_new_tokens,
         prefill_chunk_size=prefill_chunk,
         streamer=streamer,
+        stopping_criteria=StoppingCriteriaList([_Stopped(stopped)]),
     )
     tokens = output.shape[1] - prompt_tokens
     first, last = streamer.times[0], streamer.times[-1]

@@ -1,8 +1,23 @@
 """Stores: what was computed for one prompt, for others that begin like it."""
 
-from kvkeep.store.backend import Backend, Block, Memory
+from kvkeep.store.backend import Backend, Block, Label, Memory
 from kvkeep.store.disk import Disk
 from kvkeep.store.hit import Hit
+from kvkeep.store.location import Location
+from kvkeep.store.places import opened
 from kvkeep.store.prefix import PrefixStore, StoreStats
+from kvkeep.store.redis import Redis
 
-__all__ = ["Backend", "Block", "Disk", "Hit", "Memory", "PrefixStore", "StoreStats"]
+__all__ = [
+    "Backend",
+    "Block",
+    "Disk",
+    "Hit",
+    "Label",
+    "Location",
+    "Memory",
+    "PrefixStore",
+    "Redis",
+    "StoreStats",
+    "opened",
+]

@@ -4,22 +4,52 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor
 
 from kvkeep import tensorfile
+from kvkeep.errors import SpecError
+from kvkeep.headers import DTYPES, require_seal, sealed, typed
+from kvkeep.ledger import nothing_of
 from kvkeep.planes import Planes
 from kvkeep.store.stretch import Stretch
 
 FORMAT = 1
 """The version of blocks that is written, and the only one that is read."""
 
-_HEADER, _CHECKSUM = "kvkeep_block", "kvkeep_checksum"
+LABEL_BYTES = 1 << 18
+"""As many of a block's first bytes have its `Label`, if it has not thousands of planes."""
+
+ABANDONED_S = 3600.0
+"""After so long, what nobody knows of is not being written any more."""
+
+_HEADER = "kvkeep_block"
+
+
+@dataclass(frozen=True)
+class _Header:
+    format: int
+    identity: str
+    prefix: str
+    routed: bool | None
+    likes: list[object]
+    checksums: dict[str, str]
+
+
+@contextmanager
+def _no_block() -> Iterator[None]:
+    """Raise ValueError for whatever goes wrong in reading bytes that may be anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"no block of kvkeep: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -57,19 +87,34 @@ class Block:
 
     def metadata(self) -> dict[str, str]:
         """What is said of the tensors, with a checksum of each."""
-        text = json.dumps(
-            {
-                "format": FORMAT,
-                "identity": self.identity,
-                "prefix": self.prefix,
-                "routed": self.routed,
-                "likes": [
-                    [k.shape[1], k.shape[3], v.shape[3], str(k.dtype)] for k, v in self.likes
-                ],
-                "checksums": {name: tensorfile.checksum(x) for name, x in self.tensors().items()},
-            }
-        )
-        return {_HEADER: text, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
+        header = {
+            "format": FORMAT,
+            "identity": self.identity,
+            "prefix": self.prefix,
+            "routed": self.routed,
+            "likes": [[k.shape[1], k.shape[3], v.shape[3], str(k.dtype)] for k, v in self.likes],
+            "checksums": {name: tensorfile.checksum(x) for name, x in self.tensors().items()},
+        }
+        return sealed(_HEADER, header)
+
+    def to_bytes(self) -> bytes:
+        """All of it, as bytes in the safetensors format."""
+        tensors = {name: x.detach().cpu().contiguous() for name, x in self.tensors().items()}
+        return safetensors.torch.save(tensors, self.metadata())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: str) -> Block:
+        """The block of a key, of what `to_bytes` gave.
+
+        Raises:
+            ValueError: it is not what was written, or another block.
+        """
+        with _no_block():
+            tensors = safetensors.torch.load(data)
+            block = cls.read(tensors, _fields(data)[0]["__metadata__"])
+            if block.key != key:
+                raise ValueError("it is another block")
+        return block
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Block:
@@ -78,46 +123,111 @@ class Block:
         Raises:
             ValueError: it is not what was written.
         """
-        text = metadata.get(_HEADER, "")
-        if metadata.get(_CHECKSUM) != xxhash.xxh3_128_hexdigest(text.encode()):
-            raise ValueError("its header has another checksum")
-        header: dict[str, Any] = json.loads(text)
-        if header["format"] != FORMAT:
-            raise ValueError(f"it is of format {header['format']}, not {FORMAT}")
-        if set(tensors) != set(header["checksums"]):
-            raise ValueError("its header and data differ")
-        for name, x in tensors.items():
-            if tensorfile.checksum(x) != header["checksums"][name]:
-                raise ValueError(f"tensor {name} has another checksum")
-        likes = []
-        for heads, key_width, value_width, dtype in header["likes"]:
-            kind = _DTYPES[dtype]
-            likes.append(
-                (
-                    torch.empty(1, heads, 0, key_width, dtype=kind),
-                    torch.empty(1, heads, 0, value_width, dtype=kind),
-                )
-            )
-        layers: list[Planes] = [
-            {
-                name.partition(".")[2]: x
-                for name, x in tensors.items()
-                if name.partition(".")[0] == str(index)
-            }
-            for index in range(len(likes))
+        with _no_block():
+            header = _header(metadata)
+            if set(tensors) != set(header.checksums):
+                raise ValueError("its header and data differ")
+            for name, x in tensors.items():
+                if tensorfile.checksum(x) != header.checksums[name]:
+                    raise ValueError(f"tensor {name} has another checksum")
+            likes = [_like(fields) for fields in header.likes]
+            layers: list[Planes] = [
+                {
+                    name.partition(".")[2]: x
+                    for name, x in tensors.items()
+                    if name.partition(".")[0] == str(index)
+                }
+                for index in range(len(likes))
+            ]
+            tokens = tensors["tokens"]
+            if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
+                raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype}")
+            for (k, _), planes in zip(likes, layers, strict=True):
+                for name, x in planes.items():
+                    if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, k.shape[1])}:
+                        raise ValueError(f"plane {name} is {tuple(x.shape)}")
+            stretch = Stretch(layers, len(tokens))
+            if not stretch.nbytes:
+                raise ValueError("it holds nothing")
+            return cls(header.identity, header.prefix, tokens, stretch, header.routed, likes)
+
+    def continues(self, before: Block) -> bool:
+        """Whether its planes are of the same kinds as those of a block before it."""
+        return [_kinds(planes) for planes in self.stretch.layers] == [
+            _kinds(planes) for planes in before.stretch.layers
         ]
-        tokens = tensors["tokens"]
-        if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
-            raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype}")
-        for (k, _), planes in zip(likes, layers, strict=True):
-            for name, x in planes.items():
-                if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, k.shape[1])}:
-                    raise ValueError(f"plane {name} is {tuple(x.shape)}")
-        stretch = Stretch(layers, len(tokens))
-        return cls(header["identity"], header["prefix"], tokens, stretch, header["routed"], likes)
 
 
-_DTYPES = {str(t): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+@dataclass(frozen=True)
+class Label:
+    """What a block says of itself, at a glance: its slots were not looked at.
+
+    Args:
+        identity, prefix, tokens: see `Block`.
+        dtype: of the keys before they were encoded.
+        nbytes: of all of it, as it is kept.
+    """
+
+    identity: str
+    prefix: str
+    tokens: Tensor
+    layers: int
+    dtype: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, block: Block) -> Label:
+        """That of a block."""
+        kind = str(block.likes[0][0].dtype)
+        parts = (block.identity, block.prefix, block.tokens, len(block.likes))
+        return cls(*parts, kind, sum(x.nbytes for x in block.tensors().values()))
+
+    @classmethod
+    def read(cls, data: bytes, key: str) -> Label:
+        """That of a key's block, of its first bytes.
+
+        Raises:
+            ValueError: it is not there, or these were too few.
+        """
+        with _no_block():
+            fields, start = _fields(data)
+            header = _header(fields.pop("__metadata__"))
+            first, stop = fields["tokens"]["data_offsets"]
+            own = bytearray(data[start + first : start + stop])
+            if fields["tokens"]["dtype"] != "I64" or len(own) != stop - first:
+                raise ValueError("its tokens lie elsewhere")
+            tokens = torch.frombuffer(own, dtype=torch.int64)
+            if key_of(header.identity, header.prefix, tokens) != key:
+                raise ValueError("it is another block")
+            kind = str(_like(header.likes[0])[0].dtype)
+            nbytes = start + max(field["data_offsets"][1] for field in fields.values())
+            parts = (header.identity, header.prefix, tokens, len(header.likes))
+            return cls(*parts, kind, int(nbytes))
+
+
+def _fields(data: bytes) -> tuple[dict[str, Any], int]:
+    """What the header of safetensors says, and where it ends."""
+    stop = 8 + int.from_bytes(data[:8], "little")
+    if stop > len(data):
+        raise ValueError(f"its header ends at {stop}")
+    return json.loads(data[8:stop]), stop
+
+
+def _header(metadata: Mapping[str, str]) -> _Header:
+    require_seal(_HEADER, metadata)
+    header = typed(_Header, json.loads(metadata[_HEADER]))
+    if header.format != FORMAT:
+        raise ValueError(f"it is of format {header.format}, not {FORMAT}")
+    return header
+
+
+def _like(fields: Any) -> tuple[Tensor, Tensor]:
+    heads, key_width, value_width, dtype = fields
+    return nothing_of(1, heads, key_width, value_width, DTYPES[dtype])
+
+
+def _kinds(planes: Planes) -> dict[str, Any]:
+    return {n: (x.shape[1], x.shape[3:], x.dtype) for n, x in planes.items()}
 
 
 def digest(tokens: Tensor) -> str:
@@ -135,15 +245,32 @@ def key_of(identity: str, prefix: str, tokens: Tensor) -> str:
     return beginning(identity, prefix, int(tokens[0])) + digest(tokens)
 
 
+def require_budget(budget: int | None) -> None:
+    """Raise SpecError for a budget that nothing fits."""
+    if budget is not None and budget < 1:
+        raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+
+
 class Backend(ABC):
     """Where blocks are kept. Several processes may share one; whatever goes wrong in it is a miss,
-    never an error of whoever asked."""
+    never an error of whoever asked.
+
+    The calls that are not abstract do what they say by the five others; a backend for which each
+    call is a journey overrides them.
+    """
 
     name: ClassVar[str]
 
+    failures: int = 0
+    """How often something went wrong, and what it was at last."""
+    last_error: str = ""
+
+    damaged: int = 0
+    """How many blocks were found damaged, or others than they should be."""
+
     @abstractmethod
-    def get(self, key: str) -> Block | None:
-        """A block that is whole, or None. It counts as used."""
+    def get(self, key: str, *, used: bool = True) -> Block | None:
+        """A block that is whole, or None. It counts as used, unless it is only looked at."""
 
     @abstractmethod
     def put(self, block: Block) -> bool:
@@ -161,6 +288,53 @@ class Backend(ABC):
     def scan(self, prefix: str = "") -> Iterator[str]:
         """The keys that begin so."""
 
+    def leading(self, keys: Sequence[str]) -> list[Block]:
+        """The blocks of the first keys, as far as they are there."""
+        found: list[Block] = []
+        for key in keys:
+            block = self.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """The keys whose blocks are not there; none where that is not known."""
+        return [key for key in keys if not self.contains(key)]
+
+    def put_all(self, blocks: Iterable[Block]) -> int:
+        """Keep blocks that were missing; how many are there then."""
+        return sum(map(self.put, blocks))
+
+    def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        """What blocks say of themselves; None for those that are not there."""
+        found = (self.get(key, used=False) for key in keys)
+        return [None if block is None else Label.of(block) for block in found]
+
+    def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
+        """Remove what killed processes left and what was found damaged, if it is older than so many
+        seconds; and blocks, those used longest ago first, until the rest fits a budget. The bytes
+        of all that."""
+        return 0
+
+    def exists(self) -> bool:
+        """Whether blocks were ever put here."""
+        return True
+
+    def _failed(self, error: BaseException) -> None:
+        self.failures += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+
+    def _label(self, key: str, data: bytes | None) -> Label | None:
+        """That of a block's first bytes."""
+        if data is None:
+            return None
+        try:
+            return Label.read(data, key)
+        except ValueError:  # they were too few, or damaged, as `get` will see
+            block = self.get(key, used=False)
+            return None if block is None else Label.of(block)
+
 
 @final
 class Memory(Backend):
@@ -171,7 +345,7 @@ class Memory(Backend):
     def __init__(self) -> None:
         self._blocks: dict[str, Block] = {}
 
-    def get(self, key: str) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> Block | None:
         return self._blocks.get(key)
 
     def put(self, block: Block) -> bool:

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, final
@@ -16,7 +16,14 @@ from safetensors import SafetensorError, safe_open
 
 from kvkeep import tensorfile
 from kvkeep.errors import SpecError
-from kvkeep.store.backend import Backend, Block
+from kvkeep.store.backend import (
+    ABANDONED_S,
+    LABEL_BYTES,
+    Backend,
+    Block,
+    Label,
+    require_budget,
+)
 
 _TABLE = """
 create table if not exists blocks (
@@ -24,7 +31,6 @@ create table if not exists blocks (
 ) without rowid
 """
 _WAIT_S = 30.0  # for another process's transaction
-_ABANDONED_S = 3600.0  # a file that no entry names is not being written any more
 
 
 @final
@@ -48,8 +54,7 @@ class Disk(Backend):
 
     def __init__(self, path: str | os.PathLike[str], budget: int | None = None) -> None:
         self.path = Path(path)
-        if budget is not None and budget < 1:
-            raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+        require_budget(budget)
         if self.path.exists() and not self.path.is_dir():
             raise SpecError(f"{self.path} is no directory; give one, or a path for a new one")
         self.budget = budget
@@ -59,7 +64,7 @@ class Disk(Backend):
         with self._transaction() as index:
             index.execute(_TABLE)
 
-    def get(self, key: str) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> Block | None:
         file = self._file(key)
         if file is None:
             return None
@@ -72,13 +77,15 @@ class Disk(Backend):
         except FileNotFoundError:  # removed by another process meanwhile, or by hand
             self._forget(key, file)
             return None
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError):
+        except (SafetensorError, OSError, ValueError, RuntimeError):
+            self.damaged += 1
             self._forget(key, file)
             with suppress(OSError):
                 file.replace(self.path / "quarantine" / file.name)
             return None
-        with suppress(sqlite3.Error), self._transaction() as index:
-            index.execute("update blocks set used = ? where key = ?", (time.time(), key))
+        if used:
+            with self._tried(), self._transaction() as index:
+                index.execute("update blocks set used = ? where key = ?", (time.time(), key))
         return block
 
     def put(self, block: Block) -> bool:
@@ -93,8 +100,9 @@ class Disk(Backend):
             row = (block.key, file.name, size, time.time())
             with self._transaction() as index:
                 done = index.execute("insert or ignore into blocks values (?, ?, ?, ?)", row)
-                removed = self._over_budget(index) if done.rowcount else [file.name]
-        except (OSError, sqlite3.Error):
+                removed = self._over(self.budget, index) if done.rowcount else [file.name]
+        except (OSError, sqlite3.Error) as error:
+            self._failed(error)
             for left in (new, file):
                 with suppress(OSError):
                     left.unlink()
@@ -112,13 +120,16 @@ class Disk(Backend):
             self._remove([file.name])
 
     def scan(self, prefix: str = "") -> Iterator[str]:
-        try:
+        keys: list[str] = []
+        with self._tried():
             found = self._index().execute(
                 "select key from blocks where key >= ? and key < ?", (prefix, prefix + "\U0010ffff")
             )
-            return iter([key for (key,) in found])
-        except sqlite3.Error:
-            return iter(())
+            keys = [key for (key,) in found]
+        return iter(keys)
+
+    def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        return [self._label(key, self._first_bytes(key)) for key in keys]
 
     @property
     def nbytes(self) -> int:
@@ -126,39 +137,63 @@ class Disk(Backend):
         total = self._index().execute("select coalesce(sum(nbytes), 0) from blocks").fetchone()[0]
         return int(total)
 
-    def gc(self, older_than: float = _ABANDONED_S) -> int:
-        """Remove files that nobody names and that are older than so many seconds; their bytes."""
+    def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
+        require_budget(budget)
+        freed = 0
+        if budget is not None:
+            before = self.nbytes
+            with self._transaction() as index:
+                removed = self._over(budget, index)
+            self._remove(removed)
+            freed = before - self.nbytes
         named = {name for (name,) in self._index().execute("select file from blocks")}
-        freed, before = 0, time.time() - older_than
+        abandoned = time.time() - older_than
         for file in self.path.glob("*/*.safetensors"):
             with suppress(OSError):
                 status = file.stat()
-                if file.name not in named and status.st_mtime <= before:
+                if file.name not in named and status.st_mtime <= abandoned:
                     file.unlink()
                     freed += status.st_size
         return freed
 
     def _file(self, key: str) -> Path | None:
-        try:
+        row = None
+        with self._tried():
             row = self._index().execute("select file from blocks where key = ?", (key,)).fetchone()
-        except sqlite3.Error:
-            return None
         return None if row is None else self.path / "blocks" / row[0]
 
+    def _first_bytes(self, key: str) -> bytes | None:
+        file = self._file(key)
+        if file is None:
+            return None
+        try:
+            with file.open("rb") as opened:
+                return opened.read(LABEL_BYTES)
+        except OSError:
+            return b""
+
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Count what the index refuses, and go on."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._failed(error)
+
     def _forget(self, key: str, file: Path) -> None:
-        with suppress(sqlite3.Error), self._transaction() as index:
+        with self._tried(), self._transaction() as index:
             index.execute("delete from blocks where key = ? and file = ?", (key, file.name))
 
-    def _over_budget(self, index: sqlite3.Connection) -> list[str]:
+    def _over(self, budget: int | None, index: sqlite3.Connection) -> list[str]:
         """Forget what was used longest ago until the rest fits; the files of that."""
         total = index.execute("select coalesce(sum(nbytes), 0) from blocks").fetchone()[0]
         removed: list[str] = []
-        if self.budget is None or total <= self.budget:
+        if budget is None or total <= budget:
             return removed
         for key, file, size in index.execute(
             "select key, file, nbytes from blocks order by used"
         ).fetchall():
-            if total <= self.budget:
+            if total <= budget:
                 break
             index.execute("delete from blocks where key = ?", (key,))
             total -= size

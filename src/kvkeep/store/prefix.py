@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import count
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from kvkeep import hf
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.hf.specs import Specs
-from kvkeep.store.backend import Backend, Block, beginning, digest, key_of
+from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.hit import Hit, Shape, shape_of
 from kvkeep.store.model import feed, identity_of
+from kvkeep.store.shared import share, shared
 from kvkeep.store.stretch import (
     Stretch,
     require_keepable,
@@ -26,9 +27,7 @@ from kvkeep.store.stretch import (
     stretch_of,
     why_not_kept,
 )
-from kvkeep.store.tree import Node, RadixTree, common
-
-_LOOKED_AT = 16  # blocks of a backend that begin with the same token, to find the longest of
+from kvkeep.store.tree import Match, Node, RadixTree
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,13 @@ class StoreStats:
         return asdict(self)
 
 
+class Reading(NamedTuple):
+    """A cache of some tokens, and how many of them a store had."""
+
+    cache: hf.Cache
+    found: int
+
+
 class PrefixStore:
     """Keys and values of prompts, each token of a shared prefix once.
 
@@ -75,8 +81,7 @@ class PrefixStore:
     def __init__(
         self, budget: int | None = None, *, backend: Backend | None = None, block: int = 256
     ) -> None:
-        if budget is not None and budget < 1:
-            raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+        require_budget(budget)
         if block < 1:
             raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
         self.budget = budget
@@ -98,10 +103,7 @@ class PrefixStore:
         """
         tokens = _flat(tokens)
         with self._lock:
-            match = self._tree(identity).match(tokens)
-            if self.backend is not None and match.length < len(tokens):
-                self._fetch(identity, tokens, match.length)
-                match = self._tree(identity).match(tokens)
+            match = self._matched(identity, tokens)
             match.node.locks += 1
             found = bool(match.length)
             self._hits, self._misses = self._hits + found, self._misses + (not found)
@@ -135,21 +137,16 @@ class PrefixStore:
             return 0
         require_kept(cache)
 
+        states = cache.states("store")  # once, for runs are joined to be copied
+
         def content_of(start: int, stop: int) -> Stretch:
-            return stretch_of(cache, start, stop, row)
+            return stretch_of(states, start, stop, row)
 
         with self._lock:
-            shape = self._shape(identity, shape_of(cache))
+            shape = self._shape(identity, shape_of(states, cache.routed))
             kept = self._keep(identity, tokens, content_of, priority)
         if self.backend is not None:
-            for start in range(0, len(tokens), self.block):
-                own = tokens[start : start + self.block]
-                prefix = digest(tokens[:start])
-                if not self.backend.contains(key_of(identity, prefix, own)):
-                    stretch = content_of(start, start + len(own))
-                    self.backend.put(
-                        Block(identity, prefix, own, stretch, shape.routed, shape.like)
-                    )
+            share(self.backend, identity, tokens, self.block, content_of, shape)
         return kept
 
     def prefill(
@@ -162,15 +159,10 @@ class PrefixStore:
         chunk: int | None = None,
         priority: int = 0,
     ) -> hf.Cache:
-        """A cache of all tokens but the last, which `generate` or your loop feeds: what is stored
-        is shared, the rest is computed, and stored too.
+        """`read` of all tokens but the last, which `generate` or your loop feeds.
 
         Args:
             tokens: the prompt, int64 (n,) or (1, n).
-            spec: of the cache; each spec has entries of its own.
-            namespace: entries of another one are never found.
-            chunk: compute so many tokens at once; None: all.
-            priority: see `insert`.
 
         Raises:
             ShapeError: no tokens.
@@ -179,17 +171,43 @@ class PrefixStore:
         tokens = _flat(tokens)
         if not len(tokens):
             raise ShapeError("a prompt of no tokens; give at least one")
+        options: dict[str, Any] = {"namespace": namespace, "chunk": chunk, "priority": priority}
+        return self.read(model, tokens[:-1], spec=spec, **options).cache
+
+    def read(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+        chunk: int | None = None,
+        priority: int = 0,
+    ) -> Reading:
+        """A cache of some tokens: what is stored is shared, the rest is computed, and stored too.
+
+        Args:
+            tokens: int64 (n,) or (1, n).
+            spec: of the cache; caches of other codecs have entries of their own.
+            namespace: entries of another one are never found.
+            chunk: compute so many tokens at once; None: all.
+            priority: see `insert`.
+
+        Raises:
+            UnsupportedError: a spec whose slots cannot serve other prompts.
+        """
+        tokens = _flat(tokens)
         cache = hf.Cache(model, spec)
         require_keepable(cache)
         identity = identity_of(model, cache.specs, namespace)
-        last = len(tokens) - 1
-        with self.match(identity, tokens[:last]) as hit:
+        with self.match(identity, tokens) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
-        feed(model, tokens[cache.fed : last], cache, chunk)
-        if cache.fed > hit.length:
-            self.offer(identity, tokens[:last], cache, priority=priority)
-        return cache
+        found = cache.fed
+        feed(model, tokens[cache.fed :], cache, chunk)
+        if cache.fed > found:
+            self.offer(identity, tokens, cache, priority=priority)
+        return Reading(cache, found)
 
     def learn(
         self,
@@ -260,6 +278,19 @@ class PrefixStore:
             leaves = list(self._tree(identity).leaves())
         return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
 
+    def known(self, identity: str, tokens: Tensor) -> int:
+        """How many first tokens of a text are stored, which counts as no hit or miss."""
+        with self._lock:
+            return self._matched(identity, _flat(tokens)).length
+
+    def _matched(self, identity: str, tokens: Tensor) -> Match[Stretch]:
+        """The longest prefix, if the backend has it too."""
+        match = self._tree(identity).match(tokens)
+        if self.backend is not None and match.length < len(tokens):
+            self._fetch(identity, tokens, match.length)
+            match = self._tree(identity).match(tokens)
+        return match
+
     def _keep(
         self,
         identity: str,
@@ -285,62 +316,28 @@ class PrefixStore:
     def _fetch(self, identity: str, tokens: Tensor, known: int) -> None:
         """Put what the backend has of the tokens after the first `known` into the tree."""
         assert self.backend is not None
-        first = start = known // self.block * self.block
-        blocks: list[Block] = []
-        while start < len(tokens):
-            own = tokens[start : start + self.block]
-            found = self._block(identity, digest(tokens[:start]), own)
-            if found is None:
-                break
-            same = common(found.tokens, own)
-            blocks.append(found)
-            start += same
-            if same < self.block:
-                break
-        if start <= known:
-            return
-        shape = Shape.of_block(blocks[0])
-        if any(Shape.of_block(block) != shape for block in blocks):
+        first = known // self.block * self.block
+        blocks, stop = shared(self.backend, identity, tokens, first, self.block)
+        if stop <= known:
             return
         try:
-            self._shape(identity, shape)
+            self._shape(identity, Shape.of_block(blocks[0]))
         except StateError:
             return  # of another model, under the same identity
         whole = Stretch.joined([block.stretch for block in blocks])
-        self._keep(identity, tokens[:start], lambda a, b: whole.part(a - first, b - first))
-
-    def _block(self, identity: str, prefix: str, tokens: Tensor) -> Block | None:
-        """The block of the backend that begins like some tokens, as many as possible."""
-        assert self.backend is not None
-        best = self.backend.get(key_of(identity, prefix, tokens))
-        if best is not None and best.tokens.equal(tokens):
-            return best
-        best = None
-        for key in islice(
-            self.backend.scan(beginning(identity, prefix, int(tokens[0]))), _LOOKED_AT
-        ):
-            found = self.backend.get(key)
-            if found is not None and common(found.tokens, tokens) > (
-                0 if best is None else common(best.tokens, tokens)
-            ):
-                best = found
-        return best
+        self._keep(identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first))
 
     def _make_room(self, nbytes: int | None) -> None:
         """Evict until so many bytes fit, or nothing is left that may go; None: all."""
         if nbytes is not None and self.budget is None:
             return
         while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
-            free = [
-                (leaf.priority, leaf.used, index, leaf)
-                for index, tree in enumerate(self._trees.values())
-                for leaf in tree.leaves()
-                if not leaf.locks
-            ]
+            trees = self._trees.values()
+            free = [(leaf, tree) for tree in trees for leaf in tree.leaves() if not leaf.locks]
             if not free:
                 return
-            *_, index, leaf = min(free, key=lambda found: found[:2])
-            freed = list(self._trees.values())[index].remove(leaf)
+            leaf, tree = min(free, key=lambda found: (found[0].priority, found[0].used))
+            freed = tree.remove(leaf)
             self.nbytes -= freed
             self._evicted += freed
 

@@ -1,0 +1,97 @@
+"""`kvkeep serve`: an OpenAI-compatible server for one model."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.generate import DEFAULT_MODEL
+from kvkeep.cli.output import ModelDtype, ModelName, Working, reported
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def serve(
+    model: ModelName = DEFAULT_MODEL,
+    host: Annotated[
+        str, typer.Option(help="Who can connect: 127.0.0.1 is this machine only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    cache: Annotated[
+        str, typer.Option(help="What to keep, e.g. keep_all+int8; what evicts is not reused.")
+    ] = "keep_all",
+    budget: Annotated[
+        str, typer.Option(help="Most memory for beginnings of prompts, e.g. 500MB, 2GB.")
+    ] = "2GB",
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where they are kept too: a directory, redis://..., or s3://..."),
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option(help="Of that store; entries of another one are never found.")
+    ] = "",
+    dtype: ModelDtype = "auto",
+    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVKEEP_API_KEY",
+            show_envvar=True,
+            help="What clients must send. Others see options, so better set the variable.",
+        ),
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI clients; no beginning of a prompt is computed twice."""
+    with reported():
+        nbytes = _bytes(budget)
+        if api_key is not None and not api_key.strip():
+            raise typer.BadParameter("--api-key is empty; leave it out, or give one")
+        try:
+            from kvkeep.serve.listen import bind, is_loopback, listen, run
+        except ModuleNotFoundError as error:
+            raise typer.BadParameter(
+                f"kvkeep serve needs {error.name}; pip install 'kvkeep[serve]'"
+            ) from error
+        bound = bind(host, port)  # what is wrong with it shows before the model is loaded
+        if not is_loopback(host) and api_key is None:
+            typer.echo(
+                f"warning: without an API key, all who reach {host} can use this server; set "
+                "KVKEEP_API_KEY, or use --host 127.0.0.1",
+                err=True,
+            )
+        with bound, Working("starting") as working:
+            from kvkeep.hf.models import load
+            from kvkeep.serve import Engine, application
+            from kvkeep.spec import CacheSpec
+            from kvkeep.store import PrefixStore, opened
+
+            spec = CacheSpec.parse(cache)
+            backend = None if store is None else opened(store)
+            kept = PrefixStore(nbytes, backend=backend)
+            loaded, tokenizer = load(model, dtype, device, working)
+            engine = Engine(
+                loaded, tokenizer, name=model, cache=spec, store=kept, namespace=namespace
+            )
+            working.stop()
+            if engine.why_no_reuse:
+                typer.echo(f"every prompt is computed: {engine.why_no_reuse}", err=True)
+            typer.echo(f"{model} ({spec}) at {listen(bound)}")
+            run(application(engine, api_key=api_key), bound)
+
+
+def _bytes(text: str) -> int:
+    """A size such as 500MB or 2GiB.
+
+    Raises:
+        BadParameter: something else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
+    if found is None or found[2].upper() not in _UNITS:
+        raise typer.BadParameter(f"{text!r}: give a size such as 500MB, 2GB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+__all__ = ["serve"]

@@ -1,0 +1,247 @@
+"""`kvkeep store`: look at stores of blocks, check, clean and copy them."""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvkeep.cli.output import Advancing, JsonFlag, print_json, print_table, reported
+
+if TYPE_CHECKING:
+    from kvkeep.store import Backend, Block, Label
+
+_PAGE = 64  # keys looked at in one go
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+StorePlace = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE",
+        help="A directory, redis://host/0?name=kvkeep (valkey://, rediss://, unix://), or a URL of "
+        "fsspec such as s3://bucket/path.",
+    ),
+]
+
+store = typer.Typer(help="Look at stores of blocks, check, clean and copy them.")
+
+
+@store.command("ls")
+def list_blocks(
+    where: StorePlace,
+    limit: Annotated[int, typer.Option(min=1, help="Most blocks to list.")] = 100,
+    json: JsonFlag = False,
+) -> None:
+    """List blocks: their tokens and bytes, and what they are of."""
+    with reported():
+        backend = _opened(where)
+        labels = _labels(backend)
+        rows = [_row(key, label) for key, label in islice(labels, limit)]
+        more = next(labels, None) is not None
+        _require_answers(backend)
+    if json:
+        print_json({"blocks": rows, "more": more})
+    elif rows:
+        _print_rows(where, [_short(row) for row in rows])
+        if more:
+            typer.echo(f"only the first {limit}; --limit shows more", err=True)
+    else:
+        typer.echo("no blocks")
+
+
+@store.command()
+def stats(where: StorePlace, json: JsonFlag = False) -> None:
+    """Count blocks, tokens and bytes, for each identity."""
+    with reported(), Advancing("reading labels") as advancing:
+        backend = _opened(where)
+        identities: dict[str, dict[str, Any]] = {}
+        keys = list(backend.scan())
+        for done, (_, label) in enumerate(_labels(backend, keys)):
+            row = {**_of_identity(label.identity), "blocks": 0, "tokens": 0, "bytes": 0}
+            row = identities.setdefault(label.identity, row)
+            row["blocks"] += 1
+            row["tokens"] += len(label.tokens)
+            row["bytes"] += label.nbytes
+            advancing("reading labels", done / len(keys))
+    rows = list(identities.values())
+    result: dict[str, Any] = {
+        name: sum(row[name] for row in rows) for name in ("blocks", "tokens", "bytes")
+    }
+    result |= {"damaged": backend.damaged, "failures": backend.failures}
+    if rows:
+        _print_rows(where, rows, stderr=json)
+    if json:
+        last = {"last_error": backend.last_error}
+        print_json({"backend": backend.name, **result, "identities": rows, **last})
+    else:
+        typer.echo(", ".join(f"{count:,} {name}" for name, count in result.items()))
+        if backend.last_error:
+            typer.echo(f"last failure: {backend.last_error}")
+
+
+@store.command()
+def verify(where: StorePlace, json: JsonFlag = False) -> None:
+    """Read every block and compare its checksums; exit code 1 if one is damaged, which is put into
+    quarantine."""
+    with reported(), Advancing("reading blocks") as advancing:
+        backend = _opened(where)
+        keys = list(backend.scan())
+        whole = sum(1 for _ in _blocks(backend, keys, advancing))
+    gone = len(keys) - whole - backend.damaged
+    result = {"blocks": len(keys), "whole": whole, "damaged": backend.damaged, "gone": gone}
+    if json:
+        print_json(result)
+    else:
+        typer.echo(f"{whole:,} of {len(keys):,} blocks are whole")
+        if gone:
+            typer.echo(f"{gone:,} were removed meanwhile")
+        if backend.damaged:
+            typer.echo(f"{backend.damaged:,} were damaged, and are in quarantine now")
+    if backend.damaged:
+        raise typer.Exit(1)
+
+
+@store.command()
+def gc(
+    where: StorePlace,
+    older_than: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Remove what killed processes left and what is in quarantine, after so many "
+            "seconds.",
+        ),
+    ] = 3600.0,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Then remove blocks until so much is left, e.g. 2GB or 500MiB: those used longest "
+            "ago first, or the oldest, where nobody knows."
+        ),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Remove what nobody needs."""
+    most = None if budget is None else byte_count(budget)
+    with reported():
+        backend = _opened(where)
+        freed = backend.gc(older_than, most)
+        _require_answers(backend)
+        left = sum(1 for _ in backend.scan())
+    if json:
+        print_json({"freed": freed, "blocks": left})
+    else:
+        typer.echo(f"freed {freed:,} bytes; {left:,} blocks are left")
+
+
+@store.command()
+def export(
+    where: StorePlace,
+    target: Annotated[str, typer.Argument(metavar="TO", help="The other store.")],
+    json: JsonFlag = False,
+) -> None:
+    """Copy all blocks to another store, each checked on the way; exit code 1 if one was not."""
+    with reported(), Advancing("copying blocks") as advancing:
+        from kvkeep.store import opened
+
+        source = _opened(where)
+        sink = opened(target)
+        keys = list(source.scan())
+        pages = [keys[start : start + _PAGE] for start in range(0, len(keys), _PAGE)]
+        missing = [key for page in pages for key in sink.missing(page)]
+        _require_answers(sink)
+        copied = sink.put_all(_blocks(source, missing, advancing))
+        _require_answers(sink)
+    present, left = len(keys) - len(missing), len(missing) - copied
+    result = {"copied": copied, "present": present, "left": left, "damaged": source.damaged}
+    if json:
+        print_json(result)
+    else:
+        typer.echo(f"copied {copied:,} blocks; {present:,} were there, {left:,} were not copied")
+    if left:
+        raise typer.Exit(1)
+
+
+def byte_count(text: str) -> int:
+    """Bytes, of text such as 2GB, 500MiB or 1000.
+
+    Raises:
+        BadParameter: something else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"{text!r}: give bytes, such as 2GB, 500MiB or 1000000")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
+
+
+def _opened(where: str) -> Backend:
+    from kvkeep.store import opened
+
+    return opened(where, create=False)
+
+
+def _require_answers(backend: Backend) -> None:
+    from kvkeep.errors import StateError
+
+    if backend.failures:
+        raise StateError(f"the store fails: {backend.last_error}; see that it runs, and try again")
+
+
+def _blocks(backend: Backend, keys: list[str], advancing: Advancing) -> Iterator[Block]:
+    """The blocks of keys that are whole."""
+    for done, key in enumerate(keys):
+        block = backend.get(key, used=False)
+        _require_answers(backend)
+        if block is not None:
+            yield block
+        advancing("reading blocks", (done + 1) / len(keys))
+
+
+def _labels(backend: Backend, keys: list[str] | None = None) -> Iterator[tuple[str, Label]]:
+    found = iter(backend.scan() if keys is None else keys)
+    while page := list(islice(found, _PAGE)):
+        for key, label in zip(page, backend.labels(page), strict=True):
+            if label is not None:
+                yield key, label
+
+
+def _row(key: str, label: Label) -> dict[str, Any]:
+    return {
+        "key": key,
+        "tokens": len(label.tokens),
+        "bytes": label.nbytes,
+        "layers": label.layers,
+        "dtype": label.dtype.removeprefix("torch."),
+        **_of_identity(label.identity),
+    }
+
+
+def _of_identity(identity: str) -> dict[str, Any]:
+    """What an identity says: that of a model is JSON, others are any text."""
+    try:
+        told = json_module.loads(identity)
+        model, codecs = told["model"], ", ".join(told["codecs"])
+        adapter = "" if model["adapter"] == "none" else f"+{model['adapter'][:8]}"
+        name = f"{model['weights'][:8]}{adapter} {model['dtype'].removeprefix('torch.')} {codecs}"
+        return {"model": name, "namespace": str(told["namespace"])}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {"model": identity[:60], "namespace": ""}
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose key fits a terminal."""
+    return row | {"key": "/".join(part[:8] for part in row["key"].split("/"))}
+
+
+def _print_rows(where: str, rows: list[dict[str, Any]], *, stderr: bool = False) -> None:
+    from rich.markup import escape
+
+    from kvkeep.store.places import shown
+
+    plain = [{n: escape(x) if isinstance(x, str) else x for n, x in row.items()} for row in rows]
+    print_table(escape(shown(where)), plain, stderr=stderr)

@@ -1,0 +1,101 @@
+"""What clients are answered, in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from kvkeep.serve.engine import Event, Finished, Piece, Used
+from kvkeep.serve.requests import Asked, RequestError
+
+DONE = "data: [DONE]\n\n"
+
+
+@final
+@dataclass
+class Reply:
+    """The answer to one request: as a whole, or as chunks of a stream."""
+
+    asked: Asked
+    created: int = field(default_factory=lambda: int(time.time()))
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def whole(self, events: list[Event]) -> dict[str, Any]:
+        """All at once; the events end with `Used`."""
+        texts = ["".join(_pieces(events, index)) for index in range(self.asked.n)]
+        reasons = {event.index: event.reason for event in events if isinstance(event, Finished)}
+        choices = []
+        for index, text in enumerate(texts):
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choices.append(self._choice(index, said if self.asked.chat else {"text": text}))
+            choices[-1]["finish_reason"] = reasons[index]
+        used = next(event for event in events if isinstance(event, Used))
+        return self._object("chat.completion", choices) | {"usage": _usage(used)}
+
+    def begun(self) -> Iterator[str]:
+        """What a stream begins with."""
+        if self.asked.chat:
+            for index in range(self.asked.n):
+                delta = {"delta": {"role": "assistant", "content": ""}}
+                yield self._chunk([self._choice(index, delta)])
+
+    def chunks(self, event: Event) -> Iterator[str]:
+        """What an event adds to a stream."""
+        if isinstance(event, Piece):
+            delta = {"delta": {"content": event.text}} if self.asked.chat else {"text": event.text}
+            yield self._chunk([self._choice(event.index, delta)])
+        elif isinstance(event, Finished):
+            choice = self._choice(event.index, {"delta": {}} if self.asked.chat else {"text": ""})
+            yield self._chunk([choice | {"finish_reason": event.reason}])
+        elif isinstance(event, RequestError):
+            yield _data(event.body())
+        else:
+            if self.asked.include_usage:
+                yield self._chunk([], _usage(event))
+            yield DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+        chunk = self._object("chat.completion.chunk", choices)
+        return _data(chunk | ({"usage": usage} if self.asked.include_usage else {}))
+
+    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chat = self.asked.chat
+        return {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.identity}",
+            "object": name if chat else "text_completion",
+            "created": self.created,
+            "model": self.asked.model,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+
+
+def model(name: str, created: int) -> dict[str, Any]:
+    """A model, as the list of models has it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvkeep"}
+
+
+def _pieces(events: list[Event], index: int) -> Iterator[str]:
+    for event in events:
+        if isinstance(event, Piece) and event.index == index:
+            yield event.text
+
+
+def _usage(used: Used) -> dict[str, Any]:
+    return {
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.completion,
+        "total_tokens": used.prompt + used.completion,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+    }
+
+
+def _data(chunk: dict[str, Any]) -> str:
+    """An event of a stream. All but ASCII is escaped: some clients break lines at U+2028."""
+    return f"data: {json.dumps(chunk)}\n\n"

@@ -1,0 +1,320 @@
+"""What clients ask for, read from JSON: every field is honoured, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.errors import KVKeepError
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",  # which is what templates know
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_MOST_STOPS = 4
+_MOST_CHOICES = 128
+_COLDEST = 1e-4  # a temperature below is greedy: logits divided by it would overflow
+_DEFAULT_COMPLETION = 16  # tokens, as OpenAI's completions have it
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+_OFF_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    **_OFF,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "tool_choice": ("auto", "none"),
+}
+_OFF_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    **_OFF,
+    "logprobs": (),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+
+Message = dict[str, Any]
+
+
+class RequestError(KVKeepError):
+    """A request that is refused: why, which field, and with which HTTP status."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI says it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        about = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": about}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: of `messages`, or to continue a `prompt`, text or token ids, if there are none.
+    `max_tokens` None is as many as the model's context has room for."""
+
+    model: str
+    messages: list[Message]
+    prompt: str | list[int]
+    tools: list[Any] | None
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    stop: tuple[str, ...]
+    seed: int | None
+    n: int
+    stream: bool
+    include_usage: bool
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a conversation."""
+        return bool(self.messages)
+
+    @property
+    def param(self) -> str:
+        """The field that the prompt came in."""
+        return "messages" if self.chat else "prompt"
+
+
+def read(body: bytes, *, chat: bool) -> Asked:
+    """What a request's body asks for, of chat or of plain completions.
+
+    Raises:
+        RequestError: no JSON, or a field that is wrong or unsupported.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise RequestError(f"the body is {_kind(given)}; give a JSON object")
+    for name, off in (_OFF_IN_CHAT if chat else _OFF_IN_COMPLETIONS).items():
+        if given.get(name) is not None and not _among(given[name], off):
+            only = " or ".join([*map(json.dumps, off), "null"])
+            raise RequestError(
+                f"{name} {json.dumps(given[name])[:80]} is not supported here; leave it out, or "
+                f"give {only}",
+                param=name,
+                code="unsupported_parameter",
+            )
+    tokens = None if chat else _DEFAULT_COMPLETION
+    for name in ("max_tokens", "max_completion_tokens") if chat else ("max_tokens",):
+        tokens = _whole(given, name, tokens, 1)
+    temperature = _number(given, "temperature", 1.0, 2.0)
+    options = _of(given, "stream_options", dict, {})
+    return Asked(
+        model=_required(given, "model", str),
+        messages=_conversation(given) if chat else [],
+        prompt="" if chat else _prompt(given),
+        tools=_tools(given) if chat else None,
+        max_tokens=tokens,
+        temperature=temperature if temperature >= _COLDEST else 0.0,
+        top_p=_number(given, "top_p", 1.0, 1.0),
+        stop=_stop(given),
+        seed=_whole(given, "seed", None, -(2**63), 2**63 - 1),
+        n=_whole(given, "n", 1, 1, _MOST_CHOICES) or 1,
+        stream=_of(given, "stream", bool, False),
+        include_usage=_of(options, "include_usage", bool, False, "stream_options."),
+    )
+
+
+def _conversation(given: Mapping[str, Any]) -> list[Message]:
+    messages = _required(given, "messages", list)
+    if not messages:
+        raise RequestError("messages is empty; give at least one", param="messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict):
+        raise RequestError(f"{where} is {_kind(given)}; give an object", param=where)
+    said = given.get("role")
+    role = _ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise RequestError(
+            f"{where}.role {json.dumps(said)[:80]}; give one of {', '.join(_ROLES)}",
+            param=f"{where}.role",
+        )
+    for name in ("audio", "function_call"):
+        if given.get(name) is not None:
+            raise _refused(f"{where}.{name}")
+    calls = _of(given, "tool_calls", list, [], f"{where}.")
+    content = given.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    message: Message = {"role": role, "content": _content(content, f"{where}.content")}
+    if calls and role == "assistant":
+        message["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
+    if role == "tool":
+        for name in ("tool_call_id", "name"):
+            if name in given:
+                message[name] = _text(given[name], f"{where}.{name}")
+    return message
+
+
+def _content(given: Any, where: str) -> str:
+    if not isinstance(given, list):
+        return _text(given, where)
+    texts = []
+    for i, part in enumerate(given):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise RequestError(
+                f"{where}[{i}] is of type {json.dumps(kind)[:80]}; this model reads text only",
+                param=f"{where}[{i}].type",
+            )
+        texts.append(_text(part.get("text"), f"{where}[{i}].text"))
+    return "".join(texts)
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    """A call of a tool, with its arguments as an object, as chat templates expect them."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError(f"{where} has no function; only functions can be called", param=where)
+    text = function.get("arguments", "{}")
+    try:
+        arguments = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"{where}.function.arguments is no JSON object", param=f"{where}.function.arguments"
+        )
+    name = _text(function.get("name"), f"{where}.function.name")
+    identity = given.get("id")
+    return {
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+        **({} if identity is None else {"id": _text(identity, f"{where}.id")}),
+    }
+
+
+def _tools(given: Mapping[str, Any]) -> list[Any] | None:
+    tools: list[Any] = _of(given, "tools", list, [])
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"tools[{i}] is no function that has a name", param=f"tools[{i}]")
+    return tools if tools and given.get("tool_choice") != "none" else None
+
+
+def _prompt(given: Mapping[str, Any]) -> str | list[int]:
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    if isinstance(prompt, list):
+        raise RequestError(
+            f"prompt is a list of {len(prompt)}; give one text, or the token ids of one",
+            param="prompt",
+        )
+    text = _text(prompt, "prompt")
+    if not text:
+        raise RequestError("prompt is empty; give some text", param="prompt")
+    return text
+
+
+def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = given.get("stop")
+    strings = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if len(strings) > _MOST_STOPS:
+        raise RequestError(f"{len(strings)} stop strings; give up to {_MOST_STOPS}", param="stop")
+    texts = tuple(_text(string, "stop") for string in strings)
+    if not all(texts):
+        raise RequestError("a stop string is empty; leave it out", param="stop")
+    return texts
+
+
+def _text(given: Any, where: str) -> str:
+    if not isinstance(given, str):
+        raise RequestError(f"{where} is {_kind(given)}; give text", param=where)
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{where} is no Unicode text: {error}", param=where) from None
+    return given
+
+
+def _required(given: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    if given.get(name) is None:
+        raise RequestError(f"{name} is missing", param=name, code="missing_required_parameter")
+    return _of(given, name, kind, None)
+
+
+def _of(
+    given: Mapping[str, Any], name: str, kind: type[Any], default: Any, before: str = ""
+) -> Any:
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        where = before + name
+        raise RequestError(f"{where} is {_kind(value)}; give {_KINDS[kind]}", param=where)
+    return value
+
+
+def _number(given: Mapping[str, Any], name: str, default: float, high: float) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+        raise RequestError(
+            f"{name} {json.dumps(value)[:80]}; give a number from 0 to {high:g}", param=name
+        )
+    return float(value)
+
+
+def _whole(
+    given: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None = None
+) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < low or (high is not None and value > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(
+            f"{name} {json.dumps(value)[:80]}; give a whole number {limits}", param=name
+        )
+    return value
+
+
+def _refused(where: str) -> RequestError:
+    return RequestError(
+        f"{where} is not supported here; leave it out", param=where, code="unsupported_parameter"
+    )
+
+
+def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """False is no number, and 0 no flag, though Python takes them for equal."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    return _KINDS.get(type(value), "a number")

@@ -1,0 +1,270 @@
+"""Location: blocks as objects of any filesystem that fsspec knows."""
+
+from __future__ import annotations
+
+import errno
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from time import time
+from typing import Any, ClassVar, NamedTuple, final
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+from kvkeep.errors import SpecError
+from kvkeep.store.backend import (
+    ABANDONED_S,
+    LABEL_BYTES,
+    Block,
+    Label,
+    require_budget,
+)
+from kvkeep.store.remote import Remote
+
+_SUFFIX = ".safetensors"
+_KEY = re.compile(r"[0-9a-z-]{1,64}/[0-9a-z-]{1,64}/[0-9a-z-]{1,64}")
+_AT_ONCE = 8  # blocks that are read side by side
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # of filesystems
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+
+class _File(NamedTuple):
+    written: float
+    path: str
+    nbytes: int
+
+
+@final
+class Location(Remote):
+    """A place such as `s3://bucket/path`, `file:///path` or `memory://path`, with an object for
+    each block: `blocks/` has those that can be found, each written whole to `new/` and then moved
+    there, `quarantine/` those that were found damaged.
+
+    Object stores know when an object was written, not when it was used last: what is oldest goes
+    first. A budget costs a listing of all blocks whenever some are put, and several processes may
+    exceed it for a moment; leave it to `gc` where that is slow.
+
+    Args:
+        url: of a filesystem known to fsspec; the package for it is yours to install.
+        budget: most bytes of all blocks; None: as many as come.
+        storage_options: what fsspec is to be told, such as `key=` and `secret=`.
+
+    Raises:
+        SpecError: a budget below 1, or a URL or options that fsspec cannot take.
+    """
+
+    name: ClassVar[str] = "location"
+
+    def __init__(self, url: str, budget: int | None = None, **storage_options: Any) -> None:
+        super().__init__()
+        require_budget(budget)
+        if re.search(r"[*?\[\]]", url):
+            raise SpecError(f"{url} has a wildcard in it; give a path without any of *?[]")
+        self.url = url
+        self.budget = budget
+        self._options = storage_options
+        try:
+            self._place()
+        except (ImportError, ValueError, TypeError) as error:
+            raise SpecError(f"fsspec cannot open such a URL: {error}") from error
+        except Exception as error:  # who is away may come back
+            self._failed(error)
+
+    def get(self, key: str, *, used: bool = True) -> Block | None:
+        return self._got([key])[0]
+
+    def put(self, block: Block) -> bool:
+        return self.contains(block.key) or self.put_all([block]) == 1
+
+    def contains(self, key: str) -> bool:
+        return isinstance(self._read([key], 1)[0], bytes)
+
+    def delete(self, key: str) -> None:
+        if _KEY.fullmatch(key):
+            self._removed(self._path(key))
+
+    def scan(self, prefix: str = "") -> Iterator[str]:
+        if not re.fullmatch(r"[0-9a-z/-]*", prefix):
+            return iter(())
+        folder = prefix.rpartition("/")[0]
+        keys = (_key_at(file.path) for file in self._files(f"blocks/{folder}".rstrip("/")))
+        return iter([key for key in keys if key is not None and key.startswith(prefix)])
+
+    def leading(self, keys: Sequence[str]) -> list[Block]:
+        found: list[Block] = []
+        for start in range(0, len(keys), _AT_ONCE):
+            for block in self._got(keys[start : start + _AT_ONCE]):
+                if block is None:
+                    return found
+                found.append(block)
+        return found
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        there = self._read(keys, 1)
+        return [key for key, data in zip(keys, there, strict=True) if _is_missing(data)]
+
+    def put_all(self, blocks: Iterable[Block]) -> int:
+        done = 0
+        for block in blocks:
+            if self.resting:
+                break
+            data = block.to_bytes()
+            if self.budget is None or len(data) <= self.budget:
+                done += self._written(block.key, data)
+        if done:
+            self._fit(self.budget)
+        return done
+
+    def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        found = self._read(keys, LABEL_BYTES)
+        return [
+            self._label(key, data if isinstance(data, bytes) else None)
+            for key, data in zip(keys, found, strict=True)
+        ]
+
+    def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
+        require_budget(budget)
+        before, freed = time() - older_than, 0
+        for file in [*self._files("new"), *self._files("quarantine")]:
+            if file.written <= before:
+                freed += self._removed(file.path) * file.nbytes
+        return freed + self._fit(budget)
+
+    def exists(self) -> bool:
+        return self._asked(self._is_there, False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(file.nbytes for file in self._files("blocks"))
+
+    def _place(self) -> tuple[Any, str]:
+        """The filesystem, one of this thread and process, and the path in it. fsspec keeps them."""
+        filesystem, path = url_to_fs(self.url, **self._options)
+        return filesystem, path.rstrip("/")
+
+    def _is_there(self) -> bool:
+        filesystem, root = self._place()
+        filesystem.invalidate_cache()
+        filesystem.info(f"{root}/blocks")
+        return True
+
+    def _path(self, key: str) -> str:
+        return f"{self._place()[1]}/blocks/{key}{_SUFFIX}"
+
+    def _got(self, keys: Sequence[str]) -> list[Block | None]:
+        return [self._block(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
+
+    def _block(self, key: str, data: Any) -> Block | None:
+        if not isinstance(data, bytes):
+            return None
+        try:
+            return Block.from_bytes(data, key)
+        except ValueError:
+            self.damaged += 1
+            self._asked(lambda: self._set_aside(key), None)
+            return None
+
+    def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
+        """The first bytes of blocks, or why there are none."""
+        absent = FileNotFoundError()
+        known = [key for key in keys if _KEY.fullmatch(key)]
+
+        def read() -> list[Any]:
+            filesystem, root = self._place()
+            paths = [f"{root}/blocks/{key}{_SUFFIX}" for key in known]
+            found = filesystem.cat_ranges(paths, 0 if most else None, most, on_error="return")
+            for data in found:
+                if isinstance(data, Exception) and not _is_missing(data):
+                    raise data
+            return list(found)
+
+        unknown = OSError("it was not asked")
+        found = dict(zip(known, self._asked(read, [unknown] * len(known)), strict=True))
+        return [found.get(key, absent) for key in keys]
+
+    def _written(self, key: str, data: bytes) -> bool:
+        def write() -> bool:
+            filesystem, root = self._place()
+            new, path = f"{root}/new/{uuid.uuid4().hex}{_SUFFIX}", self._path(key)
+            for each in (new, path):
+                filesystem.makedirs(each.rpartition("/")[0], exist_ok=True)
+            try:
+                filesystem.pipe_file(new, data)
+                filesystem.mv(new, path)
+            except BaseException:
+                with suppress(Exception):
+                    filesystem.rm_file(new)
+                raise
+            return True
+
+        return bool(_KEY.fullmatch(key)) and self._asked(write, False)
+
+    def _set_aside(self, key: str) -> None:
+        filesystem, root = self._place()
+        filesystem.makedirs(f"{root}/quarantine", exist_ok=True)
+        filesystem.mv(self._path(key), f"{root}/quarantine/{uuid.uuid4().hex}{_SUFFIX}")
+
+    def _removed(self, path: str) -> bool:
+        def remove() -> bool:
+            self._place()[0].rm_file(path)
+            return True
+
+        return self._asked(remove, False)
+
+    def _files(self, part: str) -> list[_File]:
+        """What lies in a part of the place."""
+
+        def listed() -> list[_File]:
+            filesystem, root = self._place()
+            filesystem.invalidate_cache()  # others write there, too
+            found = filesystem.find(f"{root}/{part}", detail=True)
+            return [
+                _File(_written_at(info), path, info.get("size") or 0)
+                for path, info in found.items()
+                if info.get("type", "file") == "file"
+            ]
+
+        return self._asked(listed, [])
+
+    def _fit(self, budget: int | None) -> int:
+        """Remove the oldest blocks until the rest fits a budget; their bytes."""
+        freed = 0
+        if budget is not None:
+            files = self._files("blocks")
+            over = sum(file.nbytes for file in files) - budget
+            for file in sorted(files):
+                if freed >= over:
+                    break
+                freed += self._removed(file.path) * file.nbytes
+        return freed
+
+    def _is_away(self, error: Exception) -> bool:
+        return not isinstance(error, PermissionError) and (
+            getattr(error, "errno", None) not in _REFUSED
+        )
+
+
+def _is_missing(data: Any) -> bool:
+    return isinstance(data, FileNotFoundError)
+
+
+def _key_at(path: str) -> str | None:
+    """The key of the block at a path; None where that is no block's."""
+    key = path.rpartition("/blocks/")[2].removesuffix(_SUFFIX)
+    return key if _KEY.fullmatch(key) else None
+
+
+def _written_at(info: dict[str, Any]) -> float:
+    """When an object was written, in seconds; 0 if nobody knows."""
+    for name in _TIMES:
+        when = info.get(name)
+        if isinstance(when, str):
+            when = datetime.fromisoformat(when)
+        if isinstance(when, datetime):
+            return when.timestamp()
+        if isinstance(when, (int, float)):
+            return float(when)
+    return 0.0

@@ -1,0 +1,74 @@
+"""Places: the backend that a path or a URL names."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from fsspec import available_protocols  # type: ignore[import-untyped]
+
+from kvkeep.errors import SpecError, StateError
+from kvkeep.store.backend import Backend
+from kvkeep.store.disk import Disk
+from kvkeep.store.location import Location
+from kvkeep.store.redis import SCHEMES, Redis
+
+
+def opened(
+    where: str | os.PathLike[str], budget: int | None = None, *, create: bool = True, **options: Any
+) -> Backend:
+    """The backend that a path or a URL names: a directory (`Disk`), a Redis or Valkey server
+    (`Redis`, whose name may be in the URL, as in `redis://host/0?name=chats`), or any other place
+    that fsspec knows (`Location`).
+
+    Args:
+        budget: most bytes of all blocks; None: as many as come.
+        create: False refuses a place where no store was before.
+        options: of that backend.
+
+    Raises:
+        SpecError: what is named cannot be a store, or none is there.
+        StateError: `create=False`, and nobody answers.
+    """
+    text = os.fspath(where)
+    scheme, separator, _ = text.partition("://")
+    scheme = scheme.partition("::")[0] if separator or "::" in scheme else ""
+    if not scheme:
+        if not create and not (Path(text) / "index.sqlite").is_file():
+            raise _no_store(text)
+        return Disk(text, budget, **options)
+    if scheme not in SCHEMES and scheme not in available_protocols():
+        raise SpecError(
+            f"stores of {scheme!r} are not known; give a directory, {', '.join(SCHEMES)}, or a URL "
+            "of fsspec, such as s3://, gs://, az://, hf:// or file://"
+        )
+    backend: Backend
+    if scheme in SCHEMES:
+        parts = urlsplit(text)
+        query = dict(parse_qsl(parts.query))
+        options = {"name": query.pop("name")} | options if "name" in query else options
+        backend = Redis(parts._replace(query=urlencode(query)).geturl(), budget, **options)
+    else:
+        backend = Location(text, budget, **options)
+    if not create and not backend.exists():
+        if backend.failures:
+            raise StateError(
+                f"{shown(text)} does not answer: {backend.last_error}; see that it runs, and where"
+            )
+        raise _no_store(text)
+    return backend
+
+
+def shown(where: str) -> str:
+    """A path or a URL without what it says of users and passwords."""
+    return re.sub(r"(?<=://)[^/]*@", "", where)
+
+
+def _no_store(where: str) -> SpecError:
+    return SpecError(
+        f"there is no store at {shown(where)}; see whether that is the right place, or put "
+        "something there first, with kvkeep.PrefixStore(backend=...)"
+    )
