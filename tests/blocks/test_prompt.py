@@ -1,4 +1,4 @@
-"""What a model makes of prompts with blocks: where keys and values come from, and what they give."""
+"""Prompts with blocks: where their keys and values come from, and what they give."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.models import resolve
 from kvkeep.store import Disk, PrefixStore
-from kvkeep.store.model import identity_of
+from kvkeep.store.model import keyed
 
-WORDS = "lamp tower bell storm harbour keeper ship night green stone".split()
+WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
 VOCABULARY = 49152
 
 
@@ -153,9 +153,9 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     start = spans_of(encoded)[0].start
     answer = model.generate(encoded, max_new_tokens=5, do_sample=False)
     assert encoded.report.approximate > 0
-    identity = identity_of(model, kvkeep.Cache(model).specs)
+    text = keyed(model, answer[0], kvkeep.Cache(model).specs)
     for other in (store, PrefixStore(backend=store.backend)):
-        assert other.known(identity, answer[0]) == start
+        assert other.known(*text) == start
     cache, _ = encoded.prefill(model, store=store, recompute=0)
     tokens = encoded.input_ids[0, : cache.fed]
     cache.save(tmp_path / "joined.kv")
@@ -163,7 +163,7 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
         assert store.learn(model, tokens, joined) == 0
         with pytest.raises(UnsupportedError, match="did not see each other"):
             store.insert("m", tokens, joined)
-    assert store.known(identity, answer[0]) == start
+    assert store.known(*text) == start
 
 
 def test_generate(tokenizer):
@@ -242,7 +242,7 @@ def test_reports_are_plain(tokenizer):
     messages = [{"role": "user", "content": [Block(text(1)), "\n", Block("short"), "\nWell?"]}]
     report = Chat(messages).encode(tokenizer).prefill(model).report
     found = json.loads(json.dumps(report.asdict()))
-    assert [block["refused"] for block in found["blocks"]][0] == ""
+    assert found["blocks"][0]["refused"] == ""
     assert "too short" in found["blocks"][1]["refused"]
     assert found["blocks"][0]["text"] == text(1)[:40]
     assert found["tokens"] == report.tokens

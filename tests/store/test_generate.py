@@ -156,3 +156,23 @@ def test_bad_input():
             store.prefill(model, ids(9), spec=spec)
     assert store.prefill(model, ids(1)).fed == 0
     assert store.nbytes == 0
+
+
+def test_drafting_passes_the_store_by():
+    """transformers feeds a whole prompt to whatever cache it drafts with, filled or not."""
+    model, store = tiny("llama"), PrefixStore()
+    prompt = torch.cat([ids(12)] * 2, dim=1)
+    wanted = model.generate(prompt, **OPTIONS)
+    kvkeep.attach(model, store=store)
+    draft = tiny("llama")
+    for _ in range(2):
+        assert model.generate(prompt, prompt_lookup_num_tokens=3, **OPTIONS).equal(wanted)
+        assert model.generate(prompt, assistant_model=draft, **OPTIONS).equal(wanted)
+        model.generation_config.prompt_lookup_num_tokens = 3
+        assert model.generate(prompt, **OPTIONS).equal(wanted)
+        model.generation_config.prompt_lookup_num_tokens = None
+        assert model.generate(prompt, **OPTIONS).equal(wanted)
+    assert store.stats().hits == 1
+    cache = store.prefill(model, prompt)
+    with pytest.raises(UnsupportedError, match="feeds the whole prompt"):
+        model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **OPTIONS)

@@ -16,6 +16,7 @@ from kvkeep.errors import ShapeError, SpecError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
+from kvkeep.store.prefix import Reading
 
 Recompute = int | float | str
 """0; a share of the tokens, above 0 and below 1; "boundary:32"; or "all"."""
@@ -98,6 +99,7 @@ def assemble(
     spec: Specs,
     store: PrefixStore,
     namespace: str = "",
+    prompt: Tensor | None = None,
     estimate: bool = True,
 ) -> Assembled:
     """A cache of tokens, of which each span was computed by itself; what stands between spans is
@@ -108,16 +110,25 @@ def assemble(
         spans: ascending, none before `first`.
         first: so many tokens, at least 1, are read as they are, before all else.
         recompute: see `prefill`.
+        prompt: see `kvkeep.PrefixStore.read`.
         estimate: say how far off what was not computed again is, which costs a few tokens in two
             layers.
     """
     mode, amount = parsed(recompute)
+    prompt = tokens if prompt is None else prompt
+
+    def read(start: int, stop: int, prompt: Tensor | None = None) -> Reading:
+        part = tokens[start:stop]
+        return store.read(model, part, prompt=prompt, spec=spec, namespace=namespace)
+
     if mode == "all" or not spans:
-        whole = store.read(model, tokens, spec=spec, namespace=namespace)
+        whole = read(0, len(tokens), prompt)
         return Assembled(whole.cache, whole.found, 0, 0, 0.0)
+    begun, *others = [read(0, first, prompt), *(read(start, stop) for start, stop in spans)]
     spans = [Span(0, first), *spans]
-    read = [store.read(model, tokens[a:b], spec=spec, namespace=namespace) for a, b in spans]
-    cache = place(model, [one.cache for one in read], [span.start for span in spans], len(tokens))
+    caches = [begun.cache, *(other.cache for other in others)]
+    cache = place(model, caches, [span.start for span in spans], len(tokens))
+    cache.takeover = begun.cache.takeover
     kinds = _kinds(len(tokens), spans)
     certain = kinds == _BETWEEN
     if mode == "boundary":
@@ -128,18 +139,18 @@ def assemble(
     computed = certain.nonzero().flatten()
     # Without a token that is computed in every layer there is no forward that could tell.
     if more or (estimate and len(computed) and repair.compares(model)):
-        others = ((kinds == _SPAN) & ~certain).nonzero().flatten()
+        sample = ((kinds == _SPAN) & ~certain).nonzero().flatten()
         if mode != "share":
-            others = others[:: max(1, len(others) // _SAMPLED)]
-        candidates = torch.cat([computed, others]).sort().values
+            sample = sample[:: max(1, len(sample) // _SAMPLED)]
+        candidates = torch.cat([computed, sample]).sort().values
         computed, deviation = repair.blend(
             model, cache, tokens, candidates, certain=certain[candidates], count=more
         )
     elif len(computed):
         repair.recompute(model, cache, tokens, computed)
     repaired = int((kinds[computed] == _SPAN).sum())
-    found = sum(one.found for one in read[1:])
-    return Assembled(cache, read[0].found, found, repaired, deviation)
+    found = sum(other.found for other in others)
+    return Assembled(cache, begun.found, found, repaired, deviation)
 
 
 _FIRST, _SPAN, _BETWEEN = range(3)

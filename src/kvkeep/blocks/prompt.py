@@ -15,12 +15,13 @@ from kvkeep.blocks.parts import Part, marked
 from kvkeep.blocks.prefill import Assembled, Recompute, Span, assemble, parsed
 from kvkeep.blocks.segments import SHORTEST, Segment, segmented
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
+from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.attach import RECOMPUTE
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
-from kvkeep.store.model import feed, identity_of
+from kvkeep.store.model import feed, keyed, takeover_in
 from kvkeep.store.stretch import require_keepable
 
 _SHOWN = 40  # characters of a block in a report
@@ -129,11 +130,14 @@ class Encoded:
             feed(model, tokens, cache)
             refused = [segment.refuse(str(error)) for segment in self.segments]
             return self._reported(Assembled(cache, 0, 0, 0, 0.0), [], refused)
+        prompt = self.input_ids[0]
+        takeover = takeover_in(model, prompt)
         whole = _why_not_any(model, cache, recompute)
         segments = [
-            segment.refuse(whole or _why_not(segment, cache, store)) for segment in self.segments
+            segment.refuse(whole or _why_not(segment, cache, store, takeover))
+            for segment in self.segments
         ]
-        known = store.known(identity_of(model, cache.specs, namespace), tokens)
+        known = store.known(*keyed(model, tokens, cache.specs, namespace, takeover))
         spans = [
             Span(one.span.start, min(one.span.stop, len(tokens)))
             for one in segments
@@ -148,6 +152,7 @@ class Encoded:
             tokens,
             behind,
             first=first,
+            prompt=prompt,
             recompute=recompute,
             spec=spec,
             store=store,
@@ -229,7 +234,8 @@ class Chat:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> None:
         self.messages = list(messages)
-        self.options = {"add_generation_prompt": True} | options
+        going_on = bool(options.get("continue_final_message"))
+        self.options = {"add_generation_prompt": not going_on} | options
 
     def encode(self, tokenizer: Any, *, shortest: int = SHORTEST) -> Encoded:
         """Its tokens, as the tokenizer's chat template has it.
@@ -268,9 +274,15 @@ def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> 
     return ""
 
 
-def _why_not(segment: Segment, cache: Cache, store: PrefixStore) -> str:
+def _why_not(segment: Segment, cache: Cache, store: PrefixStore, takeover: Takeover | None) -> str:
     """Why a block cannot be reused; empty if it can."""
-    if segment.span is None or store.budget is None:
+    if segment.span is None:
+        return ""
+    if takeover is not None and segment.span.stop > takeover.start:
+        return (
+            f"an adapter takes over at token {takeover.start}, and what it computes belongs there"
+        )
+    if store.budget is None:
         return ""
     tokens = segment.span.stop - segment.span.start
     nbytes = cache.bytes_for(tokens)

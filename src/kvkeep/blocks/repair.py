@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.hf.adapters import activated
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.masks import MaskRequest, as_mask
@@ -204,13 +205,14 @@ def _replace(layer: LayerCache, positions: Tensor) -> None:
 
 def _feed(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor) -> None:
     decoder: Callable[..., Any] = model.get_decoder()
-    decoder(
-        input_ids=tokens[positions][None].to(model.device),
-        attention_mask=as_mask(positions.to(torch.int32), None),
-        position_ids=positions[None].to(model.device),
-        past_key_values=cache,
-        use_cache=True,
-    )
+    with activated(model, cache.takeover):
+        decoder(
+            input_ids=tokens[positions][None].to(model.device),
+            attention_mask=as_mask(positions.to(torch.int32), None),
+            position_ids=positions[None].to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+        )
 
 
 def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor, certain: Tensor) -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.adapters import activated, names_adapters
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
@@ -24,6 +26,7 @@ RECOMPUTE = 0.15
 """The share of blocks' tokens that is computed again if nothing else is said."""
 
 _ATTRIBUTE = "_kvkeep_attachment"
+_DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")
 
 
 class PromptStore(Protocol):
@@ -244,7 +247,8 @@ def _stored_prompt(
     attachment: Attachment = getattr(model, _ATTRIBUTE)
     ids = kwargs.get("input_ids") if inputs is None else inputs
     mask = kwargs.get("attention_mask")
-    others = ("past_key_values", "inputs_embeds", "pixel_values", "assistant_model")
+    others = ("past_key_values", "inputs_embeds", "pixel_values", *_DRAFTING)
+    config = kwargs.get("generation_config") or model.generation_config
     if (
         attachment.store is None
         or not isinstance(ids, Tensor)
@@ -252,6 +256,8 @@ def _stored_prompt(
         or ids.shape[0] != 1
         or not ids.shape[1]
         or kwargs.get("use_cache") is False
+        or names_adapters(model)
+        or config.prompt_lookup_num_tokens
         or (isinstance(mask, Tensor) and not bool(mask.all()))
         or any(kwargs.get(name) is not None for name in others)
     ):
@@ -292,7 +298,8 @@ def _continued(model: PreTrainedModel, cache: Cache, *args: Any, **kwargs: Any) 
     """`generate` with a cache of the prompt; the store, if there is one, learns the answer."""
     attachment: Attachment = getattr(model, _ATTRIBUTE)
     kwargs["past_key_values"] = cache
-    output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+    with activated(model, cache.takeover):
+        output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     said = output if isinstance(output, Tensor) else output.sequences
     if cache.rows == 1 and attachment.store is not None:
         attachment.store.learn(model, said[0, : cache.fed], cache, namespace=attachment.namespace)
@@ -314,6 +321,11 @@ def _prepare_cache(
     """
     given = model_kwargs.get("past_key_values")
     if isinstance(given, Cache) and given.fed:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise UnsupportedError(
+                f"this cache holds {given.fed} tokens, and where tokens are drafted transformers "
+                "feeds the whole prompt to it again; give an empty cache, or do not draft"
+            )
         several = max(generation_config.num_beams, generation_config.num_return_sequences)
         if several > 1 and given.rows == batch_size:
             given.freeze()

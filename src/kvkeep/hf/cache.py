@@ -19,6 +19,7 @@ from kvkeep import snapshot
 from kvkeep.compiled import Ticket, Traced
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.figures import promised_bytes
+from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.config import (
     base_config,
     decoder_config,
@@ -107,6 +108,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         self._alike = len(kept) == len(set(self._kinds))
         self._issue_tickets()
         self._uncropped = False  # whether a forward came since recording began, or the last crop
+        self.takeover: Takeover | None = None  # of an activated adapter, among what it holds
         self.drafting = False  # a draft model's: several forwards come before each crop
 
     def __repr__(self) -> str:
@@ -309,7 +311,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every token."""
         core.Cache.reset(self)
-        self._handed = None
+        self._handed = self.takeover = None
         self._record_past(False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from kvkeep.hf.adapters import active_adapters
 from kvkeep.hf.config import base_config, decoder_config
 
 _SAMPLE = 16  # elements of a tensor
@@ -36,7 +36,14 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
     weights, adapter = _hashes_at_a_glance(model) if glance else _hashes(model)
     config = decoder_config(base_config(model))
     rope = getattr(config, "rope_parameters", None)
-    dtypes = sorted({str(x.dtype) for x in model.parameters() if x.is_floating_point()})
+    added, _ = active_adapters(model)
+    dtypes = sorted(
+        {
+            str(x.dtype)
+            for name, x in model.named_parameters()
+            if x.is_floating_point() and not added & set(name.split("."))
+        }
+    )
     found = {
         "weights": weights,
         "adapter": adapter,
@@ -62,13 +69,13 @@ def _stamp(model: nn.Module) -> object:
         (name, x.data_ptr(), x._version, x.detach().flatten()[:: x.numel() // _SAMPLE + 1].tolist())
         for name, x in _tensors(model)
     ]
-    return tensors, _adapters(model)
+    return tensors, active_adapters(model)
 
 
 def _hashes(model: nn.Module) -> tuple[str, str]:
     """Of all weights, and of the active adapters; "none" without them."""
     weights, adapter = xxhash.xxh3_128(), xxhash.xxh3_128()
-    layers, active = _adapters(model)
+    layers, active = active_adapters(model)
     for name, x in sorted(_tensors(model)):
         # As the model without adapters calls it.
         plain = name.removeprefix("base_model.model.")
@@ -97,20 +104,6 @@ def _add(to: Any, name: str, x: Tensor) -> None:
     flat = x.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
         to.update(flat.view(torch.uint8).numpy().data)
-
-
-def _adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:
-    """What PEFT calls the parts that adapters add to layers; and the adapters that take part in the
-    forward, with their scale in each layer."""
-    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
-    layers, active = {"modules_to_save"}, dict[str, list[float]]()
-    for module in () if peft is None else model.modules():
-        if isinstance(module, peft.BaseTunerLayer):
-            layers |= set(module.adapter_layer_names)
-            for name in () if module.disable_adapters else module.active_adapters:
-                scales = getattr(module, "scaling", {})  # not every kind of adapter has one
-                active.setdefault(name, []).append(float(scales.get(name, 1.0)))
-    return layers, active
 
 
 def _hash_of_tokenizer(tokenizer: Any) -> str:

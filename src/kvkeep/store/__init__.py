@@ -5,8 +5,9 @@ from kvkeep.store.disk import Disk
 from kvkeep.store.hit import Hit
 from kvkeep.store.location import Location
 from kvkeep.store.places import opened
-from kvkeep.store.prefix import PrefixStore, StoreStats
+from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.redis import Redis
+from kvkeep.store.stats import StoreStats
 
 __all__ = [
     "Backend",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
@@ -15,11 +14,13 @@ from transformers import PreTrainedModel
 from kvkeep import hf
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.hf.adapters import activation
 from kvkeep.hf.specs import Specs
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.hit import Hit, Shape, shape_of
-from kvkeep.store.model import feed, identity_of
+from kvkeep.store.model import feed, flat, keyed, takeover_in
 from kvkeep.store.shared import share, shared
+from kvkeep.store.stats import StoreStats
 from kvkeep.store.stretch import (
     Stretch,
     require_keepable,
@@ -28,28 +29,6 @@ from kvkeep.store.stretch import (
     why_not_kept,
 )
 from kvkeep.store.tree import Match, Node, RadixTree
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """A store's figures. `hit_tokens` of `asked_tokens` were found; `refused` texts could not be
-    stored, because their cache had evicted some tokens."""
-
-    nbytes: int
-    budget: int | None
-    entries: int
-    tokens: int
-    locked: int
-    hits: int
-    misses: int
-    hit_tokens: int
-    asked_tokens: int
-    evicted_bytes: int
-    refused: int
-
-    def asdict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
-        return asdict(self)
 
 
 class Reading(NamedTuple):
@@ -101,7 +80,7 @@ class PrefixStore:
         Args:
             tokens: int64 (n,).
         """
-        tokens = _flat(tokens)
+        tokens = flat(tokens)
         with self._lock:
             match = self._matched(identity, tokens)
             match.node.locks += 1
@@ -127,7 +106,7 @@ class PrefixStore:
             ShapeError: more tokens than were fed.
             UnsupportedError: the cache keeps less than all tokens, or what is not theirs alone.
         """
-        tokens = _flat(tokens)
+        tokens = flat(tokens)
         if len(tokens) > cache.fed or not 0 <= row < max(1, cache.rows):
             raise ShapeError(
                 f"{len(tokens)} tokens of row {row}, but the cache was fed {cache.fed} in "
@@ -168,17 +147,18 @@ class PrefixStore:
             ShapeError: no tokens.
             UnsupportedError: a spec whose slots cannot serve other prompts.
         """
-        tokens = _flat(tokens)
+        tokens = flat(tokens)
         if not len(tokens):
             raise ShapeError("a prompt of no tokens; give at least one")
         options: dict[str, Any] = {"namespace": namespace, "chunk": chunk, "priority": priority}
-        return self.read(model, tokens[:-1], spec=spec, **options).cache
+        return self.read(model, tokens[:-1], prompt=tokens, spec=spec, **options).cache
 
     def read(
         self,
         model: PreTrainedModel,
         tokens: Tensor,
         *,
+        prompt: Tensor | None = None,
         spec: Specs = "keep_all",
         namespace: str = "",
         chunk: int | None = None,
@@ -188,6 +168,8 @@ class PrefixStore:
 
         Args:
             tokens: int64 (n,) or (1, n).
+            prompt: the whole prompt, of which they are the beginning: an activated adapter takes
+                over at the last invocation in it. None: there is no more of it.
             spec: of the cache; caches of other codecs have entries of their own.
             namespace: entries of another one are never found.
             chunk: compute so many tokens at once; None: all.
@@ -196,17 +178,19 @@ class PrefixStore:
         Raises:
             UnsupportedError: a spec whose slots cannot serve other prompts.
         """
-        tokens = _flat(tokens)
+        tokens = flat(tokens)
         cache = hf.Cache(model, spec)
         require_keepable(cache)
-        identity = identity_of(model, cache.specs, namespace)
-        with self.match(identity, tokens) as hit:
+        whole = tokens if prompt is None else flat(prompt)
+        cache.takeover = takeover_in(model, whole)
+        identity, keys = keyed(model, tokens, cache.specs, namespace, cache.takeover)
+        with self.match(identity, keys) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
         found = cache.fed
         feed(model, tokens[cache.fed :], cache, chunk)
         if cache.fed > found:
-            self.offer(identity, tokens, cache, priority=priority)
+            self.offer(identity, keys, cache, priority=priority)
         return Reading(cache, found)
 
     def learn(
@@ -219,7 +203,8 @@ class PrefixStore:
         priority: int = 0,
     ) -> int:
         """Store what a model's cache was fed, such as a prompt and its answer, unless it has
-        evicted some of it.
+        evicted some of it. Where an activated adapter takes part, it must be a cache that the store
+        filled.
 
         Args:
             tokens: all of them, int64 (n,).
@@ -227,8 +212,11 @@ class PrefixStore:
         Returns:
             How many of the tokens are stored.
         """
-        identity = identity_of(model, cache.specs, namespace)
-        return self.offer(identity, tokens, cache, priority=priority)
+        if cache.takeover is None and activation(model) is not None:
+            self._refused += 1
+            return 0
+        text = keyed(model, flat(tokens), cache.specs, namespace, cache.takeover)
+        return self.offer(*text, cache, priority=priority)
 
     def offer(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
@@ -281,7 +269,7 @@ class PrefixStore:
     def known(self, identity: str, tokens: Tensor) -> int:
         """How many first tokens of a text are stored, which counts as no hit or miss."""
         with self._lock:
-            return self._matched(identity, _flat(tokens)).length
+            return self._matched(identity, flat(tokens)).length
 
     def _matched(self, identity: str, tokens: Tensor) -> Match[Stretch]:
         """The longest prefix, if the backend has it too."""
@@ -362,16 +350,3 @@ class PrefixStore:
                 "give each its own identity"
             )
         return known
-
-
-def _flat(tokens: Tensor) -> Tensor:
-    """Token ids, int64 (n,), on the CPU.
-
-    Raises:
-        ShapeError: they are not whole numbers in one row.
-    """
-    if tokens.dim() == 2 and len(tokens) == 1:
-        tokens = tokens[0]
-    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
-        raise ShapeError(f"token ids {tuple(tokens.shape)} {tokens.dtype}; give integers (n,)")
-    return tokens.to("cpu", torch.int64)

@@ -1,0 +1,144 @@
+"""Adapters of PEFT: which take part in a forward, and from where on an activated one does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.errors import UnsupportedError
+
+NEVER = 1 << 40
+"""The start of an activated adapter that is not invoked."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An adapter that takes part from its invocation in a prompt on: PEFT's activated LoRA.
+
+    What stands before the invocation is the base model's.
+
+    Source: aLoRA (arXiv 2504.12397).
+    """
+
+    name: str
+    invocation: tuple[int, ...]
+
+    def start(self, prompt: Tensor) -> int:
+        """Where its last invocation begins in a prompt, (n,); `NEVER` if there is none."""
+        n = len(self.invocation)
+        if len(prompt) < n:
+            return NEVER
+        same = prompt.unfold(0, n, 1).eq(torch.tensor(self.invocation)).all(dim=1)
+        found = same.nonzero()
+        return int(found[-1]) if len(found) else NEVER
+
+
+class Takeover(NamedTuple):
+    """From which position on an activated adapter computes, and a hash of it, hexadecimal."""
+
+    start: int
+    adapter: str
+
+
+def adapter_layers(model: nn.Module) -> list[Any]:
+    """The layers that have adapters."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, peft.BaseTunerLayer)]
+
+
+def active_adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:
+    """What PEFT calls the parts that adapters add to layers; and the adapters that take part in the
+    forward, with their scale in each layer."""
+    layers, active = {"modules_to_save"}, dict[str, list[float]]()
+    for module in adapter_layers(model):
+        layers |= set(module.adapter_layer_names)
+        for name in () if module.disable_adapters else module.active_adapters:
+            scales = getattr(module, "scaling", {})  # not every kind of adapter has one
+            active.setdefault(name, []).append(float(scales.get(name, 1.0)))
+    return layers, active
+
+
+def activation(model: nn.Module) -> Activation | None:
+    """The activated adapter that takes part in the forward; None if none does.
+
+    Raises:
+        UnsupportedError: one does, and something else too, so that what stands before its
+            invocation is not the base model's.
+    """
+    _, active = active_adapters(model)
+    configs: Any = getattr(model, "peft_config", {})
+    invoked = {
+        name: tuple(tokens)
+        for name in active
+        if (tokens := getattr(configs.get(name), "alora_invocation_tokens", None))
+    }
+    if not invoked:
+        return None
+    auxiliary: Any = sys.modules["peft.utils.other"]
+    others = [m for m in model.modules() if isinstance(m, auxiliary.AuxiliaryTrainingWrapper)]
+    if len(active) > 1 or others:
+        raise UnsupportedError(
+            f"adapters {sorted(active)} and {len(others)} modules saved with them, one of which is "
+            "activated by an invocation: what stands before that is not the base model's; use the "
+            "adapter by itself"
+        )
+    ((name, tokens),) = invoked.items()
+    return Activation(name, tokens)
+
+
+def names_adapters(model: nn.Module) -> bool:
+    """Whether rows are given adapters by name, for this call only (PEFT's `adapter_names=`)."""
+    return any(
+        "adapter_names" in getattr(hook, "keywords", {})
+        for module in adapter_layers(model)
+        for hook in module._forward_pre_hooks.values()
+    )
+
+
+@contextmanager
+def activated(model: Any, takeover: Takeover | None) -> Iterator[None]:
+    """Let an activated adapter take part from a position on, in whatever pieces tokens are fed.
+
+    PEFT counts from the end of the tokens it was given, and so knows nothing of those that a cache
+    holds.
+
+    Args:
+        takeover: None leaves the matter to PEFT.
+    """
+    if takeover is None:
+        yield
+        return
+    start, offset = takeover.start, 0
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal offset
+        place, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+        if place is not None:
+            offset = int((place[0] >= start).sum())
+            return
+        given = args[0] if args else kwargs.get("input_ids")
+        n = (kwargs["inputs_embeds"] if given is None else given).shape[1]
+        before = 0 if cache is None else cache.get_seq_length()
+        offset = max(0, min(n, before + n - start))
+
+    def give(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | {"alora_offsets": [offset] * len(args[0])}
+
+    handles = [model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)]
+    for layer in adapter_layers(model):  # behind PEFT's own hooks
+        handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
