@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from shutil import which
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -18,11 +23,20 @@ from kvkeep.evals.text import tokens_of_text
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.models import load
-from kvkeep.store import Disk, PrefixStore
+from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep.store.model import feed
 
 BLOCKS = "blocks:"
-MODES = ("cold", "prefix", "disk", "blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all")
+MODES = (
+    "cold",
+    "prefix",
+    "disk",
+    "redis",
+    "blocks:0",
+    "blocks:boundary:32",
+    "blocks:0.15",
+    "blocks:all",
+)
 _QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
 
 
@@ -35,6 +49,7 @@ def run(
     longest: int = 1000,
     answer: int = 64,
     modes: Sequence[str] = MODES,
+    redis: str | None = None,
     turns: int = 3,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -43,9 +58,11 @@ def run(
     Args:
         documents: how many, cut from real text, of `shortest` to `longest` tokens.
         answer: tokens of the greedy answer after a plain prefill, over which quality is measured.
-        modes: "cold" reads everything; "prefix" and "disk" find the documents in this very order,
-            in memory or on disk; "blocks:R" joins documents that were read one by one, with
-            `recompute=R`.
+        modes: "cold" reads everything; "prefix", "disk" and "redis" find the documents in this very
+            order, in memory or in a backend; "blocks:R" joins documents that were read one by one,
+            with `recompute=R`.
+        redis: URL of a server; None starts one for the time, where redis-server is installed, and
+            leaves the mode out where it is not.
 
     Returns:
         `rows`: per mode, medians over the turns of `ttft_s` and its `speedup` over cold; and
@@ -61,8 +78,15 @@ def run(
     question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
     blocks = PrefixStore()
     prefill(loaded, texts, store=blocks)
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-    with torch.inference_mode(), TemporaryDirectory() as folder:
+    with ExitStack() as during:
+        folder = during.enter_context(TemporaryDirectory())
+        during.enter_context(torch.inference_mode())
+        backends: dict[str, Backend] = {"disk": Disk(folder)}
+        url = during.enter_context(_server(folder)) if redis is None else redis
+        if url is not None:
+            backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
+        modes = [mode for mode in modes if mode != "redis" or mode in backends]
+        found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
         for turn in range(turns):
             draw.shuffle(texts)
             if progress is not None:
@@ -70,9 +94,10 @@ def run(
             whole = torch.cat([*texts, question])
             memory = PrefixStore()
             memory.prefill(loaded, whole)
-            PrefixStore(backend=Disk(folder)).prefill(loaded, whole)
+            for backend in backends.values():
+                PrefixStore(backend=backend).prefill(loaded, whole)
             stores = {"prefix": memory, BLOCKS: blocks}
-            reader = _Reader(loaded, texts, question, stores, folder)
+            reader = _Reader(loaded, texts, question, stores, backends)
             said = reader.answer(answer)
             reference = reader.judged("cold", said)
             for mode in modes:
@@ -107,10 +132,10 @@ class _Reader:
         texts: Sequence[Tensor],
         question: Tensor,
         stores: dict[str, PrefixStore],
-        folder: str,
+        backends: Mapping[str, Backend],
     ) -> None:
         self._model, self._texts, self._question = model, texts, question
-        self._stores, self._folder = stores, folder
+        self._stores, self._backends = stores, backends
         self._before = sum(map(len, texts))
 
     def seconds(self, mode: str) -> float:
@@ -135,7 +160,7 @@ class _Reader:
         cache = self._documents(mode)
         fed = torch.cat([self._rest(cache), answer[:-1]])
         logits = self._model(fed[None], past_key_values=cache).logits[0, -len(answer) :]
-        found: Tensor = logits.float().log_softmax(dim=-1)
+        found: Tensor = logits.double().log_softmax(dim=-1)
         return found
 
     def _rest(self, cache: Cache) -> Tensor:
@@ -153,8 +178,26 @@ class _Reader:
             share: float | str = float(how) if how.replace(".", "", 1).isdigit() else how
             store = None if how == "all" else self._stores[BLOCKS]
             return prefill(self._model, self._texts, recompute=share, store=store)
-        store = self._stores.get(mode) or PrefixStore(backend=Disk(self._folder))
+        store = self._stores.get(mode) or PrefixStore(backend=self._backends[mode])
         return store.prefill(self._model, torch.cat([*self._texts, self._question]))
+
+
+@contextmanager
+def _server(folder: str) -> Iterator[str | None]:
+    """The URL of a Redis server that runs meanwhile; None where none is installed."""
+    program = which("redis-server") or which("valkey-server")
+    if program is None:
+        yield None
+        return
+    socket = Path(folder) / "redis.sock"
+    options = ("--port", "0", "--unixsocket", socket, "--dir", folder, "--save", "")
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            while not socket.exists() and process.poll() is None:
+                time.sleep(0.01)
+            yield f"unix://{socket}"
+        finally:
+            process.terminate()
 
 
 def _against(reference: Tensor, found: Tensor, answer: Tensor) -> dict[str, float]:

@@ -238,9 +238,14 @@ def reuse(
     longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, at most.")] = 1000,
     answer: Annotated[int, typer.Option(min=1, help="Tokens over which quality counts.")] = 64,
     turns: Annotated[int, typer.Option(min=1, help="Orders of the documents.")] = 3,
+    redis: Annotated[
+        str | None, typer.Option(help="A server's URL; one is started if none is given.")
+    ] = None,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Documents that were read before: time to the first token, and what reuse costs in quality."""
+    check_plot(plot)
     if shortest > longest:
         raise typer.BadParameter(f"--shortest {shortest} must be within --longest {longest}")
     with reported(), Working("reuse") as working:
@@ -253,11 +258,14 @@ def reuse(
             shortest=shortest,
             longest=longest,
             answer=answer,
+            redis=redis,
             turns=turns,
             progress=working,
         )
+    if not any(row["mode"] == "redis" for row in result["rows"]):
+        typer.echo("no redis-server is installed: that mode is left out", err=True)
     title = f"{documents} documents and a question, {result['tokens']} tokens, {model}, {dtype}"
-    _show(title, result, None, json)
+    _show(title, result, plot, json)
 
 
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:

@@ -36,22 +36,24 @@ def check_plot(file: Path | None) -> None:
 
 def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw a panel for each measured column over the length held, with a line for each system; bars
-    where all rows have one length."""
+    where all rows have one length, or none."""
     from matplotlib.figure import Figure
 
-    axis = next(name for name in _AXES if name in rows[0])
+    axis = next((name for name in _AXES if name in rows[0]), "")
     label = next((name for name, value in rows[0].items() if isinstance(value, str)), None)
     columns = [n for n in rows[0] if n not in (axis, label) and not n.startswith("spread")]
-    lengths = sorted({row[axis] for row in rows})
+    lengths = sorted({row[axis] for row in rows}) if axis else []
     systems = dict.fromkeys(str(row[label]) if label else "" for row in rows)
     figure = Figure(figsize=(4.5 * len(columns), 4), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(columns), squeeze=False)[0]
     for panel, column in zip(panels, columns, strict=True):
         panel.set_ylabel(column.replace("_", " "))
-        if len(lengths) == 1:
+        if len(lengths) <= 1:
             panel.bar(list(systems), [row[column] for row in rows])
-            panel.set_xlabel(f"{lengths[0]:,} {axis}")
+            panel.set_xlabel("".join(f"{length:,} {axis}" for length in lengths))
+            if len(systems) > 4:
+                panel.tick_params(axis="x", rotation=90)
             continue
         for system in systems:
             mine = [row for row in rows if not label or row[label] == system]

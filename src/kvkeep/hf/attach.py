@@ -231,7 +231,8 @@ def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = given if isinstance(given, Cache) and given.fed else None
     before = None if cache is None else (cache.fed, cache.rows)
     try:
-        return type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+        with activated(model, None if cache is None else cache.takeover):
+            return type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     except BaseException:
         if cache is not None and before is not None:
             fed, rows = before
