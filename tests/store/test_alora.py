@@ -286,3 +286,10 @@ def test_a_real_adapter(example, trained):
     assert answers(example.INVOCATION) == wanted
     heads = sum(len(tokenizer(example.message(said)).input_ids) for _, said in prompts)
     assert store.stats().hit_tokens - before == heads
+
+
+def test_the_example(example, trained, capsys):
+    example.main(str(trained))
+    said = capsys.readouterr().out
+    assert int(said.splitlines()[-1].split()[0]) >= 3
+    assert "[17 of 20 tokens found]" in said
