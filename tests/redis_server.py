@@ -19,7 +19,7 @@ class Server:
     def __init__(self, path, *options):
         if PROGRAM is None:
             pytest.skip("no redis-server is installed; `make redis` installs Debian's")
-        self.path, self._options = path, options
+        self.path, self._options, self._client = path, options, None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -44,10 +44,13 @@ class Server:
             time.sleep(0.05)
         raise RuntimeError("redis-server did not start")
 
-    def client(self, **options):
-        import redis
+    def client(self):
+        """redis-py, as it comes."""
+        if self._client is None:
+            import redis
 
-        return redis.Redis.from_url(self.url, protocol=2, **options)
+            self._client = redis.Redis.from_url(self.url)
+        return self._client
 
     def send(self, number):
         self._process.send_signal(number)

@@ -50,7 +50,7 @@ def serve(
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
         try:
-            from kvkeep.serve.listen import bind, is_loopback, listen, run
+            from kvkeep.serve.listen import bind, is_loopback, run
         except ModuleNotFoundError as error:
             raise typer.BadParameter(
                 f"kvkeep serve needs {error.name}; pip install 'kvkeep[serve]'"
@@ -64,7 +64,8 @@ def serve(
             )
         with bound, Working("starting") as working:
             from kvkeep.hf.models import load
-            from kvkeep.serve import Engine, application
+            from kvkeep.serve.app import application
+            from kvkeep.serve.engine import Engine
             from kvkeep.spec import CacheSpec
             from kvkeep.store import PrefixStore, opened
 
@@ -78,8 +79,12 @@ def serve(
             working.stop()
             if engine.why_no_reuse:
                 typer.echo(f"every prompt is computed: {engine.why_no_reuse}", err=True)
-            typer.echo(f"{model} ({spec}) at {listen(bound)}")
-            run(application(engine, api_key=api_key), bound)
+            run(
+                application(engine, api_key=api_key),
+                bound,
+                announce=lambda url: typer.echo(f"{model} ({spec}) at {url}"),
+                stop=engine.close,
+            )
 
 
 def _bytes(text: str) -> int:

@@ -225,17 +225,24 @@ def _of_identity(identity: str) -> dict[str, Any]:
     """What an identity says: that of a model is JSON, others are any text."""
     try:
         told = json_module.loads(identity)
-        model, codecs = told["model"], ", ".join(told["codecs"])
+        model = told["model"]
         adapter = "" if model["adapter"] == "none" else f"+{model['adapter'][:8]}"
-        name = f"{model['weights'][:8]}{adapter} {model['dtype'].removeprefix('torch.')} {codecs}"
-        return {"model": name, "namespace": str(told["namespace"])}
+        name = f"{model['weights'][:8]}{adapter} {model['dtype'].removeprefix('torch.')}"
+        return {
+            "model": name,
+            "namespace": str(told["namespace"]),
+            "codecs": ", ".join(told["codecs"]),
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
-        return {"model": identity[:60], "namespace": ""}
+        return {"model": identity[:60], "namespace": "", "codecs": ""}
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose key fits a terminal."""
-    return row | {"key": "/".join(part[:8] for part in row["key"].split("/"))}
+    """A row that fits a terminal."""
+    _, prefix, own = row["key"].split("/")
+    short = row | {"key": f"{prefix[:6]}/{own[-6:]}"}
+    del short["codecs"]
+    return short
 
 
 def _print_rows(where: str, rows: list[dict[str, Any]], *, stderr: bool = False) -> None:

@@ -84,7 +84,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace = cache, namespace
-        self._attachment = attach(model, cache)
+        attach(model, cache)
         held = Cache(model, cache)
         limits = (getattr(held.config, "max_position_embeddings", None), held.get_max_length())
         self.context: int | None = min((n for n in limits if n and n > 0), default=None)
@@ -174,6 +174,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop with the next token, and detach the model."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._worker.shutdown(cancel_futures=True)
         detach(self.model)
@@ -253,9 +255,9 @@ class Engine:
         many of them were found instead of computed."""
         if self.store is None:
             return Cache(self.model, self.spec), 0
-        before = self.store.stats().hit_tokens
-        cache = self.store.prefill(self.model, ids, spec=self.spec, namespace=self.namespace)
-        return cache, self.store.stats().hit_tokens - before
+        return self.store.read(
+            self.model, ids[:-1], prompt=ids, spec=self.spec, namespace=self.namespace
+        )
 
 
 def _stopped() -> RequestError:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import ipaddress
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,6 +20,7 @@ from uvicorn.config import LOGGING_CONFIG
 from kvkeep.errors import StateError
 
 _GRACE_S = 5  # for requests that are being answered when the server is told to stop
+_MOST_GRACE_S = 60  # for one whose prompt is being read then
 _BACKLOG = 2048
 
 
@@ -64,24 +68,50 @@ def listen(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
-def run(app: Starlette, bound: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; what is being answered then has some seconds to finish."""
+def run(
+    app: Starlette,
+    bound: socket.socket,
+    *,
+    announce: Callable[[str], None],
+    stop: Callable[[], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM; what is being answered then has some seconds to finish.
+
+    Args:
+        bound: from `bind`.
+        announce: told the URL as soon as clients can connect.
+        stop: ends what is being answered; called after those seconds, in a thread.
+
+    Raises:
+        StateError: see `listen`.
+    """
     logging = copy.deepcopy(LOGGING_CONFIG)
     logging["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="on",
-            log_config=logging,
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-    )
+    options: dict[str, Any] = {"backlog": _BACKLOG, "timeout_graceful_shutdown": _MOST_GRACE_S}
+    server = _Server(uvicorn.Config(app, lifespan="on", log_config=logging, **options), stop)
     if threading.current_thread() is threading.main_thread():
-        # uvicorn raises the signal again once it has shut down: then the process ends by itself.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        # Both signals end the server alike; uvicorn raises them again when it has shut down.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
+        announce(listen(bound))
         server.run(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    """One that ends long answers itself, so that their clients are told why."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        async def end() -> None:
+            await asyncio.sleep(_GRACE_S)
+            await asyncio.to_thread(self._stop)
+
+        ending = asyncio.ensure_future(end())
+        await super().shutdown(sockets)
+        ending.cancel()
 
 
 def _refused(host: str, port: int, error: OSError) -> StateError:

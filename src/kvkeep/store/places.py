@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from fsspec import available_protocols  # type: ignore[import-untyped]
 
@@ -47,10 +47,11 @@ def opened(
         )
     backend: Backend
     if scheme in SCHEMES:
-        parts = urlsplit(text)
-        query = dict(parse_qsl(parts.query))
-        options = {"name": query.pop("name")} | options if "name" in query else options
-        backend = Redis(parts._replace(query=urlencode(query)).geturl(), budget, **options)
+        address, _, query = text.partition("?")
+        asked = dict(parse_qsl(query))
+        if "name" in asked:
+            options = {"name": asked.pop("name")} | options
+        backend = Redis(f"{address}?{urlencode(asked)}", budget, **options)
     else:
         backend = Location(text, budget, **options)
     if not create and not backend.exists():

@@ -46,7 +46,8 @@ Command = tuple[Any, ...]
 
 @final
 class Redis(Remote):
-    """A Redis (5 or newer) or Valkey server. A prompt of many blocks is asked for at once.
+    """A Redis (5 or newer) or Valkey server, no cluster. A prompt of many blocks is asked for at
+    once.
 
     The server keeps the budget and forgets what expired, in scripts that nothing comes between, so
     that clients may be killed as they like. What is damaged is kept aside for a day under a name of
@@ -102,7 +103,7 @@ class Redis(Remote):
         return self.contains(block.key) or self.put_all([block]) == 1
 
     def contains(self, key: str) -> bool:
-        return self._sent([("EXISTS", self._base + key)]) == [1]
+        return bool(self._sizes([key])[0])
 
     def delete(self, key: str) -> None:
         self._sent([self._script(DELETE, key)])
@@ -121,8 +122,7 @@ class Redis(Remote):
             start = b"(" + last
 
     def leading(self, keys: Sequence[str]) -> list[Block]:
-        there = self._sent([("STRLEN", self._base + key) for key in keys]) or []
-        sizes = list(takewhile(lambda size: isinstance(size, int) and size > 0, there))
+        sizes = [size for size in takewhile(bool, self._sizes(keys)) if size]
         found: list[Block] = []
         for batch in _batches(keys, sizes):
             for block in self._got(batch, used=True):
@@ -132,8 +132,7 @@ class Redis(Remote):
         return found
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        there = self._sent([("EXISTS", self._base + key) for key in keys]) or []
-        return [key for key, known in zip(keys, there, strict=False) if known == 0]
+        return [key for key, size in zip(keys, self._sizes(keys), strict=True) if size == 0]
 
     def put_all(self, blocks: Iterable[Block]) -> int:
         done, waiting, size = 0, list[Command](), 0
@@ -185,6 +184,14 @@ class Redis(Remote):
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return self._fitted(None, thorough=False)[1]
+
+    def _sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Bytes of blocks, 0 for what is none; None where the server does not say."""
+        answers = self._sent([("STRLEN", self._base + key) for key in keys])
+        return [
+            0 if _is_other_type(answer) else answer if isinstance(answer, int) else None
+            for answer in answers or [None] * len(keys)
+        ]
 
     def _got(self, keys: Sequence[str], used: bool) -> list[Block | None]:
         asked: list[Command] = [("GET", self._base + key) for key in keys]
@@ -238,8 +245,9 @@ class Redis(Remote):
         if not commands:
             return []
         answers = self._asked(lambda: self._journey(commands), None)
-        for answer in answers or ():
-            if isinstance(answer, Exception) and not _is_other_type(answer):
+        for command, answer in zip(commands, answers or (), strict=False):
+            known = _is_other_type(answer) and command[0] != "EVALSHA"
+            if isinstance(answer, Exception) and not known:
                 self._failed(answer)
         return answers
 
@@ -288,9 +296,9 @@ def _client(url: str, timeout: float) -> tuple[Any, Any]:
     return client, redis.exceptions
 
 
-def _is_other_type(answer: Exception) -> bool:
+def _is_other_type(answer: Any) -> bool:
     """Whether a key is taken by something else than a block."""
-    return str(answer).startswith("WRONGTYPE")
+    return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
 
 
 def _batches(keys: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:

@@ -27,13 +27,13 @@ local function drop(key)
   redis.call('ZREM', used, key)
 end
 
--- A server that is full refuses to count; without a total, the next script counts again.
+-- What removes comes first: a server that is full allows the rest after that, and not before.
 local function forget(key)
   local n = redis.call('HGET', sizes, key)
-  if n and type(redis.pcall('HINCRBY', sizes, 'total', -n)) == 'table' then
-    redis.call('HDEL', sizes, 'total')
+  if n then
+    drop(key)
+    redis.call('HINCRBY', sizes, 'total', -n)
   end
-  drop(key)
 end
 
 local function add(key, n, when)
@@ -164,12 +164,13 @@ return 1
 """
 )
 
-# ARGV: least, most, how many. Gives the last that was looked at, and those that are there.
+# ARGV: least, most, how many. Gives the last that was looked at, if more may follow; and those that
+# are there.
 PAGE = (
     _COMMON
     + """
 local keys = redis.call('ZRANGEBYLEX', index, ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
-local found = {keys[#keys] or ''}
+local found = {#keys == tonumber(ARGV[4]) and keys[#keys] or ''}
 for _, key in ipairs(keys) do
   if size_of(key) > 0 then found[#found + 1] = key else forget(key) end
 end

@@ -1,0 +1,36 @@
+"""Fixtures: places for blocks, of which a server is started once for each module."""
+
+from __future__ import annotations
+
+import pytest
+from backends import KINDS, Place
+
+from kvkeep.store import Memory
+
+
+@pytest.fixture(scope="module")
+def _places(tmp_path_factory):
+    """Each kind of place, made when it is first needed."""
+    made = {}
+
+    def place(kind):
+        if kind not in made:
+            made[kind] = Place(kind, tmp_path_factory.mktemp(kind))
+        made[kind].clear()
+        return made[kind]
+
+    yield place
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(params=KINDS)
+def place(request, _places):
+    """An empty place."""
+    return _places(request.param)
+
+
+@pytest.fixture(params=["memory", *KINDS])
+def backend(request, _places):
+    """An empty backend."""
+    return Memory() if request.param == "memory" else _places(request.param).open()

@@ -1,0 +1,538 @@
+"""Redis: constant journeys, a budget kept in the server, and servers that fail in every way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import redis.connection
+import torch
+from backends import blocks_of, found, put
+from families import tiny
+from kept import fed
+from redis_server import Server
+
+import kvkeep
+from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.store import PrefixStore, Redis, remote
+from kvkeep.store import redis as module
+
+TEXT = list(range(40))  # five blocks
+
+
+@pytest.fixture(scope="module")
+def _server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server):
+    """An empty server, for tests that do it no harm."""
+    _server.client().flushall()
+    return _server
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    """A server of a test's own."""
+    with Server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def short_rest(monkeypatch):
+    monkeypatch.setattr(remote, "REST_S", 0.3)
+
+
+def eventually(ask, seconds=30):
+    """Whether something comes true."""
+    end = time.time() + seconds
+    while time.time() < end:
+        if ask():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def accounts(server, name="kvkeep"):
+    """What the server's accounting says, after seeing that it agrees with itself."""
+    client = server.client()
+    used = set(client.zrange(f"{name}:used", 0, -1))
+    index = set(client.zrange(f"{name}:index", 0, -1))
+    sizes = {key: int(size) for key, size in client.hgetall(f"{name}:sizes").items()}
+    total = sizes.pop(b"total", 0)
+    assert used == index == set(sizes)
+    assert total == sum(sizes.values())
+    return {key.decode(): size for key, size in sizes.items()}
+
+
+def there(server, name="kvkeep"):
+    """The keys of the blocks that are there, and their bytes."""
+    client, base = server.client(), f"{name}:block:"
+    found = {key.decode(): client.strlen(key) for key in client.keys(base + "*")}
+    return {key.removeprefix(base): size for key, size in found.items()}
+
+
+@pytest.mark.parametrize("blocks", [2, 60])
+def test_journeys_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
+    journeys, tokens = [], list(range(8 * blocks))
+    send = redis.connection.AbstractConnection.send_packed_command
+
+    def counting(connection, command, *args, **kwargs):
+        journeys.append(command)
+        return send(connection, command, *args, **kwargs)
+
+    cache, backend = fed(tokens), Redis(server.url)
+    put(backend, [5])  # greets the server, and brings the scripts
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counting)
+    PrefixStore(backend=backend, block=8).insert("m", torch.tensor(tokens), cache)
+    assert len(journeys) == 2  # what is missing, and to put it
+    journeys.clear()
+    assert found(backend, tokens) == len(tokens)
+    assert len(journeys) == 2  # what is there, and to get it
+    journeys.clear()
+    assert found(backend, [*tokens, 3]) == len(tokens)
+    assert len(journeys) == 3  # also what else begins like the rest
+    journeys.clear()
+    assert found(backend, [*tokens[:-1], 3]) == len(tokens) - 1
+    assert len(journeys) == 5  # and how it goes on, and to get it
+    calls = {name: stats["calls"] for name, stats in server.client().info("commandstats").items()}
+    assert "cmdstat_keys" not in calls
+    assert "cmdstat_scan" not in calls
+
+
+def test_journeys_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 4000)
+    assert put(Redis(server.url), TEXT) == 40
+    assert found(Redis(server.url), TEXT) == 40
+    assert len(accounts(server)) == 5
+
+
+def test_what_is_too_large_is_refused(server, monkeypatch):
+    blocks = blocks_of(TEXT)
+    size = len(blocks[0].to_bytes())
+    assert not Redis(server.url, budget=size - 1).put(blocks[0])
+    monkeypatch.setattr(module, "_MOST", size - 1)
+    assert not Redis(server.url).put(blocks[0])
+    assert there(server) == {}
+
+
+def test_two_put_the_same(server):
+    blocks = blocks_of(TEXT)
+    first, second = Redis(server.url), Redis(server.url)
+    assert first.put_all(blocks) == second.put_all(blocks) == 5
+    assert accounts(server) == there(server)
+    assert len(there(server)) == 5
+
+
+def test_what_follows_goes_first(server):
+    """Of one prompt: blocks are of no use without those before them."""
+    put(Redis(server.url), TEXT)
+    assert found(Redis(server.url), TEXT) == 40
+    size = max(there(server).values())
+    Redis(server.url).gc(budget=3 * size)
+    assert found(Redis(server.url), TEXT) == 24
+
+
+def test_names_know_nothing_of_each_other(server):
+    one, other = Redis(server.url, name="one"), Redis(server.url, name="other")
+    put(one, TEXT)
+    assert (found(one, TEXT), found(other, TEXT)) == (40, 0)
+    assert (one.exists(), other.exists()) == (True, False)
+    assert list(other.scan()) == []
+    other.gc(older_than=0, budget=1)
+    assert len(accounts(server, "one")) == 5
+
+
+def test_time_to_live(server):
+    client, base = server.client(), "kvkeep:block:"
+    blocks = blocks_of(TEXT)
+    backend = Redis(server.url, ttl=1000)
+    backend.put_all(blocks[:3])
+    key = blocks[0].key
+    assert 900_000 < client.pttl(base + key) <= 1_000_000
+    client.pexpire(base + key, 100_000)
+    assert backend.get(key, used=False)
+    assert client.pttl(base + key) <= 100_000
+    assert backend.get(key)
+    assert client.pttl(base + key) > 900_000
+    Redis(server.url).get(key)  # who has no opinion leaves it
+    assert client.pttl(base + key) > 900_000
+
+    for block in blocks[1:3]:
+        client.pexpire(base + block.key, 1)
+    time.sleep(0.05)
+    assert backend.missing([block.key for block in blocks]) == [b.key for b in blocks[1:]]
+    assert len(accounts(server)) == 3
+    backend.put(blocks[4])  # sees that those used longest ago are gone
+    assert set(accounts(server)) == {key, blocks[4].key}
+    assert accounts(server) == there(server)
+
+
+def test_a_second_is_a_life(server):
+    backend = Redis(server.url, ttl=1)
+    put(backend, TEXT)
+    assert len(there(server)) == 5
+    assert eventually(lambda: not there(server))
+    assert backend.nbytes == 0
+    assert accounts(server) == {}
+
+
+def test_a_thousand_keys_are_not_walked_for_one(server):
+    backend = Redis(server.url)
+    keys = [f"{part:032x}/{number:032x}/0000" for part in range(4) for number in range(300)]
+    client = server.client()
+    client.mset({f"kvkeep:block:{key}": b"x" for key in keys})
+    backend.gc()  # learns of them
+    assert accounts(server) == dict.fromkeys(keys, 1)
+    assert list(backend.scan(keys[700][:40])) == sorted(k for k in keys if k[:40] == keys[700][:40])
+    assert list(backend.scan()) == sorted(keys)
+
+
+@pytest.mark.parametrize("use", ["get", "leading", "scan", "put", "gc", "nbytes"])
+def test_blocks_the_server_dropped_are_forgotten(server, use):
+    blocks = blocks_of(TEXT)
+    backend, keys = Redis(server.url), [block.key for block in blocks]
+    backend.put_all(blocks)
+    gone = keys[:1] if use in ("put", "nbytes") else keys[1:3]
+    server.client().delete(*(f"kvkeep:block:{key}" for key in gone))
+    if use == "get":
+        assert [key for key in keys if backend.get(key) is None] == gone
+    elif use == "leading":
+        assert len(backend.leading(keys)) == 1
+        assert backend.put_all(blocks[1:3]) == 2
+    elif use == "scan":
+        assert sorted(backend.scan()) == sorted(set(keys) - set(gone))
+    elif use == "put":
+        assert backend.put(blocks_of([7] * 8)[0])
+    elif use == "gc":
+        backend.gc()
+    else:
+        assert backend.nbytes == sum(there(server).values())
+    assert accounts(server) == there(server)
+
+
+@pytest.mark.parametrize("lost", ["used", "index", "sizes", "used index", "index sizes"])
+def test_accounts_the_server_dropped_are_made_again(server, lost):
+    blocks = blocks_of(TEXT)
+    backend = Redis(server.url)
+    backend.put_all(blocks[:4])
+    server.client().delete(*(f"kvkeep:{name}" for name in lost.split()))
+    server.client().delete(f"kvkeep:block:{blocks[1].key}")
+    backend.put(blocks[4])
+    assert accounts(server) == there(server)
+    assert len(there(server)) == 4
+
+
+def test_all_accounts_are_lost(server):
+    blocks = blocks_of(TEXT)
+    backend = Redis(server.url)
+    backend.put_all(blocks)
+    server.client().delete("kvkeep:used", "kvkeep:index", "kvkeep:sizes")
+    assert found(backend, TEXT[:24]) == 24
+    assert len(accounts(server)) == 3  # what is found is known again
+    backend.gc()
+    assert accounts(server) == there(server)
+    assert len(there(server)) == 5
+
+
+def test_a_server_that_evicts_by_itself(mortal):
+    client, backend = mortal.client(), Redis(mortal.url)
+    blocks = blocks_of(list(range(400)), block=1)
+    client.mset({f"other:{number}": bytes(20_000) for number in range(100)})
+    client.config_set("maxmemory-policy", "allkeys-random")
+    client.config_set("maxmemory", client.info("memory")["used_memory"])
+    for block in blocks:
+        assert backend.put(block)
+        got = backend.get(block.key)
+        assert got is None or got.tokens.equal(block.tokens)
+    assert client.info("stats")["evicted_keys"] > 0
+    client.config_set("maxmemory", 0)
+    backend.gc()
+    assert accounts(mortal) == there(mortal)
+    assert len(there(mortal)) < 400
+
+
+def test_a_server_that_is_full(mortal):
+    backend, blocks = Redis(mortal.url), blocks_of(*([first] * 8 for first in range(100)))
+    assert backend.put_all(blocks[:90]) == 90
+    mortal.client().config_set("maxmemory-policy", "noeviction")
+    mortal.client().config_set("maxmemory", 1)
+    assert backend.put_all(blocks[90:]) == 0
+    assert "maxmemory" in backend.last_error
+    assert not backend.resting
+    assert found(backend, [5] * 8) == 8
+    backend.delete(blocks[0].key)
+    assert backend.gc(budget=20_000) > 100_000
+    mortal.client().config_set("maxmemory", 0)
+    assert backend.put_all(blocks[90:]) == 10
+    assert accounts(mortal) == there(mortal)
+    assert backend.nbytes == sum(there(mortal).values()) < 40_000
+
+
+def test_names_that_are_taken_by_something_else(server):
+    client, blocks = server.client(), blocks_of(TEXT)
+    backend = Redis(server.url)
+    backend.put_all(blocks)
+    for block, kind in zip(blocks, (client.lpush, client.sadd), strict=False):
+        name = f"kvkeep:block:{block.key}"
+        client.delete(name)
+        kind(name, "x")
+    assert found(backend, TEXT) == 0
+    assert backend.get(blocks[1].key) is None
+    assert backend.damaged == 1
+    assert put(Redis(server.url), TEXT) == 40
+    assert found(backend, TEXT) == 40
+    assert backend.failures == 0
+    assert accounts(server) == there(server)
+
+    client.set("kvkeep:index", "mine")
+    assert not backend.put(blocks_of([9] * 8)[0])
+    assert backend.failures > 0
+    assert found(backend, TEXT) == 40
+
+
+def test_quarantine_has_an_end(server):
+    (block,) = blocks_of(TEXT[:8])
+    backend = Redis(server.url)
+    backend.put(block)
+    server.client().set(f"kvkeep:block:{block.key}", b"damaged")
+    assert backend.get(block.key) is None
+    (name,) = server.client().keys("kvkeep:quarantine:*")
+    assert 0 < server.client().ttl(name) <= 24 * 3600
+    assert accounts(server) == {}
+
+
+def test_scripts_that_the_server_forgot(server):
+    backend = Redis(server.url)
+    put(backend, TEXT)
+    server.client().script_flush()
+    assert found(backend, TEXT) == 40
+    server.client().script_flush()
+    assert put(backend, [9] * 8) == 8
+    assert backend.failures == 0
+    assert accounts(server) == there(server)
+
+
+def test_a_dead_server(short_rest):
+    """One failure, not one for each block; and the text that is generated is the same."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        backend = Redis(f"redis://127.0.0.1:{unused.getsockname()[1]}")
+    assert found(backend, TEXT) == 0
+    assert backend.failures == 1
+    assert put(backend, TEXT) == 40
+    assert backend.failures == 1
+    assert "ConnectionError" in backend.last_error
+    assert backend.labels(["a/b/c"]) == [None]
+    assert (list(backend.scan()), backend.nbytes, backend.gc()) == ([], 0, 0)
+    assert backend.failures == 1
+    assert eventually(lambda: not backend.resting)
+    assert not backend.exists()
+    assert backend.failures == 2
+
+    model, prompt = tiny("llama"), torch.arange(2, 30)[None]
+    with kvkeep.attach(model, store=PrefixStore(backend=backend, block=8)):
+        given = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert given.equal(model.generate(prompt, max_new_tokens=4, do_sample=False))
+
+
+def test_a_server_that_does_not_answer(mortal, short_rest):
+    backend = Redis(mortal.tcp, timeout=0.3)
+    put(backend, TEXT)
+    mortal.send(signal.SIGSTOP)
+    assert found(backend, TEXT) == 0
+    assert backend.failures == 1
+    assert "imeout" in backend.last_error
+    fresh = Redis(mortal.tcp, timeout=0.3)
+    assert found(fresh, TEXT) == 0
+    assert "imeout" in fresh.last_error
+    mortal.send(signal.SIGCONT)
+    assert eventually(lambda: found(backend, TEXT) == 40)
+    assert eventually(lambda: found(fresh, TEXT) == 40)
+
+
+def test_a_server_that_starts_again(mortal, short_rest):
+    backend = Redis(mortal.tcp)
+    put(backend, TEXT)
+    mortal.kill()
+    assert found(backend, TEXT) == 0
+    mortal.start()
+    assert eventually(lambda: put(backend, TEXT) and found(backend, TEXT) == 40)
+    failures = backend.failures
+    mortal.kill()
+    mortal.start()
+    assert put(backend, TEXT) == 40  # an idle connection that is closed is no failure
+    assert found(backend, TEXT) == 40
+    assert backend.failures == failures
+    assert accounts(mortal) == there(mortal)
+
+
+class Between:
+    """Stands between a client and a server, until so many bytes went one way; then everything
+    stops: the connection is cut, or nothing comes any more."""
+
+    def __init__(self, port, cut):
+        self._port, self._cut = port, cut
+        self.limit = {"up": None, "down": None}
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            for way, source, sink in (("up", client, server), ("down", server, client)):
+                threading.Thread(target=self._pass, args=(way, source, sink), daemon=True).start()
+
+    def _pass(self, way, source, sink):
+        with suppress(OSError):
+            while data := source.recv(4096):
+                left = self.limit[way]
+                if left is not None:
+                    self.limit[way] = max(0, left - len(data))
+                sink.sendall(data[:left])
+                if left is not None and left < len(data):
+                    if not self._cut:
+                        time.sleep(60)
+                    break
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def close(self):
+        self._socket.close()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("bytes_that_pass", [0, 30, 6000])
+def test_a_server_that_dies_in_the_middle(server, short_rest, cut, bytes_that_pass):
+    put(Redis(server.url), TEXT)
+    between = Between(server.port, cut)
+    try:
+        backend = Redis(between.url, timeout=0.3)
+        assert found(backend, TEXT) == 40
+        between.limit["down"] = bytes_that_pass
+        assert found(backend, TEXT) == 0
+        assert backend.failures == 1
+        between.limit["down"] = None
+        assert eventually(lambda: found(backend, TEXT) == 40)
+
+        other = [100 + token for token in TEXT]
+        between.limit["up"] = bytes_that_pass
+        failures = backend.failures
+        assert put(backend, other) == 40
+        assert backend.failures == failures + 1
+        between.limit["up"] = None
+        assert accounts(server) == there(server)
+        assert found(Redis(server.url), other) in range(0, 41, 8)
+        assert eventually(lambda: put(backend, other) and found(backend, other) == 40)
+        assert accounts(server) == there(server)
+        assert len(there(server)) == 10
+        assert backend.damaged == 0
+    finally:
+        between.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b":x\r\n", b"$9\r\nabc\r\n"]
+)
+def test_a_server_of_something_else(answer):
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                client, _ = listening.accept()
+                client.recv(4096)
+                client.sendall(answer)
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    backend = Redis(f"redis://127.0.0.1:{listening.getsockname()[1]}", timeout=0.3)
+    assert found(backend, TEXT) == 0
+    assert put(backend, TEXT) == 40
+    assert backend.failures == 1
+    listening.close()
+
+
+def _in_child(backend, results):
+    results.put((found(backend, TEXT), put(backend, [8] * 8), backend.failures))
+
+
+def test_a_fork_has_its_own_connections(server):
+    backend = Redis(server.url)
+    put(backend, TEXT)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    children = [context.Process(target=_in_child, args=(backend, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for _ in range(20):
+        assert found(backend, TEXT) == 40
+    for child in children:
+        assert results.get(timeout=60) == (40, 8, 0)
+        child.join()
+    assert backend.failures == 0
+
+
+def test_passwords(tmp_path):
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.config_set("requirepass", "right")
+        right = Redis(f"redis://:right@127.0.0.1:{server.port}")
+        assert put(right, TEXT) == 40
+        assert found(right, TEXT) == 40
+        for url in (f"redis://:secret@127.0.0.1:{server.port}", server.tcp):
+            wrong = Redis(url)
+            assert found(wrong, TEXT) == 0
+            assert wrong.failures == 1
+            assert "secret" not in wrong.last_error
+        client.config_set("requirepass", "")
+
+
+def test_valkey_is_redis(server):
+    backend = Redis(server.tcp.replace("redis", "valkey"))
+    assert put(backend, TEXT) == 40
+    assert found(Redis(server.url), TEXT) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "http://localhost"}, "scheme 'http'"),
+        ({"url": "localhost:6379"}, "scheme 'localhost:6379'"),
+        ({"url": "redis://localhost:port"}, "redis://host:port/0"),
+        ({"url": "redis://localhost?colour=red"}, "colour"),
+        ({"url": "redis://localhost?db=x"}, "db"),
+        ({"budget": 0}, "at least 1"),
+        ({"ttl": 0}, "life of 0 seconds"),
+        ({"ttl": float("nan")}, "life of nan seconds"),
+        ({"timeout": 0}, "timeout of 0 seconds"),
+        ({"timeout": float("inf")}, "timeout of inf"),
+        ({"name": ""}, "name ''"),
+        ({"name": "a*"}, "name 'a\\*'"),
+    ],
+)
+def test_bad_input(options, message):
+    with pytest.raises(SpecError, match=message):
+        Redis(**{"url": "redis://localhost"} | options)
+
+
+def test_without_the_client(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'kvkeep\[redis\]'"):
+        Redis("redis://localhost")
