@@ -57,3 +57,14 @@ def test_bad_input(tmp_path):
         Disk(tmp_path / "file")
     with pytest.raises(SpecError, match="at least 1"):
         Disk(tmp_path / "a", budget=0)
+
+
+def test_the_end_of_a_text_goes_before_its_beginning(tmp_path):
+    probe = Disk(tmp_path / "probe")
+    put(probe, list(range(8)))
+    for fill in (lambda disk: None, lambda disk: found(disk, list(range(24)))):
+        disk = Disk(tmp_path / f"store{id(fill)}", budget=3 * probe.nbytes + 100)
+        put(disk, list(range(24)))
+        fill(disk)
+        put(disk, list(range(50, 58)))
+        assert found(disk, list(range(24))) == 16

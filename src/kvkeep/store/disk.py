@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, final
@@ -84,9 +84,23 @@ class Disk(Backend):
                 file.replace(self.path / "quarantine" / file.name)
             return None
         if used:
-            with self._tried(), self._transaction() as index:
-                index.execute("update blocks set used = ? where key = ?", (time.time(), key))
+            self._use([key])
         return block
+
+    def leading(self, keys: Sequence[str]) -> list[Block]:
+        found: list[Block] = []
+        for key in keys:
+            block = self.get(key, used=False)
+            if block is None:
+                break
+            found.append(block)
+        self._use(keys[: len(found)])
+        return found
+
+    def put_all(self, blocks: Iterable[Block]) -> int:
+        kept = [block.key for block in blocks if self.put(block)]
+        self._use(kept)
+        return len(kept)
 
     def put(self, block: Block) -> bool:
         if self.contains(block.key):
@@ -155,6 +169,13 @@ class Disk(Backend):
                     file.unlink()
                     freed += status.st_size
         return freed
+
+    def _use(self, keys: Sequence[str]) -> None:
+        """Note that blocks of one prompt were used; its end goes before what it begins with."""
+        rows = [(time.time() - 1e-5 * index, key) for index, key in enumerate(keys)]
+        if rows:
+            with self._tried(), self._transaction() as index:
+                index.executemany("update blocks set used = ? where key = ?", rows)
 
     def _file(self, key: str) -> Path | None:
         row = None
