@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -425,3 +426,25 @@ def test_sixteen_processes_for_a_minute(kind, tmp_path):
         _storm(place, processes=16, seconds=60, budget=60_000)
     finally:
         place.close()
+
+
+def test_while_a_backend_is_asked_other_threads_go_on():
+    asked, answer = threading.Event(), threading.Event()
+
+    class Slow(Memory):
+        def get(self, key, *, used=True):
+            asked.set()
+            assert answer.wait(60)
+            return super().get(key, used=used)
+
+    store = PrefixStore(backend=Slow(), block=8)
+    tokens = list(range(20))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(found_in, store, tokens)
+        assert asked.wait(60)
+        store.insert("m", torch.tensor(tokens), fed(tokens))
+        assert store.stats().tokens == 20
+        assert not waiting.done()
+        answer.set()
+        assert waiting.result() == 20
+    store.check()

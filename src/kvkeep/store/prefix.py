@@ -28,7 +28,7 @@ from kvkeep.store.stretch import (
     stretch_of,
     why_not_kept,
 )
-from kvkeep.store.tree import Match, Node, RadixTree
+from kvkeep.store.tree import Node, RadixTree
 
 
 class Reading(NamedTuple):
@@ -81,8 +81,9 @@ class PrefixStore:
             tokens: int64 (n,).
         """
         tokens = flat(tokens)
+        self._fetch(identity, tokens)
         with self._lock:
-            match = self._matched(identity, tokens)
+            match = self._tree(identity).match(tokens)
             match.node.locks += 1
             found = bool(match.length)
             self._hits, self._misses = self._hits + found, self._misses + (not found)
@@ -268,16 +269,10 @@ class PrefixStore:
 
     def known(self, identity: str, tokens: Tensor) -> int:
         """How many first tokens of a text are stored, which counts as no hit or miss."""
+        tokens = flat(tokens)
+        self._fetch(identity, tokens)
         with self._lock:
-            return self._matched(identity, flat(tokens)).length
-
-    def _matched(self, identity: str, tokens: Tensor) -> Match[Stretch]:
-        """The longest prefix, if the backend has it too."""
-        match = self._tree(identity).match(tokens)
-        if self.backend is not None and match.length < len(tokens):
-            self._fetch(identity, tokens, match.length)
-            match = self._tree(identity).match(tokens)
-        return match
+            return self._tree(identity).match(tokens).length
 
     def _keep(
         self,
@@ -301,19 +296,28 @@ class PrefixStore:
         self.nbytes += (length - known.length) * token_bytes
         return length
 
-    def _fetch(self, identity: str, tokens: Tensor, known: int) -> None:
-        """Put what the backend has of the tokens after the first `known` into the tree."""
-        assert self.backend is not None
+    def _fetch(self, identity: str, tokens: Tensor) -> None:
+        """Put what the backend has of tokens, and the tree has not, into the tree. While the
+        backend is asked, other threads go on."""
+        if self.backend is None:
+            return
+        with self._lock:
+            known = self._tree(identity).match(tokens).length
+        if known == len(tokens):
+            return
         first = known // self.block * self.block
         blocks, stop = shared(self.backend, identity, tokens, first, self.block)
         if stop <= known:
             return
-        try:
-            self._shape(identity, Shape.of_block(blocks[0]))
-        except StateError:
-            return  # of another model, under the same identity
         whole = Stretch.joined([block.stretch for block in blocks])
-        self._keep(identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first))
+        with self._lock:
+            if self._tree(identity).match(tokens).length < first:
+                return  # evicted meanwhile
+            try:
+                self._shape(identity, Shape.of_block(blocks[0]))
+            except StateError:
+                return  # of another model, under the same identity
+            self._keep(identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first))
 
     def _make_room(self, nbytes: int | None) -> None:
         """Evict until so many bytes fit, or nothing is left that may go; None: all."""

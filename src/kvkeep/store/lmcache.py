@@ -1,0 +1,339 @@
+"""LMCache: blocks in the standalone server of LMCache, for many machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from threading import Lock
+from typing import ClassVar, NamedTuple, final
+from urllib.parse import urlsplit
+
+import xxhash
+
+from kvkeep.errors import SpecError
+from kvkeep.store.backend import ABANDONED_S, Block, Label, beginning, require_budget
+from kvkeep.store.remote import Remote
+
+SCHEME = "lm"
+"""How URLs of such servers begin, here as in LMCache."""
+
+# A request is what to do, the bytes that follow, their format and dtype, where to, a shape, and a
+# key; an answer is a code, the bytes that follow, their format, dtype and shape, and where from.
+_REQUEST = struct.Struct("<9i150s")
+_ANSWER = struct.Struct("<9i")
+_PUT, _GET, _EXIST = 1, 2, 3
+_FOUND, _ABSENT = 200, 400
+_BYTES, _UINT8 = 5, 6
+_MOST = 2**31 - 1  # bytes of a value, a signed number there
+
+_LISTS = 1024  # of keys; each put and each question reads one
+_LISTED = re.compile(r"^(\S+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
+_BEGINNING = len(beginning("", "0" * 32, 0))  # characters of a key that say in which list it is
+_TRIES = 4  # to change a list, while others do
+_QUICKACK = getattr(socket, "TCP_QUICKACK", None)
+
+Answer = bytes | bool | None
+"""A value, or whether there is one; None where nobody answers."""
+
+
+class _Entry(NamedTuple):
+    nbytes: int
+    written: int  # milliseconds since 1970
+
+
+class _Hollow(ConnectionError):
+    """The server has a value of which it can send nothing."""
+
+
+@final
+class LMCache(Remote):
+    """The standalone server of LMCache (`python -m lmcache.v1.server`), spoken to by its own
+    protocol; its package is not needed here. Proven with LMCache 0.5.6.
+
+    That server keeps values under names, and can neither list, remove nor evict them. So lists of
+    keys are kept as values too, and what is deleted is overwritten with nothing. Of two processes
+    that change a list at once one may lose an entry: then a block is missing until it is put again.
+    The server's memory has no end: call `gc` with a budget. It knows no passwords either; whoever
+    reaches it may read and write.
+
+    A server that does not answer is a miss, and is left alone for some seconds.
+
+    Args:
+        url: `lm://host:port`.
+        timeout: seconds to wait for a connection, for an answer that does not come or does not go
+            on, and for a block to be sent.
+        name: the model that the server is told of; stores of other names know nothing of each
+            other.
+
+    Raises:
+        SpecError: any of these cannot be. Whether the server is there is not asked.
+    """
+
+    name: ClassVar[str] = "lmcache"
+
+    def __init__(self, url: str, timeout: float = 2.0, name: str = "kvkeep") -> None:
+        super().__init__()
+        self._address = _address(url)
+        if not 0 < timeout < inf:
+            raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
+            raise SpecError(f"name {name!r}; give at most 100 letters, digits and any of _.-")
+        self._timeout = timeout
+        self._model = name
+        self._pid = -1
+        self._start()
+
+    def get(self, key: str, *, used: bool = True) -> Block | None:
+        data = self._call(_GET, f"block {key}")
+        if not isinstance(data, bytes):
+            return None
+        try:
+            return Block.from_bytes(data, key)
+        except ValueError:
+            self.damaged += bool(data)  # one of no bytes was deleted while others listed it
+            self.delete(key)
+            return None
+
+    def put(self, block: Block) -> bool:
+        key = block.key
+        listed = self._listed(_list_of(key))
+        if listed is None or key in listed:
+            return listed is not None
+        data = block.to_bytes()
+        if len(data) > _MOST:
+            return False
+        start = data[: 8 + int.from_bytes(data[:8], "little") + block.tokens.nbytes]
+        puts = [(f"label {key}", start), (f"block {key}", data)]
+        if self._call(_EXIST, f"block {key}", puts) is not True:  # no put is ever answered
+            return False
+        return self._enlist(key, _Entry(len(data), int(time.time() * 1000)))
+
+    def contains(self, key: str) -> bool:
+        return key in (self._listed(_list_of(key)) or {})
+
+    def delete(self, key: str) -> None:
+        self._removed(key)
+
+    def scan(self, prefix: str = "") -> Iterator[str]:
+        some = [_list_of(prefix)] if len(prefix) >= _BEGINNING else range(_LISTS)
+        for number in some:
+            for key in reversed(self._listed(number) or {}):  # the latest may be wanted first
+                if key.startswith(prefix):
+                    yield key
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        for key in keys:
+            listed = self._listed(_list_of(key))
+            if listed is None:
+                return []
+            if key not in listed:
+                found.append(key)
+        return found
+
+    def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        starts = ((key, self._call(_GET, f"label {key}")) for key in keys)
+        return [
+            self._label(key, data or None if isinstance(data, bytes) else None)
+            for key, data in starts
+        ]
+
+    def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
+        """Remove blocks, the oldest first, until the rest fits a budget; there is nothing else to
+        remove. The bytes of all that."""
+        require_budget(budget)
+        entries = self._entries()
+        over = 0 if budget is None else sum(entry.nbytes for entry in entries.values()) - budget
+        freed = 0
+        for key, entry in sorted(entries.items(), key=lambda item: item[1].written):
+            if freed >= over:
+                break
+            freed += self._removed(key) * entry.nbytes
+        return freed
+
+    def exists(self) -> bool:
+        return any(self._call(_EXIST, f"list {number}") is True for number in range(_LISTS))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(entry.nbytes for entry in self._entries().values())
+
+    def _removed(self, key: str) -> bool:
+        if self._call(_EXIST, f"block {key}") is not True:
+            return False
+        return self._enlist(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
+
+    def _entries(self) -> dict[str, _Entry]:
+        return {k: e for n in range(_LISTS) for k, e in (self._listed(n) or {}).items()}
+
+    def _listed(
+        self, number: int, puts: Sequence[tuple[str, bytes]] = ()
+    ) -> dict[str, _Entry] | None:
+        """The keys in a list, those written last at its end; None where nobody answers."""
+        data = self._call(_GET, f"list {number}", puts)
+        if data is None:
+            return None
+        lines = _LISTED.findall(data.decode("ascii", "replace")) if isinstance(data, bytes) else []
+        return {key: _Entry(int(nbytes), int(written)) for key, nbytes, written in lines}
+
+    def _enlist(
+        self, key: str, entry: _Entry | None, puts: Sequence[tuple[str, bytes]] = ()
+    ) -> bool:
+        """See that a key is listed, or is not, after something was put."""
+        number = _list_of(key)
+        self._own()
+        with self._lock:
+            for _ in range(_TRIES):  # others may write what they read before
+                listed = self._listed(number, puts)
+                if listed is None:
+                    return False
+                if (key in listed) == (entry is not None):
+                    return True
+                listed.pop(key, None)
+                if entry is not None:
+                    listed[key] = entry
+                lines = (f"{key} {e.nbytes} {e.written}\n" for key, e in listed.items())
+                puts = [(f"list {number}", "".join(lines).encode())]
+        return False
+
+    def _call(self, command: int, what: str, puts: Iterable[tuple[str, bytes]] = ()) -> Answer:
+        """Put values, and then ask for one."""
+        return self._asked(lambda: self._journey(command, what, puts), None)
+
+    def _journey(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
+        connection = self._taken()
+        try:
+            for name, data in puts:
+                connection.put(self._named(name), data)
+            answer = connection.ask(command, self._named(what))
+        except _Hollow:  # who put it died on the way, and the server hangs up on whoever asks
+            connection.close()
+            self.damaged += 1
+            self._journey(_EXIST, what, [(what, b"")])
+            return b""
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return answer
+
+    def _named(self, what: str) -> bytes:
+        """A key of LMCache: model, ranks, hash and dtype."""
+        own = xxhash.xxh3_128_hexdigest(what.encode(errors="replace"))
+        return f"{self._model}@1@0@{own}@uint8".encode()
+
+    def _taken(self) -> _Connection:
+        """A connection that nobody uses, or a new one."""
+        self._own()
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return _Connection(self._address, self._timeout)
+            if connection.is_idle():
+                return connection
+            connection.close()
+
+    def _own(self) -> None:
+        """A fork has connections and a lock of its own."""
+        if self._pid != os.getpid():
+            self._start()
+
+    def _start(self) -> None:
+        self._idle: list[_Connection] = []
+        self._lock = Lock()
+        self._pid = os.getpid()
+
+
+class _Connection:
+    """A connection to the server, for one thread at a time."""
+
+    def __init__(self, address: tuple[str, int], timeout: float) -> None:
+        self._timeout = timeout
+        self._socket = socket.create_connection(address, timeout)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.close = self._socket.close
+
+    def put(self, name: bytes, data: bytes) -> None:
+        """Send a value, of which nobody tells whether it came."""
+        length = len(data)
+        request = _REQUEST.pack(
+            _PUT, length, _BYTES, _UINT8, 0, length, 0, 0, 0, name.ljust(150)
+        )
+        self._socket.sendall(request)
+        self._socket.sendall(data)
+
+    def ask(self, command: int, name: bytes) -> Answer:
+        """A value, or whether there is one.
+
+        Raises:
+            OSError: no answer came, or half of it.
+            ValueError: it is none of LMCache's.
+        """
+        self._socket.sendall(_REQUEST.pack(command, 0, _BYTES, _UINT8, *[0] * 5, name.ljust(150)))
+        head = self._received(_ANSWER.size)
+        if len(head) < _ANSWER.size:
+            raise ConnectionError(f"the server hung up after {len(head)} bytes of an answer")
+        code, length, *kind = _ANSWER.unpack(head)
+        if code == _ABSENT and not length:
+            return False
+        if code == _FOUND and not length and command == _EXIST:
+            return True
+        if code != _FOUND or command != _GET or kind != [_BYTES, _UINT8, length, 0, 0, 0, 0]:
+            raise ValueError(f"no answer of LMCache's server: {head.hex()}")
+        data = self._received(length)
+        if length and not data:
+            raise _Hollow("the server hung up before a value")
+        if len(data) < length:
+            raise ConnectionError(f"the server hung up after {len(data)} of {length} bytes")
+        return data
+
+    def is_idle(self) -> bool:
+        """Whether nothing comes, such as the end."""
+        self._socket.setblocking(False)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            self._socket.settimeout(self._timeout)
+        return False
+
+    def _received(self, length: int) -> bytes:
+        """So many bytes, or fewer if the server hung up."""
+        data, came = bytearray(length), 0
+        with memoryview(data) as view:
+            while came < length:
+                # The server sends head and value each for itself, and the end of the value only
+                # when the rest is acknowledged: else that takes 40 ms.
+                if _QUICKACK is not None:
+                    self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+                part = self._socket.recv_into(view[came:])
+                if not part:
+                    break
+                came += part
+            return bytes(view[:came])
+
+
+def _list_of(key: str) -> int:
+    """The list in which a key is, with all that begin like it."""
+    return xxhash.xxh3_64_intdigest(key[:_BEGINNING].encode(errors="replace")) % _LISTS
+
+
+def _address(url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or url.rstrip("/?") not in (f"{SCHEME}://{host}:{port}",):
+        raise SpecError(f"URL {url.rpartition('@')[2]!r} of LMCache; give lm://host:port")
+    return host, port
