@@ -3,6 +3,7 @@
 from kvkeep.store.backend import Backend, Block, Label, Memory
 from kvkeep.store.disk import Disk
 from kvkeep.store.hit import Hit
+from kvkeep.store.lmcache import LMCache
 from kvkeep.store.location import Location
 from kvkeep.store.places import opened
 from kvkeep.store.prefix import PrefixStore
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "Disk",
     "Hit",
+    "LMCache",
     "Label",
     "Location",
     "Memory",

@@ -9,9 +9,8 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
-from threading import Lock
+from threading import Lock, local
 from typing import ClassVar, NamedTuple, final
-from urllib.parse import urlsplit
 
 import xxhash
 
@@ -21,6 +20,8 @@ from kvkeep.store.remote import Remote
 
 SCHEME = "lm"
 """How URLs of such servers begin, here as in LMCache."""
+
+_URL = re.compile(SCHEME + r"://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?\??")
 
 # A request is what to do, the bytes that follow, their format and dtype, where to, a shape, and a
 # key; an answer is a code, the bytes that follow, their format, dtype and shape, and where from.
@@ -46,7 +47,7 @@ class _Entry(NamedTuple):
     written: int  # milliseconds since 1970
 
 
-class _Hollow(ConnectionError):
+class _HollowError(ConnectionError):
     """The server has a value of which it can send nothing."""
 
 
@@ -78,15 +79,18 @@ class LMCache(Remote):
 
     def __init__(self, url: str, timeout: float = 2.0, name: str = "kvkeep") -> None:
         super().__init__()
-        self._address = _address(url)
+        found = _URL.fullmatch(url)
+        if found is None or int(found[2]) > 65535:
+            raise SpecError(f"URL {url.rpartition('@')[2]!r} of LMCache; give lm://host:port")
         if not 0 < timeout < inf:
             raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
             raise SpecError(f"name {name!r}; give at most 100 letters, digits and any of _.-")
+        self._address = found[1], int(found[2])
         self._timeout = timeout
         self._model = name
-        self._pid = -1
-        self._start()
+        self._local = local()
+        self._lock = (os.getpid(), Lock())
 
     def get(self, key: str, *, used: bool = True) -> Block | None:
         data = self._call(_GET, f"block {key}")
@@ -187,8 +191,7 @@ class LMCache(Remote):
     ) -> bool:
         """See that a key is listed, or is not, after something was put."""
         number = _list_of(key)
-        self._own()
-        with self._lock:
+        with self._guard():
             for _ in range(_TRIES):  # others may write what they read before
                 listed = self._listed(number, puts)
                 if listed is None:
@@ -207,12 +210,12 @@ class LMCache(Remote):
         return self._asked(lambda: self._journey(command, what, puts), None)
 
     def _journey(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
-        connection = self._taken()
+        connection = self._connected()
         try:
             for name, data in puts:
                 connection.put(self._named(name), data)
-            answer = connection.ask(command, self._named(what))
-        except _Hollow:  # who put it died on the way, and the server hangs up on whoever asks
+            return connection.ask(command, self._named(what))
+        except _HollowError:  # its writer died on the way, and the server hangs up on all readers
             connection.close()
             self.damaged += 1
             self._journey(_EXIST, what, [(what, b"")])
@@ -220,35 +223,28 @@ class LMCache(Remote):
         except BaseException:
             connection.close()
             raise
-        self._idle.append(connection)
-        return answer
 
     def _named(self, what: str) -> bytes:
         """A key of LMCache: model, ranks, hash and dtype."""
         own = xxhash.xxh3_128_hexdigest(what.encode(errors="replace"))
         return f"{self._model}@1@0@{own}@uint8".encode()
 
-    def _taken(self) -> _Connection:
-        """A connection that nobody uses, or a new one."""
-        self._own()
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return _Connection(self._address, self._timeout)
-            if connection.is_idle():
-                return connection
-            connection.close()
+    def _connected(self) -> _Connection:
+        """The connection of this thread, and of this process if it is a fork."""
+        pid, held = getattr(self._local, "held", (0, None))
+        if held is not None and (pid != os.getpid() or not held.is_idle()):
+            held.close()
+            held = None
+        if held is None:
+            held = _Connection(self._address, self._timeout)
+            self._local.held = (os.getpid(), held)
+        return held
 
-    def _own(self) -> None:
-        """A fork has connections and a lock of its own."""
-        if self._pid != os.getpid():
-            self._start()
-
-    def _start(self) -> None:
-        self._idle: list[_Connection] = []
-        self._lock = Lock()
-        self._pid = os.getpid()
+    def _guard(self) -> Lock:
+        """For threads of this process; in a fork nobody may be left to release another."""
+        if self._lock[0] != os.getpid():
+            self._lock = (os.getpid(), Lock())
+        return self._lock[1]
 
 
 class _Connection:
@@ -263,9 +259,7 @@ class _Connection:
     def put(self, name: bytes, data: bytes) -> None:
         """Send a value, of which nobody tells whether it came."""
         length = len(data)
-        request = _REQUEST.pack(
-            _PUT, length, _BYTES, _UINT8, 0, length, 0, 0, 0, name.ljust(150)
-        )
+        request = _REQUEST.pack(_PUT, length, _BYTES, _UINT8, 0, length, 0, 0, 0, name.ljust(150))
         self._socket.sendall(request)
         self._socket.sendall(data)
 
@@ -289,22 +283,21 @@ class _Connection:
             raise ValueError(f"no answer of LMCache's server: {head.hex()}")
         data = self._received(length)
         if length and not data:
-            raise _Hollow("the server hung up before a value")
+            raise _HollowError("the server hung up before a value")
         if len(data) < length:
             raise ConnectionError(f"the server hung up after {len(data)} of {length} bytes")
         return data
 
     def is_idle(self) -> bool:
-        """Whether nothing comes, such as the end."""
-        self._socket.setblocking(False)
+        """Whether it is open, and nothing comes that nobody asked for."""
         try:
+            self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
+            self._socket.settimeout(self._timeout)
             return True
         except OSError:
-            return False
-        finally:
-            self._socket.settimeout(self._timeout)
+            pass
         return False
 
     def _received(self, length: int) -> bytes:
@@ -326,14 +319,3 @@ class _Connection:
 def _list_of(key: str) -> int:
     """The list in which a key is, with all that begin like it."""
     return xxhash.xxh3_64_intdigest(key[:_BEGINNING].encode(errors="replace")) % _LISTS
-
-
-def _address(url: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port or url.rstrip("/?") not in (f"{SCHEME}://{host}:{port}",):
-        raise SpecError(f"URL {url.rpartition('@')[2]!r} of LMCache; give lm://host:port")
-    return host, port

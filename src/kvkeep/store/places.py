@@ -13,6 +13,7 @@ from fsspec import available_protocols  # type: ignore[import-untyped]
 from kvkeep.errors import SpecError, StateError
 from kvkeep.store.backend import Backend
 from kvkeep.store.disk import Disk
+from kvkeep.store.lmcache import SCHEME, LMCache
 from kvkeep.store.location import Location
 from kvkeep.store.redis import SCHEMES, Redis
 
@@ -21,8 +22,8 @@ def opened(
     where: str | os.PathLike[str], budget: int | None = None, *, create: bool = True, **options: Any
 ) -> Backend:
     """The backend that a path or a URL names: a directory (`Disk`), a Redis or Valkey server
-    (`Redis`, whose name may be in the URL, as in `redis://host/0?name=chats`), or any other place
-    that fsspec knows (`Location`).
+    (`Redis`), a server of LMCache (`LMCache`), or any other place that fsspec knows (`Location`).
+    Names of stores in a server may be in the URL, as in `redis://host/0?name=chats`.
 
     Args:
         budget: most bytes of all blocks; None: as many as come.
@@ -30,7 +31,7 @@ def opened(
         options: of that backend.
 
     Raises:
-        SpecError: what is named cannot be a store, or none is there.
+        SpecError: what is named cannot be a store, or keeps no budget, or none is there.
         StateError: `create=False`, and nobody answers.
     """
     text = os.fspath(where)
@@ -40,18 +41,25 @@ def opened(
         if not create and not (Path(text) / "index.sqlite").is_file():
             raise _no_store(text)
         return Disk(text, budget, **options)
-    if scheme not in SCHEMES and scheme not in available_protocols():
+    servers = [*SCHEMES, SCHEME]
+    if scheme not in servers and scheme not in available_protocols():
         raise SpecError(
-            f"stores of {scheme!r} are not known; give a directory, {', '.join(SCHEMES)}, or a URL "
+            f"stores of {scheme!r} are not known; give a directory, {', '.join(servers)}, or a URL "
             "of fsspec, such as s3://, gs://, az://, hf:// or file://"
         )
-    backend: Backend
-    if scheme in SCHEMES:
+    if scheme in servers:
         address, _, query = text.partition("?")
         asked = dict(parse_qsl(query))
         if "name" in asked:
             options = {"name": asked.pop("name")} | options
-        backend = Redis(f"{address}?{urlencode(asked)}", budget, **options)
+        text = f"{address}?{urlencode(asked)}"
+    backend: Backend
+    if scheme in SCHEMES:
+        backend = Redis(text, budget, **options)
+    elif scheme == SCHEME:
+        if budget is not None:
+            raise SpecError("a budget for LMCache's server, which keeps none; call gc(budget=...)")
+        backend = LMCache(text, **options)
     else:
         backend = Location(text, budget, **options)
     if not create and not backend.exists():

@@ -1,0 +1,254 @@
+"""A backend for Mellea whose prompts share what was computed for others: KVKeepBackend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvkeep.blocks import Block, BlockReport, Chat, Encoded, Report, Text
+from kvkeep.blocks.prefill import Recompute, parsed
+from kvkeep.hf.attach import RECOMPUTE, attach, detach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.specs import Specs
+from kvkeep.store import PrefixStore
+
+try:
+    from mellea.backends import ModelOption
+    from mellea.backends.huggingface import LocalHFBackend
+    from mellea.backends.model_ids import ModelIdentifier
+    from mellea.backends.tools import (
+        add_tools_from_context_actions,
+        add_tools_from_model_options,
+        convert_tools_to_json,
+    )
+    from mellea.backends.utils import to_chat
+    from mellea.core import CBlock, Component, Context, ModelOutputThunk, Span
+    from mellea.core.base import AbstractMelleaTool
+except ImportError as error:
+    raise ImportError(
+        f"kvkeep.mellea needs Mellea and what its local backend needs ({error}); "
+        "pip install 'kvkeep[mellea]'"
+    ) from error
+
+_KEY = "kvkeep"  # of a report in the log of an answer
+_SHOWN = 40  # characters of a block in a report
+_LOST = "its text does not stand in the prompt word for word, or only inside of another block"
+_OTHER = "the prompt that Mellea made is not the one in which its blocks were found"
+
+
+@final
+class KVKeepBackend(LocalHFBackend):
+    """Mellea's local backend, over a model that is attached to kvkeep.
+
+    What a prompt begins with is found if any prompt or answer before began with it. Texts marked by
+    `CBlock(text, cache=True)` are blocks, found in any place and order, wherever they stand in
+    the prompt word for word: see `kvkeep.blocks`. All else is as in `LocalHFBackend`. As a context
+    manager it closes on exit.
+
+    Args:
+        model: on its device; it stays attached until `close`.
+        tokenizer: with a chat template.
+        store: where prompts and blocks are kept, perhaps for others too; None: one of its own.
+        recompute: which tokens of blocks are computed again: see `kvkeep.blocks.prefill`.
+        namespace: of the store's entries.
+        spec: of the caches.
+        model_id: the name by which Mellea chooses templates and adapters; None: the model's own.
+        options: of `LocalHFBackend`, such as `model_options=`.
+
+    Raises:
+        StateError: the model is attached already.
+        SpecError: a `recompute` or spec that does not exist.
+        UnsupportedError: see `kvkeep.attach`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        store: PrefixStore | None = None,
+        recompute: Recompute = RECOMPUTE,
+        namespace: str = "",
+        spec: Specs = "keep_all",
+        model_id: str | ModelIdentifier | None = None,
+        **options: Any,
+    ) -> None:
+        parsed(recompute)
+        self.store = PrefixStore() if store is None else store
+        name = model_id or model.name_or_path or type(model).__name__
+        super().__init__(name, custom_config=(tokenizer, model, model.device), **options)
+        calls = _CallStore(self.store, recompute)
+        attach(model, spec, store=calls, namespace=namespace, recompute=recompute)
+
+    def __enter__(self) -> KVKeepBackend:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Detach the model, as soon as it generates nothing; the store stays as it is."""
+        with self._generation_lock:
+            if not self._closed:
+                detach(self._model)
+                self._closed = True
+
+    async def aclose(self) -> None:
+        """`close`."""
+        self.close()
+
+    async def _generate_from_context_standard(
+        self,
+        action: Span,
+        ctx: Context,
+        *,
+        model_options: dict[str, Any],
+        tool_calls: bool = False,
+        **options: Any,
+    ) -> ModelOutputThunk[Any]:
+        with_tools = tool_calls and options.get("_format") is None
+        call = self._call(action, ctx, model_options, with_tools)
+        token = _CALL.set(call)  # tasks and threads that are started from here on have it too
+        try:
+            thunk = await super()._generate_from_context_standard(
+                action, ctx, model_options=model_options, tool_calls=tool_calls, **options
+            )
+        finally:
+            _CALL.reset(token)
+        assert thunk._gen.post_process is not None
+        thunk._gen.post_process = partial(_with_report, thunk._gen.post_process, call)
+        return thunk
+
+    def _call(self, action: Span, ctx: Context, options: dict[str, Any], with_tools: bool) -> _Call:
+        """A prompt as Mellea is about to make it, with its blocks."""
+        spans = [*(ctx.view_for_generation() or []), action]
+        marks = [list(dict.fromkeys(_marked(span))) for span in spans]
+        if not any(marks):
+            return _Call()
+        chat = to_chat(action, ctx, self.formatter, options.get(ModelOption.SYSTEM_PROMPT))
+        messages = [dict[str, Any](message) for message in chat]
+        lost: list[str] = []
+        # Each span is a message; a system prompt may stand before them.
+        for message, texts in zip(reversed(messages), reversed(marks), strict=False):
+            message["content"] = parts = _with_blocks(message["content"], texts)
+            lost += [text for text in texts if Block(text) not in parts]
+        tools: dict[str, AbstractMelleaTool[..., Any]] = {}
+        if with_tools:
+            add_tools_from_model_options(tools, options)
+            add_tools_from_context_actions(tools, ctx.actions_for_available_tools())
+            add_tools_from_context_actions(tools, [action])
+        template = self._filter_for_chat_template(options)
+        prompt = Chat(messages, tools=convert_tools_to_json(tools), **template)
+        return _Call(prompt.encode(self._tokenizer), lost)
+
+
+def report_of(answer: ModelOutputThunk[Any]) -> Report | None:
+    """Where the keys and values of an answer's prompt came from. None before the answer is there,
+    and where no store was asked."""
+    log = answer.generate_log
+    report: Report | None = None if log is None else (log.extra or {}).get(_KEY)
+    return report
+
+
+@dataclass
+class _Call:
+    """A prompt on its way to the model.
+
+    Args:
+        encoded: its tokens, where something of it is marked.
+        lost: marked texts that were not found in it.
+        report: where its keys and values came from, once they are there.
+    """
+
+    encoded: Encoded | None = None
+    lost: Sequence[str] = ()
+    report: Report | None = None
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("kvkeep_mellea_call", default=None)
+
+
+@final
+class _CallStore:
+    """What `generate` asks: a store that knows the blocks of the prompt on its way."""
+
+    def __init__(self, store: PrefixStore, recompute: Recompute) -> None:
+        self._store = store
+        self._recompute = recompute
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+    ) -> Cache:
+        """A cache of all tokens (n,) but the last. Blocks are used if these are the very tokens in
+        which they were found."""
+        call = _CALL.get() or _Call()
+        encoded, store = call.encoded, self._store
+        if encoded is not None and encoded.input_ids[0].equal(tokens.cpu()):
+            cache, report = encoded.prefill(
+                model, store=store, recompute=self._recompute, spec=spec, namespace=namespace
+            )
+        else:
+            cache, found = store.read(
+                model, tokens[:-1], prompt=tokens, spec=spec, namespace=namespace, chunk=chunk
+            )
+            texts = [] if encoded is None else [segment.text for segment in encoded.segments]
+            report = Report(cache.fed, found, 0, 0, 0, 0.0, _unused(texts, _OTHER))
+        call.report = replace(report, blocks=[*report.blocks, *_unused(call.lost, _LOST)])
+        return cache
+
+    def learn(self, model: PreTrainedModel, tokens: Tensor, cache: Cache, *, namespace: str) -> int:
+        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+        return self._store.learn(model, tokens, cache, namespace=namespace)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)  # for prompts with blocks that `generate` is given itself
+
+
+async def _with_report(
+    finish: Callable[[ModelOutputThunk[Any]], Awaitable[None]],
+    call: _Call,
+    answer: ModelOutputThunk[Any],
+) -> None:
+    """Finish an answer as Mellea does, and add the report of its prompt."""
+    await finish(answer)
+    log, usage = answer.generate_log, answer.generation.usage
+    if call.report is not None and log is not None:
+        log.extra = {**(log.extra or {}), _KEY: call.report}
+        if usage is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": call.report.cached}
+
+
+def _marked(span: Span) -> Iterator[str]:
+    """The texts that are marked in a span, without the white space around them."""
+    if isinstance(span, CBlock):
+        if span.cache and span.value and span.value.strip():
+            yield span.value.strip()
+    elif isinstance(span, Component):
+        for part in span.parts():
+            yield from _marked(part)
+
+
+def _with_blocks(content: str, texts: Sequence[str]) -> list[Text | Block]:
+    """A message, and as a block each place where one of some texts stands, the longest first."""
+    if not texts:
+        return [Text(content)]
+    longest = sorted(texts, key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, longest))})", content)
+    return [Block(piece) if index % 2 else Text(piece) for index, piece in enumerate(pieces)]
+
+
+def _unused(texts: Sequence[str], reason: str) -> list[BlockReport]:
+    return [BlockReport(text[:_SHOWN], None, None, reason) for text in texts]
