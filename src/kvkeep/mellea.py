@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.blocks import Block, BlockReport, Chat, Encoded, Report, Text
-from kvkeep.blocks.prefill import Recompute, parsed
-from kvkeep.hf.attach import RECOMPUTE, attach, detach
+from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
 

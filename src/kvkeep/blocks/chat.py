@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from kvkeep.blocks.parts import Mark, Marked, is_part, marked
+from kvkeep.blocks.parts import Mark, Marked, Refused, is_part, marked
 
 _Render = Callable[[Any], str]
 
@@ -49,7 +49,7 @@ class Marks:
         return "".join([*pieces, rendered[last:]]), found
 
 
-def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark | str]]:
+def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark | Refused]]:
     """What a template makes of messages, tools and so on that contain parts.
 
     Args:
@@ -88,14 +88,15 @@ def _left_alone(
 
 def _place(
     text: str, index: int, good: set[int], ends: Mapping[int, list[tuple[str, int]]]
-) -> Mark | str:
+) -> Mark | Refused:
     if not text:
-        return "it is empty"
+        return Refused(text, "it is empty")
     if index not in good:
-        return "the chat template changes its text"
+        return Refused(text, "the chat template changes its text")
     found = ends.get(index, [])
     if [end for end, _ in found] != ["a", "z"]:
-        return f"the chat template has it {sum(end == 'a' for end, _ in found)} times"
+        times = sum(end == "a" for end, _ in found)
+        return Refused(text, f"the chat template has it {times} times")
     return Mark(found[0][1], found[1][1])
 
 

@@ -52,6 +52,14 @@ class Mark:
     stop: int
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A block that is not reused: its text, and why."""
+
+    text: str
+    reason: str
+
+
 @dataclass
 class Marked:
     """A text, and where its blocks are, those inside others behind them."""

@@ -12,14 +12,12 @@ from transformers import PreTrainedModel
 
 from kvkeep.blocks import repair
 from kvkeep.blocks.join import place
-from kvkeep.errors import ShapeError, SpecError
+from kvkeep.errors import ShapeError
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.recompute import Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
 from kvkeep.store.prefix import Reading
-
-Recompute = int | float | str
-"""0; a share of the tokens, above 0 and below 1; "boundary:32"; or "all"."""
 
 _SAMPLED = 64  # tokens of which is told how far they are from what reading gives
 
@@ -162,22 +160,3 @@ def _kinds(count: int, spans: Sequence[Span]) -> Tensor:
     for index, (start, stop) in enumerate(spans):
         kinds[start:stop] = _SPAN if index else _FIRST
     return kinds
-
-
-def parsed(recompute: Recompute) -> tuple[str, float]:
-    """What `recompute=` says: "none", "boundary", "share" or "all", and how many.
-
-    Raises:
-        SpecError: it says nothing that is known.
-    """
-    if recompute == "all":
-        return "all", 1
-    if isinstance(recompute, str):
-        name, _, count = recompute.partition(":")
-        if name == "boundary" and count.isdigit() and int(count):
-            return name, int(count)
-    elif recompute == 0 or 0 < recompute < 1:
-        return ("share" if recompute else "none"), recompute
-    raise SpecError(
-        f"recompute={recompute!r}; give 0, a share such as 0.15, 'boundary:32' or 'all'"
-    )

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from kvkeep.blocks import chat
 from kvkeep.blocks.join import rotaries_of
 from kvkeep.blocks.parts import Part, marked
-from kvkeep.blocks.prefill import Assembled, Recompute, Span, assemble, parsed
+from kvkeep.blocks.prefill import Assembled, Span, assemble
 from kvkeep.blocks.segments import SHORTEST, Segment, segmented
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.hf.adapters import Takeover
-from kvkeep.hf.attach import RECOMPUTE
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
+from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
 from kvkeep.store.model import feed, keyed, takeover_in

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.blocks.parts import Mark
+from kvkeep.blocks.parts import Mark, Refused
 from kvkeep.blocks.prefill import Span
 
 SHORTEST = 16
@@ -36,7 +36,7 @@ class Segment:
 
 
 def segmented(
-    tokenizer: Any, text: str, marks: Sequence[Mark | str], *, special: bool, shortest: int
+    tokenizer: Any, text: str, marks: Sequence[Mark | Refused], *, special: bool, shortest: int
 ) -> tuple[Tensor, list[Segment]]:
     """The tokens of a text, and those of each block.
 
@@ -57,13 +57,16 @@ def segmented(
     ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if not offsets:
         refused = "the tokenizer does not say which text a token is of"
-        return ids, [Segment("", None, refused) for _ in marks]
+        return ids, [
+            Segment(m.text if isinstance(m, Refused) else text[m.start : m.stop], None, refused)
+            for m in marks
+        ]
     places = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2)
     taken: list[Mark] = []
     found: list[Segment] = []
     for mark in marks:
-        if isinstance(mark, str):
-            found.append(Segment("", None, mark))
+        if isinstance(mark, Refused):
+            found.append(Segment(mark.text, None, mark.reason))
             continue
         segment = _segment(text, mark, places, shortest)
         if any(one.start <= mark.start and mark.stop <= one.stop for one in taken):

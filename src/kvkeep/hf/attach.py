@@ -20,10 +20,8 @@ from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
+from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
-
-RECOMPUTE = 0.15
-"""The share of blocks' tokens that is computed again if nothing else is said."""
 
 _ATTRIBUTE = "_kvkeep_attachment"
 _DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")
@@ -58,7 +56,7 @@ class BlockPrompt(Protocol):
         model: PreTrainedModel,
         *,
         store: Any,
-        recompute: float | str,
+        recompute: Recompute,
         spec: Specs,
         namespace: str,
     ) -> tuple[Cache, Any]:
@@ -80,7 +78,7 @@ class Attachment:
     original: str
     store: PromptStore | None
     namespace: str
-    recompute: float | str
+    recompute: Recompute
     _hook: RemovableHandle
 
     def __str__(self) -> str:
@@ -107,7 +105,7 @@ def attach(
     *,
     store: PromptStore | None = None,
     namespace: str = "",
-    recompute: float | str = RECOMPUTE,
+    recompute: Recompute = RECOMPUTE,
 ) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
@@ -129,8 +127,10 @@ def attach(
     Raises:
         StateError: the model is attached already.
         UnsupportedError: the model's attention or layers cannot be served; it is left as it was.
-        SpecError: the spec does not exist or does not fit the model.
+        SpecError: the spec does not exist or does not fit the model; or a `recompute` that does not
+            exist.
     """
+    parsed(recompute)
     model = unwrapped(model)
     text = decoder_config(model.config)
     for part in (model, _decoder(model)):
@@ -280,8 +280,10 @@ def _generate_from_blocks(
 ) -> Any:
     attachment: Attachment = getattr(model, _ATTRIBUTE)
     given = [name for name in ("past_key_values", "attention_mask") if kwargs.get(name) is not None]
-    if given:
-        raise StateError(f"a prompt with blocks brings its own {given[0]}; leave it out")
+    if given or kwargs.get("use_cache") is False:
+        raise StateError(
+            f"a prompt with blocks brings its own {[*given, 'use_cache'][0]}; leave that out"
+        )
     cache, _ = prompt.prefill(
         model,
         store=attachment.store,
