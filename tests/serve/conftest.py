@@ -1,0 +1,37 @@
+"""What tests of the server share."""
+
+from __future__ import annotations
+
+import pytest
+from serving import asking, serving, small
+from transformers import AutoTokenizer
+
+from kvkeep.hf.models import resolve
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
+
+
+@pytest.fixture
+def model():
+    """Of random weights, so its text is of random tokens."""
+    return small()
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer):
+    with serving(small(), tokenizer) as both:
+        yield both
+
+
+@pytest.fixture
+def ask(served):
+    """Answers of the tiny model, greedy and short."""
+
+    def answer(text="Hello.", messages=None, **options):
+        options = {"model": "tiny", "temperature": 0, "max_tokens": 12} | options
+        return served[1].chat.completions.create(messages=messages or asking(text), **options)
+
+    return answer

@@ -1,0 +1,155 @@
+"""`kvkeep serve`, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import openai
+import pytest
+from serving import SYSTEM, asking, client, pieces, refusal, said
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli import app as command
+from kvkeep.errors import StateError
+from kvkeep.hf.generate import generate
+from kvkeep.serve.listen import bind, listen
+
+
+@contextmanager
+def started(*options, **environment):
+    """`kvkeep serve` on a free port: its URL, and the process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvkeep", "serve", "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        yield process.stdout.readline().split()[-1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_command(tmp_path, smollm2):
+    model, tokenizer = smollm2
+    options = {"model": "smollm2-135m", "temperature": 0, "max_tokens": 8}
+    france, self = asking("What is the capital of France?"), asking("Who are you?")
+    expected = generate(
+        model,
+        tokenizer,
+        france[1]["content"],
+        system=SYSTEM["content"],
+        cache="keep_all",
+        max_new_tokens=8,
+    )
+    kvkeep.detach(model)
+    plain = model.generate(
+        expected.ids[:, : expected.prompt_tokens], max_new_tokens=8, do_sample=False
+    )
+    assert plain.equal(expected.ids)
+    with started("--store", str(tmp_path), KVKEEP_API_KEY="secret") as (url, process):
+        assert refusal(client(url).models.list, 401)["code"] == "invalid_api_key"
+        talk = client(url, "secret").chat.completions
+        first = talk.create(messages=france, **options)
+        assert said(first) == expected.text
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert first.usage.prompt_tokens == expected.prompt_tokens
+        assert "".join(pieces(talk.create(messages=france, stream=True, **options))[0]) == (
+            expected.text
+        )
+        second = talk.create(messages=self, **options)
+        assert 10 < second.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens
+        party = client(url, "secret").completions.create(
+            prompt="😀🎉🚀😀🎉🚀😀🎉🚀😀🎉🚀😀", stream=True, **options
+        )
+        texts = [chunk.choices[0].text for chunk in party]
+        assert "".join(texts) == "🎉🚀"  # the third emoji is cut
+        assert {"🎉", "🚀"} <= set(texts)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    with started("--store", str(tmp_path)) as (url, process):
+        again = client(url).chat.completions.create(messages=self, **options)
+        assert said(again) == said(second)
+        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_told_to_stop_while_it_answers(model, tokenizer, tmp_path):
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    name = str(tmp_path)
+    with started("--model", name) as (url, process):
+        create = client(url).completions.create
+        stream = iter(create(model=name, prompt="A story.", max_tokens=4000, stream=True))
+        next(stream)
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(create, model=name, prompt="Another.", max_tokens=4000)
+            while process.poll() is None and not waiting.running():
+                pass
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)
+            with pytest.raises(openai.APIError):  # told so, or not let in any more
+                waiting.result()
+        assert process.wait(60) == 0
+
+
+def run(*options, **environment):
+    return CliRunner().invoke(command, ["serve", *options], env=environment)
+
+
+def test_bad_options():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run("--port", str(port))
+        assert result.exit_code == 2
+        assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    for options, message in (
+        (("--budget", "much"), "give a size"),
+        (("--api-key", " "), "--api-key is empty"),
+        (("--host", "no.such.host.invalid"), "no host"),
+        (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),
+        (("--port", "0", "--cache", "keep_some"), "no policy 'keep_some'"),
+        (("--port", "0", "--model", "gpt-9"), "no model 'gpt-9'"),
+    ):
+        result = run(*options)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert "warning" not in result.stderr
+
+
+def test_a_port_that_another_takes_meanwhile():
+    first = bind("127.0.0.1", 0)
+    second = bind(*first.getsockname())
+    with first, second:
+        listen(first)
+        with pytest.raises(StateError, match="is in use"):
+            listen(second)
+
+
+def test_open_to_others():
+    result = run("--host", "0.0.0.0", "--port", "0", "--model", "gpt-9")
+    assert "warning: without an API key" in result.stderr
+    result = run("--host", "0.0.0.0", "--port", "0", "--model", "gpt-9", KVKEEP_API_KEY="a")
+    assert "warning" not in result.stderr
+
+
+def test_without_the_extra():
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; from typer.testing import CliRunner; "
+        "from kvkeep.cli import app; result = CliRunner().invoke(app, ['serve']); "
+        "assert result.exit_code == 2; assert \"pip install 'kvkeep[serve]'\" in result.stderr"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

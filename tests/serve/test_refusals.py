@@ -1,0 +1,208 @@
+"""What the server refuses, and who leaves it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import openai
+import pytest
+from serving import CONTEXT, asking, pieces, refusal, said, serving
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 2.5}, "max_completion_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello."}, "messages"),
+        ({"messages": ["Hello."]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ({"model": None}, "model"),
+    ],
+)
+def test_what_is_wrong_is_named(served, options, param):
+    given = {"model": "tiny", "messages": asking("Hello.")} | options
+    url = str(served[1].base_url)
+    answer = httpx2.post(f"{url}chat/completions", json=given, trust_env=False)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param.split("[")[0].split(".")[0] in error["message"]
+
+
+def test_harmless_values_of_unsupported_fields(ask):
+    off = {"logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}}
+    assert said(ask(tools=[], tool_choice="auto", n=1, stop=None, logit_bias={}, **off)) == said(
+        ask()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, 10**6]}, "prompt"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+    ],
+)
+def test_what_is_wrong_with_completions_is_named(served, options, param):
+    error = refusal(lambda: served[1].completions.create(model="tiny", **options))
+    assert error["param"] == param
+
+
+def test_bodies_that_are_no_requests(served):
+    url = f"{served[1].base_url}chat/completions"
+    for body in (b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5, b"\x00"):
+        answer = httpx2.post(url, content=body, trust_env=False)
+        assert answer.status_code == 400
+        assert "JSON" in answer.json()["error"]["message"]
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    answer = httpx2.post(url, content=body, trust_env=False)
+    assert "no Unicode text" in answer.json()["error"]["message"]
+
+
+def test_paths_and_models(served):
+    talk = served[1]
+    assert [one.id for one in talk.models.list()] == ["tiny"]
+    assert talk.models.retrieve("tiny").owned_by == "kvkeep"
+    error = refusal(lambda: talk.models.retrieve("owner/name"), 404)
+    assert error["code"] == "model_not_found"
+    error = refusal(lambda: talk.completions.create(model="gpt-9", prompt="a"), 404)
+    assert error["param"] == "model"
+    assert "'tiny'" in error["message"]
+    refusal(lambda: talk.embeddings.create(model="tiny", input="a"), 404)
+    refusal(lambda: talk.get("/completions", cast_to=str), 405)
+    health = httpx2.get(str(talk.base_url).replace("/v1/", "/health"), trust_env=False)
+    assert health.json() == {"status": "ok"}
+
+
+def test_a_prompt_that_is_too_long(served, ask):
+    before = served[0].store.stats().asked_tokens
+    error = refusal(lambda: ask("word " * 5000))
+    assert error["code"] == "context_length_exceeded"
+    assert "4096 tokens" in error["message"]
+    assert "messages takes 50" in error["message"]
+    with pytest.raises(openai.BadRequestError):
+        ask("word " * 5000, stream=True)
+    assert served[0].store.stats().asked_tokens == before
+    create = served[1].completions.create
+    answer = create(model="tiny", prompt=[5] * (CONTEXT - 3), max_tokens=50, temperature=0)
+    assert answer.usage.total_tokens == CONTEXT  # what there is room for
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_request_that_is_too_large(model, tokenizer):
+    with serving(model, tokenizer, body_limit=1000) as (_, talk):
+        url = f"{talk.base_url}completions"
+
+        def parts():
+            for _ in range(3):
+                yield b" " * 500
+
+        for content in (b" " * 1001, b" " * 3 * 10**6, parts()):
+            answer = httpx2.post(url, content=content, trust_env=False)
+            assert answer.status_code == 413
+            assert "1000 bytes" in answer.json()["error"]["message"]
+        answer = talk.completions.create(model="tiny", prompt="a", max_tokens=2)
+        assert answer.usage.completion_tokens == 2
+
+
+def test_a_failure_is_reported_and_over(ask, served):
+    layer = served[0].model.model.layers[1]
+    kept, layer.mlp = layer.mlp, None
+    try:
+        error = refusal(lambda: ask("Fail."), 500)
+        assert error["type"] == "server_error"
+        with pytest.raises(openai.APIError, match="its log says why"):
+            list(ask("Fail.", stream=True))
+    finally:
+        layer.mlp = kept
+    assert said(ask())
+
+
+# -- several clients ---------------------------------------------------------------------------
+
+
+def test_eight_clients_at_once(served, ask):
+    texts = [f"Question {index}?" for index in range(8)]
+    alone = [said(ask(text)) for text in texts]
+    served[0].store.clear()
+
+    def answer(index):
+        stream = bool(index % 2)
+        found = ask(texts[index], stream=stream)
+        return "".join(pieces(found)[0]) if stream else said(found)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(answer, range(8))) == alone
+
+
+def test_who_leaves_is_not_answered_further(model, tokenizer):
+    model.generation_config.eos_token_id = None
+    with serving(model, tokenizer) as (engine, talk):
+        create = talk.completions.create
+        stream = create(model="tiny", prompt="A long story.", max_tokens=4000, stream=True)
+        next(iter(stream))
+        impatient = talk.with_options(timeout=0.3)
+        for _ in range(2):  # one waits its turn, the other would
+            with pytest.raises(openai.APITimeoutError):
+                impatient.completions.create(model="tiny", prompt="Not yet.", max_tokens=4000)
+        health = httpx2.get(str(talk.base_url).replace("/v1/", "/health"), trust_env=False)
+        assert health.json() == {"status": "ok"}  # while it is busy
+        stream.close()
+        answer = create(model="tiny", prompt="A long story.", max_tokens=3, temperature=0)
+        assert answer.usage.completion_tokens == 3
+        assert answer.usage.prompt_tokens_details.cached_tokens > 0
+        before = engine.store.stats().tokens
+        assert 3 < before < 3500
+        with pytest.raises(openai.APITimeoutError):  # now it is its turn
+            impatient.completions.create(model="tiny", prompt="Not again.", max_tokens=4000)
+        create(model="tiny", prompt="The end.", max_tokens=1)
+        assert engine.store.stats().tokens - before < 3500
+
+
+def test_closing_ends_what_runs_and_what_waits(model, tokenizer):
+    model.generation_config.eos_token_id = None
+    with serving(model, tokenizer) as (engine, talk):
+        create = talk.completions.create
+        options = {"model": "tiny", "max_tokens": 4000}
+        streams = [iter(create(prompt="A story.", stream=True, **options)) for _ in range(3)]
+        next(streams[0])
+        engine.close()
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)

@@ -1,0 +1,75 @@
+"""A server in a thread, and OpenAI's client of it, for tests."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import httpx2
+import openai
+import pytest
+import uvicorn
+from families import tiny
+
+import kvkeep
+from kvkeep.serve.app import application
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.listen import bind, listen
+
+SYSTEM = {"role": "system", "content": "You keep a lighthouse. You answer in one short sentence."}
+CONTEXT = 4096
+
+
+def asking(text):
+    return [SYSTEM, {"role": "user", "content": text}]
+
+
+def client(url, key="none"):
+    http = httpx2.Client(trust_env=False)
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, http_client=http)
+
+
+def small():
+    return tiny("llama", vocab_size=49152, max_position_embeddings=CONTEXT, eos_token_id=2)
+
+
+@contextmanager
+def serving(model, tokenizer, *, cache="keep_all", **options):
+    """A server in a thread: its engine, and a client."""
+    store = kvkeep.PrefixStore()
+    engine = Engine(model, tokenizer, name="tiny", cache=cache, store=store)
+    bound = bind("127.0.0.1", 0)
+    url = listen(bound)
+    config = uvicorn.Config(application(engine, **options), lifespan="on", log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        yield engine, client(url)
+    finally:
+        server.should_exit = True
+        thread.join()
+        assert "generate" not in model.__dict__  # detached
+        store.check()
+
+
+def pieces(stream):
+    """The text of each choice's chunks."""
+    found: dict[int, list[str]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            found.setdefault(choice.index, []).append(choice.delta.content or "")
+    return found
+
+
+def said(answer):
+    return answer.choices[0].message.content
+
+
+def refusal(call, status=400):
+    with pytest.raises(openai.APIStatusError) as caught:
+        call()
+    assert caught.value.status_code == status
+    error = caught.value.body
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
