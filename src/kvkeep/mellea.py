@@ -191,6 +191,7 @@ class _CallStore:
         spec: Specs,
         namespace: str,
         chunk: int | None,
+        capacity: int | None,
     ) -> Cache:
         """A cache of all tokens (n,) but the last. Blocks are used if these are the very tokens in
         which they were found."""
@@ -198,11 +199,22 @@ class _CallStore:
         encoded, store = call.encoded, self._store
         if encoded is not None and encoded.input_ids[0].equal(tokens.cpu()):
             cache, report = encoded.prefill(
-                model, store=store, recompute=self._recompute, spec=spec, namespace=namespace
+                model,
+                store=store,
+                recompute=self._recompute,
+                spec=spec,
+                namespace=namespace,
+                capacity=capacity,
             )
         else:
             cache, found = store.read(
-                model, tokens[:-1], prompt=tokens, spec=spec, namespace=namespace, chunk=chunk
+                model,
+                tokens[:-1],
+                prompt=tokens,
+                spec=spec,
+                namespace=namespace,
+                chunk=chunk,
+                capacity=capacity,
             )
             texts = [] if encoded is None else [segment.text for segment in encoded.segments]
             report = Report(cache.fed, found, 0, 0, 0, 0.0, _unused(texts, _OTHER))

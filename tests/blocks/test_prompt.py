@@ -195,7 +195,7 @@ def test_refused_by_model_and_store(tokenizer):
             model_of(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             "keep_all",
             None,
-            "does not find how",
+            "depend on a text's length",
         ),
         (model_of("mistral", **window), "keep_all", None, "a window of their own"),
         (model_of(), "h2o:1000", None, "keeps scores"),

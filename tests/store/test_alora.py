@@ -18,8 +18,9 @@ from kvkeep.blocks.prompt import Encoded
 from kvkeep.blocks.segments import Segment, Span
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.adapters import NEVER, Activation, Takeover
+from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.store import Disk, PrefixStore
-from kvkeep.store.model import keyed, takeover_in
+from kvkeep.store.model import keyed
 
 INVOCATION = [90, 91, 92]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -126,7 +127,7 @@ def test_slots_are_those_of_the_whole_run():
         base = PrefixStore().read(tuned, head).cache
     for chunk in (None, 7, 1):
         cache = PrefixStore().prefill(tuned, ids, chunk=chunk)
-        with torch.inference_mode(), kvkeep.hf.adapters.activated(tuned, cache.takeover):
+        with torch.inference_mode():
             logits = tuned.get_base_model()(ids[:, -1:], past_key_values=cache).logits[0]
         torch.testing.assert_close(logits, wanted[-1:], atol=1e-5, rtol=1e-5)
         if chunk is None:
@@ -158,8 +159,8 @@ def test_generating_in_pieces(options):
         assert tuned.generate(input_ids=ids, **GREEDY, **options).equal(wanted)
     inner = tuned.get_base_model()
     assert inner.generate(ids, **GREEDY).equal(wanted)
-    hooks = sum(len(module._forward_pre_hooks) for module in inner.modules())
-    assert hooks == 1  # attach's own
+    kvkeep.detach(tuned)
+    assert not any(module._forward_pre_hooks for module in inner.modules())
 
 
 def test_what_cannot_be_stored():
@@ -213,7 +214,7 @@ def test_blocks_before_the_invocation():
     def logits(recompute, *more):
         encoded = Encoded(ids[0], [Segment("", span) for span in (*spans, *more)])
         cache, report = encoded.prefill(tuned.get_base_model(), store=store, recompute=recompute)
-        with torch.inference_mode(), kvkeep.hf.adapters.activated(tuned, cache.takeover):
+        with torch.inference_mode():
             out = tuned.get_base_model()(ids[:, -1:], past_key_values=cache).logits[0]
         return out, report
 

@@ -38,7 +38,7 @@ class Block:
 
     def parts(self) -> Sequence[Part]:
         """Its content."""
-        return _listed(self.content)
+        return listed(self.content)
 
 
 Part = Union[str, Text, Block, Component]  # noqa: UP007 - Block's content is a forward reference
@@ -102,9 +102,8 @@ class Marked:
 
 def is_part(value: Any) -> bool:
     """Whether a value is a part other than plain text."""
-    return isinstance(value, Text | Block) or (
-        isinstance(value, Component) and not isinstance(value, type)
-    )
+    made = callable(getattr(value, "parts", None)) and not isinstance(value, type)
+    return made or isinstance(value, Text)
 
 
 def marked(part: Part | Sequence[Part]) -> Marked:
@@ -118,7 +117,8 @@ def marked(part: Part | Sequence[Part]) -> Marked:
     return found
 
 
-def _listed(content: Part | Sequence[Part]) -> Sequence[Part]:
+def listed(content: Part | Sequence[Part]) -> Sequence[Part]:
+    """Parts, of one or several."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return content
     return [content]

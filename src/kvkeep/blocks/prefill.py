@@ -17,6 +17,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.recompute import Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
+from kvkeep.store.model import flat
 from kvkeep.store.prefix import Reading
 
 _SAMPLED = 64  # tokens of which is told how far they are from what reading gives
@@ -73,7 +74,7 @@ def prefill(
         raise ShapeError(f"{[tuple(text.shape) for text in texts]}: give texts (n,), none empty")
     bounds = accumulate((len(text) for text in texts), initial=0)
     _, *spans = (Span(*ends) for ends in pairwise(bounds))
-    tokens = torch.cat([text.to("cpu", torch.int64) for text in texts])
+    tokens = torch.cat(list(map(flat, texts)))
     return assemble(
         model,
         tokens,
@@ -98,6 +99,7 @@ def assemble(
     store: PrefixStore,
     namespace: str = "",
     prompt: Tensor | None = None,
+    capacity: int | None = None,
     estimate: bool = True,
 ) -> Assembled:
     """A cache of tokens, of which each span was computed by itself; what stands between spans is
@@ -108,21 +110,29 @@ def assemble(
         spans: ascending, none before `first`.
         first: so many tokens, at least 1, are read as they are, before all else.
         recompute: see `prefill`.
-        prompt: see `kvkeep.PrefixStore.read`.
+        prompt: see `kvkeep.PrefixStore.read`; in spans there is no invocation.
+        capacity: see `kvkeep.Cache`.
         estimate: say how far off what was not computed again is, which costs a few tokens in two
             layers.
     """
     mode, amount = parsed(recompute)
     prompt = tokens if prompt is None else prompt
 
-    def read(start: int, stop: int, prompt: Tensor | None = None) -> Reading:
-        part = tokens[start:stop]
-        return store.read(model, part, prompt=prompt, spec=spec, namespace=namespace)
+    def read(start: int, stop: int, prompt: Tensor) -> Reading:
+        return store.read(
+            model,
+            tokens[start:stop],
+            prompt=prompt,
+            spec=spec,
+            namespace=namespace,
+            capacity=capacity,
+        )
 
     if mode == "all" or not spans:
         whole = read(0, len(tokens), prompt)
         return Assembled(whole.cache, whole.found, 0, 0, 0.0)
-    begun, *others = [read(0, first, prompt), *(read(start, stop) for start, stop in spans)]
+    begun = read(0, first, prompt)
+    others = [read(start, stop, prompt[:0]) for start, stop in spans]
     spans = [Span(0, first), *spans]
     caches = [begun.cache, *(other.cache for other in others)]
     cache = place(model, caches, [span.start for span in spans], len(tokens))

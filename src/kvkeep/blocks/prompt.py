@@ -11,17 +11,19 @@ from transformers import PreTrainedModel
 
 from kvkeep.blocks import chat
 from kvkeep.blocks.join import rotaries_of
-from kvkeep.blocks.parts import Part, marked
+from kvkeep.blocks.parts import Part, listed, marked
 from kvkeep.blocks.prefill import Assembled, Span, assemble
+from kvkeep.blocks.repair import compares
 from kvkeep.blocks.segments import SHORTEST, Segment, segmented
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import is_routed
+from kvkeep.hf.config import is_latent, is_routed
+from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
-from kvkeep.store.model import feed, keyed, takeover_in
+from kvkeep.store.model import feed, keyed, require_steady
 from kvkeep.store.stretch import require_keepable
 
 _SHOWN = 40  # characters of a block in a report
@@ -102,6 +104,7 @@ class Encoded:
         recompute: Recompute = RECOMPUTE,
         spec: Specs = "keep_all",
         namespace: str = "",
+        capacity: int | None = None,
     ) -> Prefilled:
         """A cache of all tokens but the last, which `generate` or your loop feeds.
 
@@ -115,6 +118,7 @@ class Encoded:
             spec: of the cache.
             store: where they are found, and kept.
             namespace: of its entries.
+            capacity: see `kvkeep.Cache`.
 
         Raises:
             ShapeError: no tokens, or more than the model's context has room for.
@@ -122,16 +126,17 @@ class Encoded:
         """
         parsed(recompute)
         store = PrefixStore() if store is None else store
-        cache = Cache(model, spec)
+        cache = Cache(model, spec, capacity=capacity)
         tokens = self._tokens(cache)
+        prompt = self.input_ids[0]
+        cache.takeover = takeover = takeover_in(model, prompt)
         try:
             require_keepable(cache)
+            require_steady(model)
         except UnsupportedError as error:
             feed(model, tokens, cache)
             refused = [segment.refuse(str(error)) for segment in self.segments]
             return self._reported(Assembled(cache, 0, 0, 0, 0.0), [], refused)
-        prompt = self.input_ids[0]
-        takeover = takeover_in(model, prompt)
         whole = _why_not_any(model, cache, recompute)
         segments = [
             segment.refuse(whole or _why_not(segment, cache, store, takeover))
@@ -153,6 +158,7 @@ class Encoded:
             behind,
             first=first,
             prompt=prompt,
+            capacity=capacity,
             recompute=recompute,
             spec=spec,
             store=store,
@@ -197,8 +203,8 @@ class Prompt:
         SpecError: one of them is no part.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Part | Sequence[Part]) -> None:
+        self._parts = list(listed(parts))
         self._marked = marked(self._parts)
 
     def parts(self) -> Sequence[Part]:
@@ -234,6 +240,10 @@ class Chat:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> None:
         self.messages = list(messages)
+        if "tokenize" in options:
+            raise SpecError(
+                "tokenize= is not for Chat, which encode() turns into tokens; leave it out"
+            )
         going_on = bool(options.get("continue_final_message"))
         self.options = {"add_generation_prompt": not going_on} | options
 
@@ -262,8 +272,16 @@ def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> 
     """Why no block can be reused by a model; empty if they can."""
     if recompute == "all":
         return 'recompute="all" reads everything'
+    if is_latent(cache.config):
+        return f"{cache.config.model_type} keeps a latent, whose positions are not moved"
     if not is_routed(cache.config):
         return "the model is not attached; kvkeep.attach(model)"
+    if any(layer.policy.budget is not None for layer in cache.layers):
+        return "the spec evicts, and would take what is computed again for the newest; use keep_all"
+    if any(layer.limit is not None for layer in cache.layers):
+        return "fixed storage has no room for what is computed again; use @growing"
+    if parsed(recompute).mode == "share" and not compares(model):
+        return "the model has no second layer to tell what differs; use recompute='boundary:32'"
     windows = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
     if windows:
         return f"layers {windows[:3]} see a window of their own, and what stands there moves"

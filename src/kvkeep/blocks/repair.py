@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.hf.adapters import activated
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.masks import MaskRequest, as_mask
@@ -159,9 +159,11 @@ class _Choice(_Stand):
 @contextmanager
 def _narrowed(model: PreTrainedModel, choice: _Choice) -> Iterator[None]:
     """The third layer and those after it get the chosen tokens only."""
-    stack = _stack(model)
+    stack, thread = _stack(model), get_ident()
 
     def narrow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if get_ident() != thread:  # another forward of this model
+            return None
         count = len(choice.candidates)
 
         def chosen(x: Any) -> Any:
@@ -205,14 +207,13 @@ def _replace(layer: LayerCache, positions: Tensor) -> None:
 
 def _feed(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor) -> None:
     decoder: Callable[..., Any] = model.get_decoder()
-    with activated(model, cache.takeover):
-        decoder(
-            input_ids=tokens[positions][None].to(model.device),
-            attention_mask=as_mask(positions.to(torch.int32), None),
-            position_ids=positions[None].to(model.device),
-            past_key_values=cache,
-            use_cache=True,
-        )
+    decoder(
+        input_ids=tokens[positions][None].to(model.device),
+        attention_mask=as_mask(positions.to(torch.int32), None),
+        position_ids=positions[None].to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
 
 
 def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor, certain: Tensor) -> None:
@@ -230,3 +231,8 @@ def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor, certain: Tens
         raise ShapeError(f"{missing} of {len(tokens)} tokens are neither held nor to be computed")
     if any(layer.window is not None for layer in cache.layers):
         raise UnsupportedError("layers with windows of their own are not computed again")
+    if any(layer.policy.budget is not None for layer in cache.layers):
+        raise UnsupportedError(
+            f"policy {cache.layers[0].policy.name} evicts, and would take what is computed "
+            "again for the newest; use keep_all"
+        )

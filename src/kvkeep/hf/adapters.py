@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedError
+
+_OFFSET: ContextVar[int | None] = ContextVar("offset", default=None)
+"""How many of the last tokens of this thread's forward an activated adapter computes."""
 
 NEVER = 1 << 40
 """The start of an activated adapter that is not invoked."""
@@ -103,42 +105,45 @@ def names_adapters(model: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def activated(model: Any, takeover: Takeover | None) -> Iterator[None]:
-    """Let an activated adapter take part from a position on, in whatever pieces tokens are fed.
+def learns_prompts(model: nn.Module) -> bool:
+    """Whether PEFT puts learned tokens before a prompt."""
+    prepared = model.__dict__.get("prepare_inputs_for_generation")
+    config = getattr(getattr(prepared, "__self__", None), "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def activate(model: Any, takeover: Takeover | None, position: Tensor) -> None:
+    """Let an activated adapter compute what comes at `position`, (n,), in this thread's next
+    forward, from its takeover on; None leaves the matter to PEFT.
 
     PEFT counts from the end of the tokens it was given, and so knows nothing of those that a cache
     holds.
-
-    Args:
-        takeover: None leaves the matter to PEFT.
     """
     if takeover is None:
-        yield
+        _OFFSET.set(None)
         return
-    start, offset = takeover.start, 0
+    _OFFSET.set(int((position >= takeover.start).sum()))
+    for layer in adapter_layers(model):
+        hooks = layer._forward_pre_hooks
+        if not hooks or next(reversed(hooks.values())) is not _give:  # behind PEFT's own hooks
+            _forget(layer)
+            layer.register_forward_pre_hook(_give, with_kwargs=True)
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal offset
-        place, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-        if place is not None:
-            offset = int((place[0] >= start).sum())
-            return
-        given = args[0] if args else kwargs.get("input_ids")
-        n = (kwargs["inputs_embeds"] if given is None else given).shape[1]
-        before = 0 if cache is None else cache.get_seq_length()
-        offset = max(0, min(n, before + n - start))
 
-    def give(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {"alora_offsets": [offset] * len(args[0])}
+def deactivate(model: nn.Module) -> None:
+    """Undo what `activate` did to a model."""
+    for layer in adapter_layers(model):
+        _forget(layer)
 
-    handles = [model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)]
-    for layer in adapter_layers(model):  # behind PEFT's own hooks
-        handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+def _give(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    offset = _OFFSET.get()
+    return None if offset is None else (args, kwargs | {"alora_offsets": [offset] * len(args[0])})
+
+
+def _forget(layer: nn.Module) -> None:
+    for number in [n for n, hook in layer._forward_pre_hooks.items() if hook is _give]:
+        del layer._forward_pre_hooks[number]
+        layer._forward_pre_hooks_with_kwargs.pop(number, None)

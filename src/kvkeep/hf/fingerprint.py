@@ -11,11 +11,28 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from kvkeep.hf.adapters import active_adapters
+from kvkeep.hf.adapters import Takeover, activation, active_adapters
 from kvkeep.hf.config import base_config, decoder_config
 
 _SAMPLE = 16  # elements of a tensor
 
+
+_BESIDE = {
+    "architectures",
+    "attn_implementation",
+    "dtype",
+    "id2label",
+    "label2id",
+    "max_position_embeddings",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""What a config says beside what is computed."""
 
 _known: WeakKeyDictionary[nn.Module, tuple[object, tuple[str, str]]] = WeakKeyDictionary()
 
@@ -30,8 +47,8 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
             as far as torch knows, and alike in a sample of each.
 
     Returns:
-        `weights`, `adapter` ("none", or a hash of what is active), `rope`, `dtype`, and `tokenizer`
-        if one is given.
+        `weights`, `adapter` ("none", or a hash of what is active), `rope`, `dtype`, `config` (what
+        else the decoder's config says of what is computed), and `tokenizer` if one is given.
     """
     weights, adapter = _hashes_at_a_glance(model) if glance else _hashes(model)
     config = decoder_config(base_config(model))
@@ -49,6 +66,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
         "adapter": adapter,
         "rope": json.dumps(rope, sort_keys=True, default=str),
         "dtype": " ".join(dtypes),
+        "config": _hash_of_config(config),
     }
     if tokenizer is not None:
         found["tokenizer"] = _hash_of_tokenizer(tokenizer)
@@ -106,8 +124,30 @@ def _add(to: Any, name: str, x: Tensor) -> None:
         to.update(flat.view(torch.uint8).numpy().data)
 
 
+def _hash_of_config(config: Any) -> str:
+    """Of all that may change what is computed: it has no names, token ids, or ways of computing."""
+    said = {
+        name: value
+        for name, value in config.to_dict().items()
+        if not name.startswith("_") and name not in _BESIDE and not name.endswith("_token_id")
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=str).encode())
+
+
 def _hash_of_tokenizer(tokenizer: Any) -> str:
     """Of its vocabulary, special tokens and chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     parts = [vocabulary, str(tokenizer.special_tokens_map), tokenizer.chat_template]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+
+def takeover_in(model: nn.Module, prompt: Tensor) -> Takeover | None:
+    """Where an activated adapter takes over in a prompt, (n,); None if none is active.
+
+    Raises:
+        UnsupportedError: see `kvkeep.hf.adapters.activation`.
+    """
+    found = activation(model)
+    if found is None:
+        return None
+    return Takeover(found.start(prompt), fingerprint(model, glance=True)["adapter"])

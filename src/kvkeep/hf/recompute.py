@@ -32,7 +32,7 @@ def parsed(recompute: Recompute) -> Repair:
         name, _, count = recompute.partition(":")
         if name == "boundary" and count.isdigit() and int(count):
             return Repair(name, int(count))
-    elif recompute == 0 or 0 < recompute < 1:
+    elif isinstance(recompute, int | float) and 0 <= recompute < 1:
         return Repair("share" if recompute else "none", recompute)
     raise SpecError(
         f"recompute={recompute!r}; give 0, a share such as 0.15, 'boundary:32' or 'all'"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.errors import StateError
 from kvkeep.library import LIBRARY
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Observation
@@ -64,6 +65,10 @@ def least_worthy(
 ) -> Tensor:
     """`lowest` of the `worth`, int64 (B, H, count); on the CPU in one call."""
     position = planes[POSITION]
+    if count > position.shape[2]:
+        raise StateError(
+            f"{count} slots to evict of {position.shape[2]}; this is an error of kvkeep"
+        )
     if LIBRARY is None or not position.is_cpu or not (score is None or score.is_cpu):
         return lowest(worth(score, planes, seen, kept), position, count)
     rows, heads, slots = position.shape

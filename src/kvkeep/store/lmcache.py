@@ -31,10 +31,12 @@ _PUT, _GET, _EXIST = 1, 2, 3
 _FOUND, _ABSENT = 200, 400
 _BYTES, _UINT8 = 5, 6
 _MOST = 2**31 - 1  # bytes of a value, a signed number there
+_PART = 2**20  # bytes received at once
 
 _LISTS = 1024  # of keys; each put and each question reads one
-_LISTED = re.compile(r"^(\S+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
-_BEGINNING = len(beginning("", "0" * 32, 0))  # characters of a key that say in which list it is
+_ALIKE = 16  # lists of keys that begin alike, so that few who write at once meet in one
+_LISTED = re.compile(r"^([0-9a-z/-]+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
+_BEGINNING = len(beginning("", "0" * 32, 0))  # characters of such a beginning
 _TRIES = 4  # to change a list, while others do
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
@@ -124,11 +126,10 @@ class LMCache(Remote):
         self._removed(key)
 
     def scan(self, prefix: str = "") -> Iterator[str]:
-        some = [_list_of(prefix)] if len(prefix) >= _BEGINNING else range(_LISTS)
-        for number in some:
-            for key in reversed(self._listed(number) or {}):  # the latest may be wanted first
-                if key.startswith(prefix):
-                    yield key
+        known = len(prefix) >= _BEGINNING
+        found = self._entries(_lists_of(prefix[:_BEGINNING]) if known else range(_LISTS))
+        keys = sorted(found, key=lambda key: -found[key].written)  # the last are often the next
+        return iter([key for key in keys if key.startswith(prefix)])
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         found: list[str] = []
@@ -151,7 +152,7 @@ class LMCache(Remote):
         """Remove blocks, the oldest first, until the rest fits a budget; there is nothing else to
         remove. The bytes of all that."""
         require_budget(budget)
-        entries = self._entries()
+        entries = self._entries(range(_LISTS))
         over = 0 if budget is None else sum(entry.nbytes for entry in entries.values()) - budget
         freed = 0
         for key, entry in sorted(entries.items(), key=lambda item: item[1].written):
@@ -166,20 +167,20 @@ class LMCache(Remote):
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(entry.nbytes for entry in self._entries().values())
+        return sum(entry.nbytes for entry in self._entries(range(_LISTS)).values())
 
     def _removed(self, key: str) -> bool:
         if self._call(_EXIST, f"block {key}") is not True:
             return False
         return self._enlist(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
 
-    def _entries(self) -> dict[str, _Entry]:
-        return {k: e for n in range(_LISTS) for k, e in (self._listed(n) or {}).items()}
+    def _entries(self, numbers: Iterable[int]) -> dict[str, _Entry]:
+        return {key: e for n in numbers for key, e in (self._listed(n) or {}).items()}
 
     def _listed(
         self, number: int, puts: Sequence[tuple[str, bytes]] = ()
     ) -> dict[str, _Entry] | None:
-        """The keys in a list, those written last at its end; None where nobody answers."""
+        """The keys in a list; None where nobody answers."""
         data = self._call(_GET, f"list {number}", puts)
         if data is None:
             return None
@@ -201,7 +202,7 @@ class LMCache(Remote):
                 listed.pop(key, None)
                 if entry is not None:
                     listed[key] = entry
-                lines = (f"{key} {e.nbytes} {e.written}\n" for key, e in listed.items())
+                lines = (f"{name} {e.nbytes} {e.written}\n" for name, e in listed.items())
                 puts = [(f"list {number}", "".join(lines).encode())]
         return False
 
@@ -302,20 +303,30 @@ class _Connection:
 
     def _received(self, length: int) -> bytes:
         """So many bytes, or fewer if the server hung up."""
-        data, came = bytearray(length), 0
-        with memoryview(data) as view:
-            while came < length:
-                # The server sends head and value each for itself, and the end of the value only
-                # when the rest is acknowledged: else that takes 40 ms.
-                if _QUICKACK is not None:
-                    self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
-                part = self._socket.recv_into(view[came:])
-                if not part:
-                    break
-                came += part
-            return bytes(view[:came])
+        parts, left = list[bytes](), length
+        while left:
+            # The server sends the end of a value only when what it sent before is acknowledged,
+            # for which many systems wait 40 ms.
+            if _QUICKACK is not None:
+                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+            part = self._socket.recv(min(left, _PART))
+            if not part:
+                break
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+
+def _lists_of(start: str) -> list[int]:
+    """The lists of all keys with some beginning."""
+    first = _hash(start)
+    return [(first + number) % _LISTS for number in range(_ALIKE)]
 
 
 def _list_of(key: str) -> int:
-    """The list in which a key is, with all that begin like it."""
-    return xxhash.xxh3_64_intdigest(key[:_BEGINNING].encode(errors="replace")) % _LISTS
+    """The list in which a key is."""
+    return _lists_of(key[:_BEGINNING])[_hash(key) % _ALIKE]
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="replace"))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.errors import ShapeError
-from kvkeep.hf.adapters import Takeover, activated, activation
+from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.hf.adapters import Takeover, activate
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.fingerprint import fingerprint
@@ -62,16 +62,16 @@ def keyed(
     return Keyed(identity, tokens)
 
 
-def takeover_in(model: PreTrainedModel, prompt: Tensor) -> Takeover | None:
-    """Where an activated adapter takes over in a prompt, (n,); None if none is active.
-
-    Raises:
-        UnsupportedError: see `kvkeep.hf.adapters.activation`.
-    """
-    found = activation(model)
-    if found is None:
-        return None
-    return Takeover(found.start(prompt), fingerprint(model, glance=True)["adapter"])
+def require_steady(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError when what a model computes for a token depends on what comes later."""
+    rope = getattr(decoder_config(base_config(model)), "rope_parameters", None) or {}
+    each = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # one, or one per layer type
+    changing = [x["rope_type"] for x in each if x.get("rope_type") in ("dynamic", "longrope")]
+    if changing:
+        raise UnsupportedError(
+            f"rotary frequencies of kind {changing[0]} depend on a text's length, so its slots "
+            "serve no other text; use the cache without a store"
+        )
 
 
 @torch.inference_mode()
@@ -82,11 +82,12 @@ def feed(model: PreTrainedModel, tokens: Tensor, cache: Cache, chunk: int | None
     ids = tokens.to(model.device)[None]
     start = 0 if cache.takeover is None else cache.takeover.start
     before = min(len(tokens), max(0, start - cache.fed))
-    with activated(model, cache.takeover):
-        for piece in ids.tensor_split([before], dim=1):
-            for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
-                if part.shape[1]:
-                    decoder(input_ids=part, past_key_values=cache, use_cache=True)
+    for piece in ids.tensor_split([before], dim=1):
+        for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
+            if part.shape[1]:
+                activate(model, cache.takeover, torch.arange(cache.fed, cache.fed + part.shape[1]))
+                decoder(input_ids=part, past_key_values=cache, use_cache=True)
+    activate(model, None, tokens)
 
 
 def flat(tokens: Tensor) -> Tensor:

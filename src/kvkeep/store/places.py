@@ -47,21 +47,24 @@ def opened(
             f"stores of {scheme!r} are not known; give a directory, {', '.join(servers)}, or a URL "
             "of fsspec, such as s3://, gs://, az://, hf:// or file://"
         )
+    url = text
     if scheme in servers:
         address, _, query = text.partition("?")
         asked = dict(parse_qsl(query))
         if "name" in asked:
             options = {"name": asked.pop("name")} | options
-        text = f"{address}?{urlencode(asked)}"
+        url = f"{address}?{urlencode(asked)}"
     backend: Backend
     if scheme in SCHEMES:
-        backend = Redis(text, budget, **options)
+        backend = Redis(url, budget, **options)
     elif scheme == SCHEME:
         if budget is not None:
-            raise SpecError("a budget for LMCache's server, which keeps none; call gc(budget=...)")
-        backend = LMCache(text, **options)
+            raise SpecError(
+                f"a budget of {budget} bytes, but LMCache's server keeps none; call gc(budget=...)"
+            )
+        backend = LMCache(url, **options)
     else:
-        backend = Location(text, budget, **options)
+        backend = Location(url, budget, **options)
     if not create and not backend.exists():
         if backend.failures:
             raise StateError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from kvkeep import hf
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.hf.adapters import activation
+from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.specs import Specs
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.hit import Hit, Shape, shape_of
-from kvkeep.store.model import feed, flat, keyed, takeover_in
+from kvkeep.store.model import feed, flat, keyed, require_steady
 from kvkeep.store.shared import share, shared
 from kvkeep.store.stats import StoreStats
 from kvkeep.store.stretch import (
@@ -137,6 +137,7 @@ class PrefixStore:
         spec: Specs = "keep_all",
         namespace: str = "",
         chunk: int | None = None,
+        capacity: int | None = None,
         priority: int = 0,
     ) -> hf.Cache:
         """`read` of all tokens but the last, which `generate` or your loop feeds.
@@ -151,8 +152,16 @@ class PrefixStore:
         tokens = flat(tokens)
         if not len(tokens):
             raise ShapeError("a prompt of no tokens; give at least one")
-        options: dict[str, Any] = {"namespace": namespace, "chunk": chunk, "priority": priority}
-        return self.read(model, tokens[:-1], prompt=tokens, spec=spec, **options).cache
+        return self.read(
+            model,
+            tokens[:-1],
+            prompt=tokens,
+            spec=spec,
+            namespace=namespace,
+            chunk=chunk,
+            capacity=capacity,
+            priority=priority,
+        ).cache
 
     def read(
         self,
@@ -163,6 +172,7 @@ class PrefixStore:
         spec: Specs = "keep_all",
         namespace: str = "",
         chunk: int | None = None,
+        capacity: int | None = None,
         priority: int = 0,
     ) -> Reading:
         """A cache of some tokens: what is stored is shared, the rest is computed, and stored too.
@@ -174,14 +184,16 @@ class PrefixStore:
             spec: of the cache; caches of other codecs have entries of their own.
             namespace: entries of another one are never found.
             chunk: compute so many tokens at once; None: all.
+            capacity: see `kvkeep.Cache`.
             priority: see `insert`.
 
         Raises:
-            UnsupportedError: a spec whose slots cannot serve other prompts.
+            UnsupportedError: a spec or a model whose slots cannot serve other prompts.
         """
         tokens = flat(tokens)
-        cache = hf.Cache(model, spec)
+        cache = hf.Cache(model, spec, capacity=capacity)
         require_keepable(cache)
+        require_steady(model)
         whole = tokens if prompt is None else flat(prompt)
         cache.takeover = takeover_in(model, whole)
         identity, keys = keyed(model, tokens, cache.specs, namespace, cache.takeover)
@@ -213,8 +225,9 @@ class PrefixStore:
         Returns:
             How many of the tokens are stored.
         """
-        if cache.takeover is None and activation(model) is not None:
-            self._refused += 1
+        active, before = takeover_in(model, flat(tokens)), cache.takeover
+        if active is not None and (before is None or before.adapter != active.adapter):
+            self._refused += 1  # nobody knows which tokens the adapter computed
             return 0
         text = keyed(model, flat(tokens), cache.specs, namespace, cache.takeover)
         return self.offer(*text, cache, priority=priority)

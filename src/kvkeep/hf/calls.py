@@ -1,0 +1,231 @@
+"""What `generate()` of an attached model does about its cache, and about a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.adapters import learns_prompts, names_adapters
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.fingerprint import takeover_in
+from kvkeep.hf.recompute import Recompute
+from kvkeep.hf.specs import Specs
+
+
+class PromptStore(Protocol):
+    """What `generate` asks of a store, such as `kvkeep.PrefixStore`."""
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+        capacity: int | None,
+    ) -> Cache:
+        """A cache of all tokens (n,) but the last."""
+
+    def learn(self, model: PreTrainedModel, tokens: Tensor, cache: Cache, *, namespace: str) -> int:
+        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+
+
+@runtime_checkable
+class BlockPrompt(Protocol):
+    """What `generate` asks of a prompt with blocks, such as `kvkeep.blocks.Encoded`."""
+
+    input_ids: Tensor
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        *,
+        store: Any,
+        recompute: Recompute,
+        spec: Specs,
+        namespace: str,
+        capacity: int | None,
+    ) -> tuple[Cache, Any]:
+        """A cache of all tokens but the last, and a report."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a model was attached with: see `kvkeep.attach`."""
+
+    spec: Specs
+    store: PromptStore | None
+    namespace: str
+    recompute: Recompute
+
+
+@dataclass
+class _Call:
+    """A call of a model's `generate()`: its prompt (1, n), the blocks in it, and the cache that it
+    was filled from, if one was."""
+
+    model: PreTrainedModel
+    ids: Tensor | None
+    blocks: BlockPrompt | None
+    cache: Cache | None = None
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
+_OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+
+
+def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any) -> Any:
+    """`generate`, of which a store may know the beginning, and learns the end. A cache that it was
+    given is left as it was if nothing is fed to it."""
+    asked = args[0] if args else kwargs.get("inputs")
+    asked = kwargs.get("input_ids") if asked is None else asked
+    blocks = asked if isinstance(asked, BlockPrompt) else None
+    if blocks is not None:
+        given = [name for name in _OF_A_PROMPT if kwargs.get(name) is not None]
+        if given:
+            raise StateError(f"a prompt with blocks brings its own {given[0]}; leave that out")
+        asked = blocks.input_ids.to(model.device)
+        rest = {name: x for name, x in kwargs.items() if name not in ("inputs", "input_ids")}
+        args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
+    ids = asked if isinstance(asked, Tensor) and asked.dim() == 2 and len(asked) == 1 else None
+    call = _Call(model, ids if ids is not None and ids.shape[1] else None, blocks)
+    token = _CALL.set(call)
+    try:
+        with _left_as_it_was(kwargs.get("past_key_values")):
+            output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+    finally:
+        _CALL.reset(token)
+    said = getattr(output, "sequences", output)
+    cache = call.cache
+    if cache is not None and cache.rows == 1 and settings.store and isinstance(said, Tensor):
+        settings.store.learn(model, said[0, : cache.fed], cache, namespace=settings.namespace)
+    return output
+
+
+@contextmanager
+def _left_as_it_was(given: Any) -> Iterator[None]:
+    cache = given if isinstance(given, Cache) and given.fed else None
+    before = (0, 0) if cache is None else (cache.fed, cache.rows)
+    try:
+        yield
+    except BaseException:
+        if cache is not None and cache.fed == before[0] and cache.rows > before[1]:
+            cache.select(torch.arange(0, cache.rows, cache.rows // before[1]))
+        raise
+
+
+def prepare_cache(
+    model: PreTrainedModel,
+    settings: Settings,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build.
+
+    A kvkeep cache that holds a prompt gets the rows that beams or several answers need, which share
+    what it holds.
+    """
+    several = max(generation_config.num_beams, generation_config.num_return_sequences)
+    drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
+    given = model_kwargs.get("past_key_values")
+    if isinstance(given, Cache) and given.fed:
+        if drafted:
+            raise UnsupportedError(
+                f"this cache holds {given.fed} tokens, and where tokens are drafted transformers "
+                "feeds the whole prompt to it again; give an empty cache, or do not draft"
+            )
+        _take_over(model, given)
+        if several > 1 and given.rows == batch_size:
+            given.freeze()
+            given.repeat(several)
+    type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
+    built = model_kwargs.get("past_key_values")
+    if given is not None or type(built) is not DynamicCache or built.offloading:
+        return
+    drafting = bool(generation_config.is_assistant)
+    cache = None
+    if not (drafting or drafted or generation_config.token_healing):
+        chunk = generation_config.prefill_chunk_size
+        cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
+    if cache is not None and several > 1:
+        cache.freeze()
+        cache.repeat(several)
+    if cache is None:
+        # A draft's length is known for its first round only; lookup may overshoot the end.
+        most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
+        cache = Cache(model, settings.spec, capacity=None if drafting else most)
+        cache.drafting = drafting
+        if drafting:
+            cache.activate_past_recording()
+    model_kwargs["past_key_values"] = cache
+
+
+def _take_over(model: PreTrainedModel, cache: Cache) -> None:
+    """An activated adapter that a prompt invokes behind what a cache holds takes over there."""
+    call = _CALL.get()
+    if cache.takeover is not None and call is not None and call.ids is not None:
+        found = takeover_in(model, call.ids[0].cpu())
+        if found is not None and found.start >= cache.fed:
+            cache.takeover = found
+
+
+def _filled(
+    model: PreTrainedModel,
+    settings: Settings,
+    model_kwargs: dict[str, Any],
+    chunk: int | None,
+    capacity: int,
+) -> Cache | None:
+    """A cache of the prompt but its last token, by the store or of blocks; None where these could
+    not give what `generate` would compute."""
+    call = _CALL.get()
+    if call is None or call.model is not model or call.ids is None:
+        return None
+    place = model_kwargs.get("position_ids")
+    others = [
+        name
+        for name, x in model_kwargs.items()
+        if isinstance(x, Tensor) and name not in ("attention_mask", "position_ids")
+    ]
+    if (
+        (settings.store is None and call.blocks is None)
+        or model_kwargs.get("attention_mask") is not None  # all ones are dropped before
+        or others
+        or model.training
+        or names_adapters(model)
+        or learns_prompts(model)
+        or not (place is None or _counts(place, call.ids.shape[1]))
+    ):
+        return None
+    options: dict[str, Any] = {"spec": settings.spec, "namespace": settings.namespace}
+    try:
+        if call.blocks is not None:
+            options |= {"store": settings.store, "recompute": settings.recompute}
+            call.cache, _ = call.blocks.prefill(model, capacity=capacity, **options)
+        elif settings.store is not None:
+            call.cache = settings.store.prefill(
+                model, call.ids[0], chunk=chunk, capacity=capacity, **options
+            )
+    except UnsupportedError:
+        return None
+    return call.cache
+
+
+def _counts(place: Tensor, tokens: int) -> bool:
+    """Whether positions, (B, n), are 0, 1, 2, ..."""
+    return place.dim() == 2 and bool((place == torch.arange(tokens, device=place.device)).all())
