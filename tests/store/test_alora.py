@@ -163,6 +163,33 @@ def test_generating_in_pieces(options):
     assert not any(module._forward_pre_hooks for module in inner.modules())
 
 
+def test_in_a_loop_of_your_own():
+    tuned, store = adapted(), PrefixStore()
+    first = prompt(text(20), INVOCATION, [7, 8])
+    second = prompt(first[0], [9, 10])
+    wanted = [tuned.generate(input_ids=ids, **GREEDY) for ids in (first, second)]
+    kvkeep.attach(tuned, store=store)
+    inner = tuned.get_base_model()
+    cache = store.prefill(inner, first)
+    with torch.inference_mode():
+        inner(first[:, -1:], past_key_values=cache)
+    assert store.learn(inner, first, cache) == 25
+    assert tuned.generate(input_ids=second, **GREEDY).equal(wanted[1])
+    assert store.stats().hit_tokens == 25
+    tuned.set_adapter("other")
+    assert store.learn(inner, first, cache) == 0
+
+
+def test_the_next_turn_invokes_it():
+    tuned = adapted()
+    first = prompt(text(20))
+    second = prompt(first[0], text(6, seed=5), INVOCATION, [9])
+    wanted = tuned.generate(input_ids=second, **GREEDY)
+    kvkeep.attach(tuned)
+    cache = PrefixStore().prefill(tuned, first)
+    assert tuned.generate(input_ids=second, past_key_values=cache, **GREEDY).equal(wanted)
+
+
 def test_what_cannot_be_stored():
     tuned, ids = adapted(modules_to_save=["lm_head"]), prompt(text(20), INVOCATION)
     kvkeep.attach(tuned)
@@ -203,6 +230,7 @@ def test_adapters_named_for_one_call_pass_the_store_by():
 def test_blocks_before_the_invocation():
     tuned = adapted()
     parts = [text(n, seed=n) for n in (5, 20, 6, 20)]
+    parts[1][4:7] = torch.tensor(INVOCATION)  # not the last one
     ids = prompt(*parts, INVOCATION, [7])
     spans = [Span(5, 25), Span(31, 51)]
     wanted = expected_apart(tuned, ids, spans, 1)

@@ -276,19 +276,19 @@ def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> 
         return f"{cache.config.model_type} keeps a latent, whose positions are not moved"
     if not is_routed(cache.config):
         return "the model is not attached; kvkeep.attach(model)"
+    windows = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
+    if windows:
+        return f"layers {windows[:3]} see a window of their own, and what stands there moves"
     if any(layer.policy.budget is not None for layer in cache.layers):
         return "the spec evicts, and would take what is computed again for the newest; use keep_all"
     if any(layer.limit is not None for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
-    if parsed(recompute).mode == "share" and not compares(model):
-        return "the model has no second layer to tell what differs; use recompute='boundary:32'"
-    windows = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
-    if windows:
-        return f"layers {windows[:3]} see a window of their own, and what stands there moves"
     try:
         rotaries_of(model)
     except UnsupportedError as error:
         return str(error)
+    if parsed(recompute).mode == "share" and not compares(model):
+        return "the model has no second layer to tell what differs; use recompute='boundary:32'"
     return ""
 
 
