@@ -307,6 +307,8 @@ def test_labels_need_no_blocks(client):
     backend, (block,) = client(), blocks_of(TEXT[:8])
     backend.put(block)
     Raw(backend).put(f"block {block.key}", b"damaged")
+    assert backend.put(block)  # it is there: nothing is sent
+    assert Raw(backend).get(f"block {block.key}") == b"damaged"
     (label,) = backend.labels([block.key])
     assert label.tokens.equal(block.tokens)
     assert label.nbytes == len(block.to_bytes())
@@ -378,6 +380,7 @@ def test_what_others_list_but_is_deleted(client):
 def test_gc(client):
     """The oldest goes first."""
     backend, blocks = client(), blocks_of(*([first] * 8 for first in range(4)))
+    blocks.sort(key=lambda block: block.key, reverse=True)
     for block in blocks:
         assert backend.put(block)
         time.sleep(0.01)
@@ -389,6 +392,17 @@ def test_gc(client):
     assert backend.nbytes == 2 * size
     with pytest.raises(SpecError, match="at least 1"):
         backend.gc(budget=0)
+
+
+def test_the_latest_are_found_first(client):
+    """A store looks at a few of those that begin alike."""
+    backend, blocks = client(), blocks_of(*([1, last] for last in range(6)))
+    for block in blocks:
+        backend.put(block)
+        time.sleep(0.01)
+    keys = [block.key for block in reversed(blocks)]
+    assert list(backend.scan(keys[0][:74])) == list(backend.scan()) == keys
+    assert len({module._list_of(key) for key in keys}) > 1
 
 
 def test_names_know_nothing_of_each_other(server):
@@ -413,8 +427,9 @@ def test_urls(server):
         opened("lm://127.0.0.1:1", create=False)
 
 
-def test_threads(client):
+def test_threads(client, monkeypatch):
     """Of one backend, and of one key at once: none of them loses what another lists."""
+    monkeypatch.setattr(module, "_LISTS", 1)
     backend, errors = client(), []
     start = threading.Barrier(6)
 
@@ -557,6 +572,8 @@ def test_a_server_that_dies_in_the_middle(server, client, short_rest, cut, bytes
         assert found(backend, TEXT) == 40
         between.limit["down"] = bytes_that_pass
         assert found(backend, TEXT) < 40
+        hollow = cut and bytes_that_pass == 36  # as if the server had nothing to send
+        assert backend.damaged == hollow
         assert backend.failures == 1
         between.limit["down"] = None
         assert eventually(lambda: put(backend, TEXT) and found(backend, TEXT) == 40)
@@ -611,37 +628,41 @@ def test_lmcaches_server_is_stopped_and_killed(python, short_rest):
 
 
 ANSWERS = [
-    b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(20),
-    struct.pack("<9i", 200, -1, 5, 6, -1, 0, 0, 0, 0),
-    struct.pack("<9i", 200, 9, 5, 6, 8, 0, 0, 0, 0) + b"123456789",
-    struct.pack("<9i", 200, 9, 4, 6, 9, 0, 0, 0, 0) + b"123456789",
-    struct.pack("<9i", 200, 2**31 - 1, 5, 6, 2**31 - 1, 0, 0, 0, 0) + b"x",
-    struct.pack("<9i", 400, 9, 1, 2, 0, 0, 0, 0, 0) + b"123456789",
-    struct.pack("<9i", 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    b"",
+    (b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(20), "no answer of LMCache"),
+    (struct.pack("<9i", 200, -1, 5, 6, -1, 0, 0, 0, 0), "no answer of LMCache"),
+    (struct.pack("<9i", 200, 9, 5, 6, 8, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
+    (struct.pack("<9i", 200, 9, 4, 6, 9, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
+    (struct.pack("<9i", 500, 9, 5, 6, 9, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
+    (struct.pack("<9i", 400, 9, 1, 2, 0, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
+    (bytes(36), "no answer of LMCache"),
+    (struct.pack("<2i", 200, 9), "hung up after 8 bytes"),
+    (struct.pack("<9i", 200, 2**31 - 1, 5, 6, 2**31 - 1, 0, 0, 0, 0) + b"x", "hung up after 1 of"),
+    (b"", "hung up after 0 bytes"),
 ]
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_a_server_of_something_else(answer):
+@pytest.mark.parametrize(("answer", "message"), ANSWERS)
+def test_a_server_of_something_else(answer, message):
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve():
         while True:
             try:
                 client, _ = listening.accept()
-                client.recv(4096)
+                read(client, 186)
                 client.sendall(answer)
                 client.close()
             except OSError:
                 return
 
     threading.Thread(target=serve, daemon=True).start()
-    backend = LMCache(f"lm://127.0.0.1:{listening.getsockname()[1]}", timeout=0.3)
-    assert found(backend, TEXT) == 0
-    assert put(backend, TEXT) == 40
-    assert backend.failures == 1
+    backend = LMCache(f"lm://127.0.0.1:{listening.getsockname()[1]}")
+    assert backend.get("a/b/c") is None
+    assert message in backend.last_error
     assert backend.resting
+    assert put(backend, TEXT) == 40
+    assert found(backend, TEXT) == 0
+    assert (backend.failures, backend.damaged) == (1, 0)
     listening.close()
 
 

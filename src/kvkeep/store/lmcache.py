@@ -26,7 +26,7 @@ _URL = re.compile(SCHEME + r"://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?\??")
 # A request is what to do, the bytes that follow, their format and dtype, where to, a shape, and a
 # key; an answer is a code, the bytes that follow, their format, dtype and shape, and where from.
 _REQUEST = struct.Struct("<9i150s")
-_ANSWER = struct.Struct("<9i")
+_ANSWER = struct.Struct("<iI7i")
 _PUT, _GET, _EXIST = 1, 2, 3
 _FOUND, _ABSENT = 200, 400
 _BYTES, _UINT8 = 5, 6
@@ -132,14 +132,8 @@ class LMCache(Remote):
         return iter([key for key in keys if key.startswith(prefix)])
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        found: list[str] = []
-        for key in keys:
-            listed = self._listed(_list_of(key))
-            if listed is None:
-                return []
-            if key not in listed:
-                found.append(key)
-        return found
+        lists = ((key, self._listed(_list_of(key))) for key in keys)
+        return [key for key, listed in lists if listed is not None and key not in listed]
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
         starts = ((key, self._call(_GET, f"label {key}")) for key in keys)
@@ -219,7 +213,6 @@ class LMCache(Remote):
         except _HollowError:  # its writer died on the way, and the server hangs up on all readers
             connection.close()
             self.damaged += 1
-            self._journey(_EXIST, what, [(what, b"")])
             return b""
         except BaseException:
             connection.close()
