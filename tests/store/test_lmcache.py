@@ -394,6 +394,14 @@ def test_gc(client):
         backend.gc(budget=0)
 
 
+def test_what_follows_goes_first(client):
+    """Of one prompt: blocks are of no use without those before them."""
+    backend = client()
+    put(backend, TEXT)
+    backend.gc(budget=3 * backend.nbytes // 5)
+    assert found(backend, TEXT) == 24
+
+
 def test_the_latest_are_found_first(client):
     """A store looks at a few of those that begin alike."""
     backend, blocks = client(), blocks_of(*([1, last] for last in range(6)))

@@ -106,18 +106,11 @@ class LMCache(Remote):
             return None
 
     def put(self, block: Block) -> bool:
-        key = block.key
-        listed = self._listed(_list_of(key))
-        if listed is None or key in listed:
-            return listed is not None
-        data = block.to_bytes()
-        if len(data) > _MOST:
-            return False
-        start = data[: 8 + int.from_bytes(data[:8], "little") + block.tokens.nbytes]
-        puts = [(f"label {key}", start), (f"block {key}", data)]
-        if self._call(_EXIST, f"block {key}", puts) is not True:  # no put is ever answered
-            return False
-        return self._enlist(key, _Entry(len(data), int(time.time() * 1000)))
+        return self.put_all([block]) == 1
+
+    def put_all(self, blocks: Iterable[Block]) -> int:
+        now = int(time.time() * 1000)  # the end of a text counts as older, for it goes first
+        return sum(self._put(block, now - after) for after, block in enumerate(blocks))
 
     def contains(self, key: str) -> bool:
         return key in (self._listed(_list_of(key)) or {})
@@ -162,6 +155,20 @@ class LMCache(Remote):
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(entry.nbytes for entry in self._entries(range(_LISTS)).values())
+
+    def _put(self, block: Block, written: int) -> bool:
+        key = block.key
+        listed = self._listed(_list_of(key))
+        if listed is None or key in listed:
+            return listed is not None
+        data = block.to_bytes()
+        if len(data) > _MOST:
+            return False
+        start = data[: 8 + int.from_bytes(data[:8], "little") + block.tokens.nbytes]
+        puts = [(f"label {key}", start), (f"block {key}", data)]
+        if self._call(_EXIST, f"block {key}", puts) is not True:  # no put is ever answered
+            return False
+        return self._enlist(key, _Entry(len(data), written))
 
     def _removed(self, key: str) -> bool:
         if self._call(_EXIST, f"block {key}") is not True:
