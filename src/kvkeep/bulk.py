@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import copy, deepcopy
 
 import torch
+from torch import Tensor
 
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec
@@ -76,13 +77,8 @@ class Bulk:
         planes, count = tail.read(), self.whole(tail.length)
         oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, :count]
         taken = take(planes, oldest)
-        front = (*taken["k"].shape[:2], -1, self.block)
         for name in ("k", "v"):
-            # What stands in empty slots is nobody's, and must not widen a block's range.
-            blocks = taken[name].reshape(*front, taken[name].shape[3])
-            place = taken[POSITION]
-            empty = place.reshape(*place.shape[:2], -1, self.block, 1) < 0
-            taken[name] = torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)
+            taken[name] = filled(taken[name], taken[POSITION], self.block)
         keys, values = self.key_codec.encode(taken["k"]), self.value_codec.encode(taken["v"])
         encoded = joined(keys, "k") | joined(values, "v")
         encoded[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, self.block)
@@ -98,7 +94,7 @@ class Bulk:
         self.reset()
         self.storage.append(planes)
 
-    def take_rows(self, index: torch.Tensor) -> None:
+    def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
         self.storage.rows(index)
         self._frozen.take_rows(index)
@@ -125,3 +121,11 @@ class Bulk:
     def _runs(self) -> list[Planes]:
         own = [self.storage.read()] if self.storage.length else []
         return [*(run.planes for run in self._frozen.runs), *own]
+
+
+def filled(x: Tensor, position: Tensor, block: int) -> Tensor:
+    """Tokens (B, H, n, D) that are encoded `block` at a time, with those at position -1, (B, 1|H,
+    n), like the last of their block: they are nobody's, and must not widen its range."""
+    blocks = x.reshape(*x.shape[:2], -1, block, x.shape[3])
+    empty = position.reshape(*position.shape[:2], -1, block, 1) < 0
+    return torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)

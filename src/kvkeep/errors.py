@@ -33,3 +33,7 @@ class SavedCacheError(KVKeepError, ValueError):
 
 class UnsupportedError(KVKeepError, NotImplementedError):
     """A model, mask or attention feature that kvkeep refuses, with the reason."""
+
+
+class LossError(KVKeepError, ArithmeticError):
+    """A training loss that is not finite."""

@@ -15,7 +15,7 @@ from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.frozen import Run
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, limits, part, slot_count
+from kvkeep.planes import POSITION, limits, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
@@ -60,16 +60,15 @@ class LayerCache:
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
-        self.window = window
-        self.rotary = rotary
+        self.window, self.rotary = window, rotary
         self.record_past = False
+        self.evicted: list[Tensor] | None = None  # if someone listens: see `positions_of`
         self._planes_of_policy = tuple(policy.planes)
         self._slots = LayerSlots(
             key_codec, value_codec, storage, own=self._planes_of_policy, ragged=policy.ragged
         )
-        self._ledger = Ledger()
+        self._ledger, self._checks = Ledger(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
-        self._checks = Checks()
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class LayerCache:
             self._ledger.like = (empty_like(k), empty_like(v))
         self._chunk = position
         self._ledger, queries = self._ledger.feed(position, k.shape[0])
-        if Need.MASS in self.policy.needs:  # or what padding attends to would count
+        if not self.policy.shows_padding:
             queries = position.expand_as(queries)
         return self._view(queries)
 
@@ -143,8 +142,8 @@ class LayerCache:
         before = self._ledger
         view = self.extend(k, v, position)
         try:
-            need = Need.MASS in self.policy.needs
-            asked = Options(scale, softcap, sinks, need, self.policy.observed)
+            needed, observed = Need.MASS in self.policy.needs, self.policy.observed
+            asked = Options(scale, softcap, sinks, needed, observed)
             out, mass = dispatch(q, view, asked)
         except BaseException:
             self._drop(k.shape[2], before)
@@ -247,9 +246,8 @@ class LayerCache:
     def fork(self) -> LayerCache:
         """A layer in the same state, which shares this one's frozen slots and copies the others."""
         other = copy(self)
-        other._slots = self._slots.fork()
-        other._ledger = self._ledger.fork()
-        other._checks = Checks()
+        other._slots, other._ledger = self._slots.fork(), self._ledger.fork()
+        other._checks, other.evicted = Checks(), None
         return other
 
     @property
@@ -334,14 +332,13 @@ class LayerCache:
             for part in (self.storage, self.key_codec, self.value_codec):
                 if not part.differentiable:
                     raise StateError(
-                        f"{part.name} lets no gradients through; use torch.no_grad(), or "
-                        "+plain@concat to train through the cache"
+                        f"{part.name} lets no gradients through; use kvkeep.train, "
+                        "+plain@concat, or torch.no_grad()"
                     )
 
     def _own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
         """The planes of new tokens beside keys and values."""
-        rows, heads, n, _ = k.shape
-        policy = self.policy
+        policy, (rows, heads, n, _) = self.policy, k.shape
         planes: dict[str, Tensor] = {}
         if self._planes_of_policy:
             error = self._slots.errors(k, v) if Need.ENCODE_ERROR in policy.needs else None
@@ -381,7 +378,10 @@ class LayerCache:
                 for name in self._planes_of_policy:
                     self._slots.keep(name, planes[name])
         if count > 0:
-            self._slots.evict(policy.victims(count, planes, seen))
+            victims = policy.victims(count, planes, seen)
+            if self.evicted is not None:
+                self.evicted.append(positions_of(victims, planes))
+            self._slots.evict(victims)
             self._ledger.floor = self.fed
 
     def _fit(self, observation: Observation | None = None) -> None:

@@ -174,6 +174,14 @@ def marked(slots: Tensor, length: int) -> Tensor:
     return mask.scatter_(2, slots, True)
 
 
+def positions_of(slots: Tensor, planes: Planes) -> Tensor:
+    """Positions of slots (B, 1|H, n); of those that a bool (B, H, S) marks, with -1 elsewhere."""
+    position = planes[POSITION]
+    if slots.dtype == torch.bool:
+        return position.masked_fill(~slots, -1)
+    return position.gather(2, along_slots(slots, position))
+
+
 def survivors(victims: Tensor, length: int) -> Tensor:
     """Slots that are not victims, in slot order.
 

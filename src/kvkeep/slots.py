@@ -248,6 +248,8 @@ class LayerSlots:
 
     def positions(self) -> Tensor:
         """Positions of everything held, int32 (B, 1|H, S); -1 where a slot is empty."""
+        if self.ragged is not None and self.ragged.heads:
+            return self.ragged.read()[POSITION]
         held = [s.position.expand(self.rows, -1, -1) for s in self.segments()]
         return torch.cat(held, dim=2) if held else torch.empty(0, 1, 0, dtype=torch.int32)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvkeep.codec import CODECS, Codec, Plain
+from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
 from kvkeep.layer import LayerCache
 from kvkeep.policy import POLICIES, Policy
 from kvkeep.rotary import Rotary
-from kvkeep.storage import STORAGES, Growing, Storage
+from kvkeep.storage import STORAGES, Concat, Growing, Storage
 
 Options = tuple[tuple[str, int | float], ...]
 
@@ -85,6 +85,14 @@ class CacheSpec:
             codec += "/" + _printed(self.value_codec.name, options, type(self.value_codec))
         storage = _printed(self.storage.name, self.storage.options, STORAGES[self.storage.name])
         return f"{policy}+{codec}@{storage}"
+
+    def differentiable(self) -> CacheSpec:
+        """This spec, with codecs and a storage that let gradients through."""
+        key, value = (
+            codec if codec.differentiable else StraightThrough(codec)
+            for codec in (self.key_codec, self.value_codec)
+        )
+        return CacheSpec(self.policy, key, value, StorageSpec(Concat.name))
 
     def layer(
         self,

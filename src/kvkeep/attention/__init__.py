@@ -32,6 +32,7 @@ class Backend:
     run: Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
     refuses: Callable[[Tensor, View, Options], str | None]
     limits: str
+    differentiable: bool = True
     available: bool = True
     reason: str = ""
 
@@ -42,6 +43,7 @@ _TABLE = (
         native.run,
         native.refuses,
         limits="CPU; float32, bfloat16, float16; no gradients",
+        differentiable=False,
         available=library.available,
         reason=library.reason,
     ),
@@ -109,13 +111,19 @@ def attend(
 
 
 def dispatch(
-    q: Tensor, view: View, options: Options, backend: str | None = None
+    q: Tensor,
+    view: View,
+    options: Options,
+    backend: str | None = None,
+    *,
+    differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend`, for queries that are known to fit the view."""
+    """`attend`, for queries that are known to fit the view; `differentiable`: by a backend that
+    gradients could go through, whether they are wanted now or not."""
     if view.by_head:
-        return _each_head(q, view, options, backend)
+        return _each_head(q, view, options, backend, differentiable)
     for candidate in _TABLE:
-        if backend not in (None, candidate.name):
+        if backend not in (None, candidate.name) or differentiable > candidate.differentiable:
             continue
         reason = candidate.reason if not candidate.available else None
         reason = reason or candidate.refuses(q, view, options)
@@ -128,7 +136,7 @@ def dispatch(
 
 
 def _each_head(
-    q: Tensor, view: View, options: Options, backend: str | None
+    q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
 ) -> tuple[Tensor, Tensor | None]:
     """One call for each kv head, whose slots are its own."""
     group, slots = q.shape[1] // len(view.segments), view.slots
@@ -137,7 +145,8 @@ def _each_head(
         own = slice(index * group, (index + 1) * group)
         sinks = None if options.sinks is None else options.sinks[own]
         alone = view._replace(segments=(segment._replace(head=None),))
-        out, mass = dispatch(q[:, own], alone, options._replace(sinks=sinks), backend)
+        asked = options._replace(sinks=sinks)
+        out, mass = dispatch(q[:, own], alone, asked, backend, differentiable=differentiable)
         outs.append(out)
         if mass is not None:
             masses.append(torch.nn.functional.pad(mass, (0, slots - mass.shape[2])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import View
@@ -31,13 +32,12 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     group = query_heads // heads
     turned = [segment.queries(q).to(compute) for segment in view.segments]
     results = []
-    mass = q.new_zeros(rows, heads, view.slots, dtype=compute) if options.need_mass else None
+    mass: Tensor | None = None
     counted = view.observed(options.observed)
 
     block = max(1, _SCORES_PER_BLOCK // max(1, rows * query_heads * view.slots))
-    for start in range(0, n, block):
-        queries = slice(start, min(n, start + block))
-        width = queries.stop - start
+
+    def part(queries: slice) -> tuple[Tensor, Tensor | None]:
         scores = torch.cat(
             [
                 _scores(
@@ -46,20 +46,31 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
                 for segment, t in zip(view.segments, turned, strict=True)
             ],
             dim=-1,
-        )  # (B, H, G, width, S)
+        )  # (B, H, G, m, S)
         probability = _softmax(scores, options.sinks)
-        if mass is not None:
+        received = None
+        if options.need_mass:
             share = probability
             if counted is not None:
                 share = share * counted[:, None, None, queries, None].to(share.dtype)
-            mass += share.sum(dim=3).mean(dim=2).to(mass.dtype)
+            received = share.detach().sum(dim=3).mean(dim=2)
         result, at = torch.zeros((), dtype=compute, device=q.device), 0
         for segment in view.segments:
             values = segment.values(q.dtype).to(compute).expand(rows, -1, -1, -1)
             share = probability[..., at : at + segment.slots]
             result = result + torch.einsum("bhgns,bhsd->bhgnd", share, values)
             at += segment.slots
-        results.append(result.reshape(rows, query_heads, width, -1).to(q.dtype))
+        return result.reshape(rows, query_heads, result.shape[3], -1).to(q.dtype), received
+
+    for start in range(0, n, block):
+        queries = slice(start, min(n, start + block))
+        if block < n and torch.is_grad_enabled():  # hold the scores of one block only
+            result, received = checkpoint(part, queries, use_reentrant=False)
+        else:
+            result, received = part(queries)
+        results.append(result)
+        if received is not None:
+            mass = received if mass is None else mass + received
     return torch.cat(results, dim=2), mass if mass is None else mass.float()
 
 

@@ -3,12 +3,15 @@
 On the CPU each part of the slots gives a partial result with its log-sum-exp, and the parts are
 merged exactly; elsewhere one segment goes to torch's own choice of kernel. The queries of a group
 are folded into the query axis, so a key is read once for all of them; a segment shared by all rows
-is read once for all rows. Source of the merge: FlashAttention (arXiv 2205.14135), Flash-Decoding.
+is read once for all rows. Given the merged result and its log-sum-exp, the kernel's backward finds
+each part's gradient by itself, so no scores are kept. Source: FlashAttention (arXiv 2205.14135),
+Flash-Decoding.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.chunk import wants_gradients
+from kvkeep.planes import POSITION
 
 _MASKED_SCORES = 1 << 22
 """Most mask elements built at once; longer chunks are computed in blocks of queries."""
@@ -36,42 +40,153 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels do not report attention mass"
     parts = view.in_runs() if q.is_cpu else view  # off the CPU, decoded as a whole
     if not _gives_lse(q, view) and (len(parts.segments) > 1 or options.sinks is not None):
-        return "torch gives a log-sum-exp to merge by on the CPU, for Dk = Dv, without gradients"
+        return "torch gives a log-sum-exp to merge by on the CPU, for Dk = Dv"
     return None
 
 
 def _gives_lse(q: Tensor, view: View) -> bool:
-    segment = view.segments[-1]
-    k, v = segment.planes["k"], segment.planes["v"]
-    width = segment.value_width
-    return q.is_cpu and width == q.shape[-1] and not wants_gradients(q, k, v)
+    return q.is_cpu and view.segments[-1].value_width == q.shape[-1]
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     """Attention of q (B, Hq, n, D) over the view, in q's dtype."""
     if not _gives_lse(q, view):
         return _whole(q, view, options.scale), None
-    rows, query_heads, n, dim = q.shape
-    parts = []
     view = view.in_runs()
-    for segment in view.segments:
-        k, v = segment.keys(q.dtype), segment.values(q.dtype)
-        grouped = segment.queries(q).reshape(rows, k.shape[1], -1, n, dim)
-        own = n if n > 1 and segment is view.segments[-1] else 0  # one query sees its own slot too
+    planes = [s.planes[name] for s in view.segments for name in ("k", "v") if s.plain]
+    sinks = [] if options.sinks is None else [options.sinks]
+    if wants_gradients(q, *planes, *sinks):
+        rows = len(q)
+        turned = [s.queries(q) for s in view.segments]
+        keys = [s.keys(q.dtype).expand(rows, -1, -1, -1) for s in view.segments]
+        values = [s.values(q.dtype).expand(rows, -1, -1, -1) for s in view.segments]
+        places = [s._replace(planes={POSITION: s.planes[POSITION]}) for s in view.segments]
+        view = view._replace(segments=tuple(places))
+        recorded: Any = _Recorded
+        out = recorded.apply(view, options.scale, options.sinks, *turned, *keys, *values)
+        return cast(Tensor, out), None
+    inputs = ((s.queries(q), s.keys(q.dtype), s.values(q.dtype)) for s in view.segments)
+    return _attended(view, options.scale, options.sinks, inputs)[0], None
+
+
+def _attended(
+    view: View,
+    scale: float,
+    sinks: Tensor | None,
+    inputs: Iterable[tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, (B, Hq, n, D) and fp32 (B, Hq, n, 1), of queries, keys and
+    values as each segment needs them."""
+    parts = []
+    for segment, (q, k, v) in zip(view.segments, inputs, strict=True):
+        rows, query_heads, n, dim = q.shape
+        grouped = q.reshape(rows, k.shape[1], -1, n, dim)
+        past, own = _split(view, segment)
         if view.dense:
-            past = k.shape[2] - own
             if past:
-                parts.append(_unmasked(grouped, k[:, :, :past], v[:, :, :past], options.scale))
+                parts.append(_unmasked(grouped, k[:, :, :past], v[:, :, :past], scale))
             if own:
-                parts.append(_causal(grouped, k[:, :, past:], v[:, :, past:], options.scale))
+                parts.append(_causal(grouped, k[:, :, past:], v[:, :, past:], scale))
         elif k.shape[2]:
-            parts.append(_masked(grouped, k, v, view, segment, options.scale))
+            parts.append(_masked(grouped, k, v, view, segment, scale))
     merged = _merge(parts)
-    out = merged.out.reshape(rows, query_heads, n, -1)
-    if options.sinks is not None:
-        sink = options.sinks.float().reshape(1, -1, 1, 1)
-        out = out * torch.sigmoid(merged.lse.reshape(rows, query_heads, n, 1) - sink).to(out.dtype)
-    return out, None
+    out, lse = (x.reshape(rows, query_heads, n, -1) for x in merged)
+    if sinks is not None:
+        sink = sinks.to(lse.dtype).reshape(1, -1, 1, 1)
+        out = out * torch.sigmoid(lse - sink).to(out.dtype)
+        lse = torch.logaddexp(lse, sink)
+    return out, lse
+
+
+def _split(view: View, segment: Segment) -> tuple[int, int]:
+    """How many of its slots every query of a dense view sees, and how many see each other causally:
+    the chunk's own. One query sees its own slot too."""
+    own = view.chunk if view.chunk > 1 and segment is view.segments[-1] else 0
+    return segment.slots - own, own
+
+
+class _Recorded(torch.autograd.Function):
+    """`_attended`, with gradients for queries, keys, values and sinks: the kernel's backward finds
+    those of a part from the whole's result and log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, view: View, scale: float, sinks: Tensor | None, *inputs: Tensor
+    ) -> Tensor:
+        count = len(view.segments)
+        each = zip(inputs[:count], inputs[count : 2 * count], inputs[2 * count :], strict=True)
+        out, lse = _attended(view, scale, sinks, each)
+        ctx.view, ctx.scale = view, scale
+        ctx.save_for_backward(out, lse, sinks, *inputs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, sinks, *inputs = ctx.saved_tensors
+        view, count = ctx.view, len(ctx.view.segments)
+        # A query that sees nothing has no weights: exp(x - inf) = 0.
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        found: list[list[Tensor]] = [[], [], []]
+        for index, segment in enumerate(view.segments):
+            q, k, v = inputs[index::count]
+            rows, _, n, _ = q.shape
+            shape = (rows, k.shape[1], -1, n)
+            of_queries = [x.reshape(*shape, x.shape[-1]) for x in (q, grad, out, lse)]
+            gradients = _gradients(view, segment, of_queries, k, v, ctx.scale)
+            for kind, gradient in zip(found, gradients, strict=True):
+                kind.append(gradient)
+        if sinks is not None:
+            share = torch.exp(sinks.to(lse.dtype).reshape(1, -1, 1, 1) - lse)
+            lost = (grad * out).sum(dim=-1, keepdim=True) * share
+            sinks = -lost.sum(dim=(0, 2, 3)).to(sinks.dtype)
+        return None, None, sinks, *(gradient for kind in found for gradient in kind)
+
+
+def _gradients(
+    view: View, segment: Segment, of_queries: list[Tensor], k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q (B, H, G, n, D), k and v (B, H, s, D) of a segment; `of_queries`: q, the gradient of the
+    whole's result, that result and its log-sum-exp, all (B, H, G, n, ...)."""
+    q = of_queries[0]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    rows, heads, group, n, _ = q.shape
+    past, own = _split(view, segment)
+    if view.dense and past:
+        folded = [x.reshape(rows, heads, group * n, -1) for x in of_queries]
+        found = _kernel_gradients(folded, k[:, :, :past], v[:, :, :past], scale)
+        dq += found[0].view_as(q)
+        dk[:, :, :past], dv[:, :, :past] = found[1], found[2]
+    if view.dense and not own:
+        return dq.flatten(1, 2), dk, dv
+    calls: Iterable[tuple[slice, Tensor | None]] = [(slice(None), None)]
+    if not view.dense:
+        past, calls = 0, _masks(q, view, segment)
+    k, v = k[:, :, past:], v[:, :, past:]
+    for queries, mask in calls:
+        for g in range(group):
+            own_queries = [x[:, :, g, queries] for x in of_queries]
+            found = _kernel_gradients(own_queries, k, v, scale, mask, causal=mask is None)
+            dq[:, :, g, queries] += found[0]
+            dk[:, :, past:] += found[1]
+            dv[:, :, past:] += found[2]
+    return dq.flatten(1, 2), dk, dv
+
+
+def _kernel_gradients(
+    of_queries: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q (B, H, m, D), k and v (B, H, s, D); `of_queries`: q, the result's gradient, the result
+    and its log-sum-exp."""
+    q, grad, out, lse, k, v = (x.contiguous() for x in (*of_queries, k, v))
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse.squeeze(-1), 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return cast(tuple[Tensor, Tensor, Tensor], found)
 
 
 def _whole(q: Tensor, view: View, scale: float) -> Tensor:
@@ -139,22 +254,28 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale: float) -> Partial:
     """Visibility from positions, a block of queries at a time; the mask is shared by the group."""
-    rows, group, n = q.shape[0], q.shape[2], q.shape[3]
+    rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
-    block = max(1, _MASKED_SCORES // max(1, rows * segment.position.shape[1] * k.shape[2]))
     outs, lses = [], []
-    for start in range(0, n, block):
-        queries = slice(start, min(n, start + block))
-        seen = view.visible(segment, queries)
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-        mask.masked_fill_(~seen, -torch.inf)
+    for queries, mask in _masks(q, view, segment):
         calls = [_kernel(q[:, :, g, queries], k, v, scale, mask) for g in range(group)]
         # The kernel gives an empty row the lse 0 and NaN-free output; its weight must be none.
-        empty = ~seen.any(dim=-1, keepdim=True)
+        empty = (mask == -torch.inf).all(dim=-1, keepdim=True)
         lse = torch.stack([lse for _, lse in calls], dim=2).unsqueeze(-1)
         outs.append(torch.stack([out for out, _ in calls], dim=2))
         lses.append(lse.masked_fill(empty[:, :, None], -torch.inf))
     return Partial(torch.cat(outs, dim=3), torch.cat(lses, dim=3))
+
+
+def _masks(q: Tensor, view: View, segment: Segment) -> Iterator[tuple[slice, Tensor]]:
+    """What to add to the scores of a segment, (B|1, 1|H, m, s), a block of queries at a time."""
+    n = view.chunk
+    block = max(1, _MASKED_SCORES // max(1, len(q) * segment.position.shape[1] * segment.slots))
+    for start in range(0, n, block):
+        queries = slice(start, min(n, start + block))
+        seen = view.visible(segment, queries)
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        yield queries, mask.masked_fill_(~seen, -torch.inf)
 
 
 def _merge(parts: list[Partial]) -> Partial:

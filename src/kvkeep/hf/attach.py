@@ -96,7 +96,7 @@ def attach(
     parsed(recompute)
     model = unwrapped(model)
     text = decoder_config(model.config)
-    for part in (model, _decoder(model)):
+    for part in (model, decoder_of(model)):
         if hasattr(part, _ATTRIBUTE):
             raise StateError(
                 f"this {type(part).__name__} is attached; call kvkeep.detach(model) first"
@@ -112,8 +112,8 @@ def attach(
     if not latent:
         # transformers takes a name with "flash" in it for a kernel to be imported.
         _route(model, ATTENTION_PREFIX + original.replace("flash", "fa"), original)
-    hook = _decoder(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
-    _decoder(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
+    hook = decoder_of(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
+    decoder_of(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
         model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hook
     )
     if hasattr(model, "_prepare_cache_for_generation"):
@@ -136,7 +136,7 @@ def detach(model: PreTrainedModel) -> None:
     attachment._hook.remove()
     if attachment.attention:
         _set_attention(model, attachment.original)
-    for owner in (model, _decoder(model)):
+    for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
     model.__dict__.pop("_prepare_cache_for_generation", None)
     model.__dict__.pop("generate", None)
@@ -155,7 +155,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return model
 
 
-def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The module that builds a cache of its own when it is given none."""
     decoder: Any = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
@@ -166,7 +166,10 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
 def _route(model: PreTrainedModel, name: str, original: str) -> None:
     """Send the decoder's attention through kvkeep, or leave the model as it was and raise."""
     family = type(model).__name__
-    if not model._can_set_attn_implementation() or not _decoder(model)._supports_attention_backend:
+    if (
+        not model._can_set_attn_implementation()
+        or not decoder_of(model)._supports_attention_backend
+    ):
         raise UnsupportedError(
             f"kvkeep cannot attach {family}: its attention does not go through transformers' "
             "AttentionInterface; pass kvkeep.Cache(model) to it unattached"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,24 @@ def attention_over(original: str) -> AttentionFunction:
             known = None if asked is None else asked.position
             if known is None:
                 known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            out = handed.layer.step(
-                query, key, value, known, scale=scale, softcap=softcap, sinks=s_aux
+            step = partial(
+                handed.layer.step, position=known, scale=scale, softcap=softcap, sinks=s_aux
             )
+            out = _in_one_dtype(step, query, key, value)
         return out.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _in_one_dtype(step: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Under autocast, which leaves rotated keys as they are, in the dtype it has for torch's own
+    attention."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return step(q, k, v)
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return step(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
 def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:

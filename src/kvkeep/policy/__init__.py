@@ -10,6 +10,7 @@ from kvkeep.policy.knorm import KNorm
 from kvkeep.policy.pyramid import Pyramid
 from kvkeep.policy.qh2o import QH2O
 from kvkeep.policy.random import Random
+from kvkeep.policy.replay import ReplayPolicy
 from kvkeep.policy.scored import Scored
 from kvkeep.policy.snapkv import SnapKV
 from kvkeep.policy.tova import Tova
@@ -51,6 +52,7 @@ __all__ = [
     "Policy",
     "Pyramid",
     "Random",
+    "ReplayPolicy",
     "Scored",
     "SnapKV",
     "Tova",

@@ -123,6 +123,11 @@ class Policy(ABC):
         return None
 
     @property
+    def shows_padding(self) -> bool:
+        """Whether queries of padding see what precedes them; not where they would count."""
+        return Need.MASS not in self.needs
+
+    @property
     def observed(self) -> int | None:
         """How many of a chunk's newest queries the mass is of; None: all."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 
@@ -31,3 +32,10 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             pages.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def give_back() -> None:
+    """Return to the system what the C library keeps of memory that was freed, as glibc's does."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

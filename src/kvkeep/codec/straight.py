@@ -1,0 +1,57 @@
+"""What a lossy codec makes of keys and values, with the gradient of the identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.codec.base import Codec
+from kvkeep.planes import Planes, PlaneSpec
+
+
+@final
+@dataclass(frozen=True)
+class StraightThrough(Codec):
+    """Slots hold what `inner` would decode, at the precision it was given; going backward, encoding
+    changes nothing. For training only: it saves no memory. Source: the straight-through estimator
+    (arXiv 1308.3432).
+    """
+
+    inner: Codec
+
+    name: ClassVar[str] = "straight_through"
+    differentiable: ClassVar[bool] = True
+    packing: ClassVar[str | None] = "plain"
+
+    def __post_init__(self) -> None:
+        if self.block > 1:  # a slot of several tokens is none that a kernel could read
+            object.__setattr__(self, "packing", None)
+
+    @property
+    def block(self) -> int:
+        return self.inner.block
+
+    @property
+    def tail(self) -> int:
+        return self.inner.tail
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        self.inner.planes(dim, dtype)
+        return {"": PlaneSpec((dim,) if self.block == 1 else (self.block, dim), dtype)}
+
+    def encode(self, x: Tensor) -> Planes:
+        given = x.detach()
+        made = self.inner.decode(self.inner.encode(given), x.dtype) + (x - given)
+        if self.block > 1:
+            made = made.reshape(*x.shape[:2], -1, self.block, x.shape[3])
+        return {"": made}
+
+    def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        made = planes[""].to(dtype)
+        return made if self.block == 1 else made.flatten(2, 3)
+
+    def for_values(self) -> Codec:
+        return replace(self, inner=self.inner.for_values())

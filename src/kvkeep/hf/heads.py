@@ -1,0 +1,206 @@
+"""From the last layer's outputs to a loss, a few tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.errors import LossError, ShapeError
+from kvkeep.hf.apart import Apart, accumulate, reduces
+from kvkeep.hf.config import decoder_config
+from kvkeep.offload import Kept, Offload
+
+HiddenLoss = Callable[[Tensor, slice], Tensor | None]
+"""A loss of one's own: hidden states (B, n, width), as the model's last norm leaves them, and the
+columns they stand at -> that chunk's share of the loss, or None."""
+
+IGNORED = -100
+"""The label of a token that is not to be learned."""
+
+_LOGITS = 1 << 23
+"""Most logits held at once."""
+
+
+class Head(Protocol):
+    """What makes a loss of the last layer's outputs."""
+
+    def pieces(self, columns: slice) -> Iterator[slice]:
+        """The parts of a chunk that have a loss, each to be computed at once."""
+
+    def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
+        """The share of some columns, whose last layer gave `hidden` (B, n, width)."""
+
+
+class TokenHead:
+    """Cross entropy of the next token, with the model's own language model head.
+
+    Args:
+        labels: (B, T): a token's own id, or -100; as in transformers each is predicted from the
+            token before it. Padding is never learned.
+        weights: (B, T), of each label; None: all alike.
+        num_items: what the sum is divided by; None: the sum of the weights. With it, a batch may
+            have nothing to learn.
+
+    Raises:
+        ShapeError: shapes that do not fit the texts, or nothing to learn.
+    """
+
+    def __init__(
+        self,
+        parts: Apart,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> None:
+        shape = parts.input_ids.shape
+        for name, given in (("labels", labels), ("loss_weights", weights)):
+            if given is not None and given.shape != shape:
+                raise ShapeError(
+                    f"{name} {tuple(given.shape)} for texts {tuple(shape)}; give one for each token"
+                )
+        device = parts.input_ids.device
+        targets = nn.functional.pad(labels.to(device).long()[:, 1:], (0, 1), value=IGNORED)
+        learned = targets != IGNORED
+        if parts.attention_mask is not None:
+            learned &= nn.functional.pad(parts.attention_mask[:, 1:].bool(), (0, 1))
+        each = torch.ones(shape, device=device) if weights is None else weights.to(device)
+        each = nn.functional.pad(each[:, 1:], (0, 1))
+        self._targets = targets.masked_fill(~learned, IGNORED)
+        self._weights = each.masked_fill(~learned, 0)
+        total = self._weights.sum() if num_items is None else torch.as_tensor(num_items)
+        if num_items is None and not bool(self._weights.any()):
+            raise ShapeError(
+                f"all {labels.numel()} labels are {IGNORED}, padding, of no weight, or the first "
+                "of a text, which nothing predicts; label some tokens with their ids"
+            )
+        if not float(total) > 0:
+            raise ShapeError(
+                f"losses are to be divided by {float(total)}, "
+                + ("the sum of their weights; give num_items" if num_items is None else "num_items")
+                + ", a number above 0"
+            )
+        self._total = total.to(device)
+        self._parts = parts
+        vocabulary = decoder_config(parts.model.config).vocab_size
+        self._tokens = max(1, _LOGITS // (shape[0] * vocabulary))
+
+    def pieces(self, columns: slice) -> Iterator[slice]:
+        for start in range(columns.start, columns.stop, self._tokens):
+            piece = slice(start, min(start + self._tokens, columns.stop))
+            if bool(self._weights[:, piece].any()):
+                yield piece
+
+    def loss(self, columns: slice, hidden: Tensor) -> Tensor:
+        logits = self._parts.logits(columns, hidden)
+        targets = self._targets[:, columns].to(logits.device)
+        compute = torch.promote_types(logits.dtype, torch.float32)
+        each = nn.functional.cross_entropy(
+            logits.to(compute).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        weights = self._weights[:, columns].to(each)
+        return (each * weights.flatten()).sum() / self._total.to(each)
+
+
+class HiddenHead:
+    """A loss of one's own."""
+
+    def __init__(self, parts: Apart, function: HiddenLoss) -> None:
+        self._parts, self._function = parts, function
+
+    def pieces(self, columns: slice) -> Iterator[slice]:
+        yield columns
+
+    def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
+        return self._function(self._parts.hidden(columns, hidden), columns)
+
+
+def head_for(
+    parts: Apart,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    num_items: float | Tensor | None,
+    function: HiddenLoss | None,
+) -> Head:
+    """A head for labels, or for a function of hidden states.
+
+    Raises:
+        ShapeError: both or none of them; labels that do not fit.
+    """
+    if function is not None and labels is None:
+        return HiddenHead(parts, function)
+    if function is not None or labels is None:
+        raise ShapeError("give either labels or a head, a function of hidden states")
+    return TokenHead(parts, labels, weights, num_items)
+
+
+def through(
+    parts: Apart,
+    head: Head,
+    chunks: Iterable[slice],
+    outputs: list[Kept],
+    store: Offload,
+    scale: float | None,
+) -> tuple[Tensor, list[Kept]]:
+    """The loss, and `scale` times its gradients: those of the head's weights in their `.grad`,
+    those of the outputs by chunk; none where `scale` is None. `store` gives up the outputs.
+
+    Raises:
+        LossError: the loss is not finite.
+    """
+    total: Tensor | float = 0.0
+    gradients = []
+    for index, columns in enumerate(chunks):
+        hidden = store.take(outputs[index]).detach()
+        gradient = None if scale is None else torch.zeros_like(hidden)
+        pieces = list(head.pieces(columns))
+        for piece in pieces:
+            leaf = _within(hidden, columns, piece).detach().requires_grad_(scale is not None)
+            with torch.set_grad_enabled(scale is not None):
+                share = head.loss(piece, leaf)
+            if share is None:
+                continue
+            total = total + _finite(share.detach(), index, piece)
+            if gradient is not None and scale is not None:
+                reduces(parts.model, piece == pieces[-1], recurse=False)
+                accumulate([share], [torch.full_like(share, scale)])
+                if leaf.grad is not None:
+                    _within(gradient, columns, piece).copy_(leaf.grad)
+        if gradient is not None:
+            gradients.append(store.put(gradient))
+    return torch.as_tensor(total), gradients
+
+
+@contextmanager
+def kept_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gradients are added to what there was, or, if this fails, are what there was."""
+    once = {id(p): p for p in parameters if p.requires_grad}
+    before = [(p, p.grad) for p in once.values()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    except BaseException:
+        for p, gradient in before:
+            p.grad = gradient
+        raise
+    for p, gradient in before:
+        if gradient is not None:
+            p.grad = gradient if p.grad is None else gradient.add_(p.grad)
+
+
+def _within(x: Tensor, columns: slice, piece: slice) -> Tensor:
+    return x[:, piece.start - columns.start : piece.stop - columns.start]
+
+
+def _finite(loss: Tensor, chunk: int, columns: slice) -> Tensor:
+    if not bool(torch.isfinite(loss)):
+        raise LossError(
+            f"the loss is {float(loss)} in chunk {chunk}, columns {columns.start} to "
+            f"{columns.stop}: no gradient and no optimizer was changed; look at those tokens, or "
+            "lower the learning rate"
+        )
+    return loss

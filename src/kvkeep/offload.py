@@ -1,0 +1,150 @@
+"""Tensors that wait off the device: in host memory, and beyond a limit in a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from kvkeep.errors import StateError
+
+
+class Spilled(NamedTuple):
+    """A tensor in the file."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Kept(NamedTuple):
+    """A tensor that waits, and the device it belongs on."""
+
+    place: Tensor | Spilled
+    device: torch.device
+
+
+class Offload:
+    """Holds tensors until they are taken back.
+
+    Args:
+        host_bytes: what may lie in host memory; what comes beyond that goes to a file. None: half
+            of what is available now.
+        directory: where that file lies, without a name; None: the system's directory for
+            temporary files.
+    """
+
+    def __init__(self, host_bytes: int | None = None, directory: str | None = None) -> None:
+        self.host_limit = (
+            psutil.virtual_memory().available // 2 if host_bytes is None else host_bytes
+        )
+        self.host_bytes = self.file_bytes = self.peak_bytes = 0
+        self._directory = directory
+        self._file: Any = None
+        self._free: dict[int, list[int]] = defaultdict(list)  # gaps in the file by their length
+        self._end = 0
+
+    def put(self, x: Tensor) -> Kept:
+        """Keep a copy of x, or x itself if it is in host memory and nobody writes to it.
+
+        Raises:
+            StateError: there is no room for it on the disk.
+        """
+        x, count = x.detach(), x.numel() * x.element_size()
+        if self.host_bytes + count > self.host_limit:
+            place: Tensor | Spilled = self._write(x.contiguous().cpu())
+            self.file_bytes += count
+        else:
+            whole = x.untyped_storage().nbytes() == count and x.is_contiguous()
+            place = (
+                x.cpu() if whole or not x.is_cpu else x.clone(memory_format=torch.contiguous_format)
+            )
+            self.host_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.host_bytes + self.file_bytes)
+        return Kept(place, x.device)
+
+    def get(self, kept: Kept) -> Tensor:
+        """The tensor, on its device; not to be written to."""
+        place = kept.place
+        return (self._read(place) if isinstance(place, Spilled) else place).to(kept.device)
+
+    def drop(self, kept: Kept) -> None:
+        """Give up its room."""
+        place = kept.place
+        count = place.shape.numel() * place.dtype.itemsize
+        if isinstance(place, Spilled):
+            self._free[count].append(place.offset)
+            self.file_bytes -= count
+        else:
+            self.host_bytes -= count
+
+    def take(self, kept: Kept) -> Tensor:
+        """`get` and `drop`."""
+        x = self.get(kept)
+        self.drop(kept)
+        return x
+
+    def put_tree(self, tree: Any, known: dict[int, Kept]) -> Any:
+        """Nested tuples, lists and dicts, with their floating tensors kept; those of `known`, by
+        identity, once."""
+
+        def keep(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            if id(leaf) not in known:
+                known[id(leaf)] = self.put(leaf)
+            return known[id(leaf)]
+
+        return tree_map(keep, tree)
+
+    def get_tree(self, tree: Any) -> Any:
+        """The inverse of `put_tree`."""
+        return tree_map(
+            lambda leaf: self.get(leaf) if isinstance(leaf, Kept) else leaf,
+            tree,
+            is_leaf=lambda leaf: isinstance(leaf, Kept),
+        )
+
+    def close(self) -> None:
+        """Free the file, and be as new, but for `peak_bytes`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._free.clear()
+        self._end = self.host_bytes = self.file_bytes = 0
+
+    def _write(self, x: Tensor) -> Spilled:
+        count = x.numel() * x.element_size()
+        gaps = self._free[count]
+        offset = gaps.pop() if gaps else self._end
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115
+            data, done = _bytes(x), 0
+            while done < count:
+                done += os.pwrite(self._file.fileno(), data[done:], offset + done)
+        except OSError as error:
+            where = self._directory or tempfile.gettempdir()
+            raise StateError(
+                f"{where} has no room for {count} bytes of layer inputs after {self.file_bytes}: "
+                f"{error}; give another spill directory, more host_bytes or a shorter text"
+            ) from error
+        self._end = max(self._end, offset + count)
+        return Spilled(offset, x.shape, x.dtype)
+
+    def _read(self, place: Spilled) -> Tensor:
+        x = torch.empty(place.shape, dtype=place.dtype)
+        data, done = _bytes(x), 0
+        while done < len(data):
+            done += os.preadv(self._file.fileno(), [data[done:]], place.offset + done)
+        return x
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return x.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,108 @@
+"""Decisions that another policy made before, made again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import StateError
+from kvkeep.planes import POSITION, Planes, Reach
+from kvkeep.policy.base import Observation, Policy
+
+_CURSOR = "replayed"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ReplayPolicy(Policy):
+    """Evicts the tokens that `inner` evicted when the same chunks were fed, in the same calls,
+    whatever the slots hold now; it needs to see nothing. What a query may see is `inner`'s rule.
+
+    Args:
+        decisions: positions of what each call evicted, int32 (B, 1|H, count), or for a ragged
+            policy (B, H, S) with -1 for what stayed: what `LayerCache.evicted` collects.
+
+    Raises:
+        StateError: when asked for other evictions than there were.
+    """
+
+    inner: Policy
+    decisions: Sequence[Tensor] = ()
+
+    name: ClassVar[str] = "replay"
+    wraps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        # Declared by classes, but a wrapper's are those of what it wraps.
+        object.__setattr__(self, "per_head", self.inner.per_head)
+        object.__setattr__(self, "ragged", self.inner.ragged)
+
+    @property
+    def budget(self) -> int | None:
+        return self.inner.budget
+
+    @property
+    def room(self) -> int:
+        return self.inner.room
+
+    @property
+    def reach(self) -> Reach | None:
+        return self.inner.reach
+
+    @property
+    def shows_padding(self) -> bool:
+        return self.inner.shows_padding
+
+    def within(self, window: int) -> Policy:
+        return replace(self, inner=self.inner.within(window))
+
+    def in_layer(self, index: int, count: int) -> Policy:
+        return replace(self, inner=self.inner.in_layer(index, count))
+
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
+        position = planes[POSITION]
+        assert seen.state is not None
+        cursor = seen.state.get(_CURSOR, torch.zeros(len(position), dtype=torch.int64))
+        call = int(cursor[0])
+        if call >= len(self.decisions):
+            raise StateError(
+                f"a replay of {len(self.decisions)} evictions is asked for another; feed the "
+                "chunks that were fed when they were recorded"
+            )
+        chosen = self.decisions[call].to(position.device)
+        if self.ragged:
+            victims = among(position, chosen) | (position < 0)
+        else:
+            victims = _slots_of(position, chosen, count)
+        seen.state[_CURSOR] = cursor + 1
+        return victims
+
+
+def among(position: Tensor, chosen: Tensor) -> Tensor:
+    """Whether the position of each slot, (B, 1|H, S), is among those chosen, (B, 1|H, c)."""
+    wanted = chosen.expand(*position.shape[:2], -1).sort(dim=2).values
+    if not wanted.shape[2]:
+        return torch.zeros_like(position, dtype=torch.bool)
+    at = torch.searchsorted(wanted, position.contiguous()).clamp(max=wanted.shape[2] - 1)
+    return wanted.gather(2, at) == position
+
+
+def _slots_of(position: Tensor, chosen: Tensor, count: int) -> Tensor:
+    """A slot for each chosen position, int64 (B, 1|H, count); any of the empty ones for -1."""
+    if chosen.shape != (*position.shape[:2], count):
+        raise StateError(
+            f"a replay evicted {tuple(chosen.shape)} slots when it was recorded, now "
+            f"{(*position.shape[:2], count)} are to go; feed the same chunks in the same rows"
+        )
+    ordered, slots = position.sort(dim=2, stable=True)
+    wanted = chosen.sort(dim=2).values
+    # Equal ones, the empty slots, are taken one after the other.
+    rank = torch.arange(count, device=wanted.device) - torch.searchsorted(wanted, wanted)
+    at = (torch.searchsorted(ordered, wanted) + rank).clamp(max=position.shape[2] - 1)
+    if not ordered.gather(2, at).equal(wanted):
+        raise StateError("a token that a replay evicts is not held; feed the same chunks")
+    return slots.gather(2, at)

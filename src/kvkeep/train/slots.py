@@ -1,0 +1,162 @@
+"""One layer's slots, walked forward chunk by chunk and back again, with their gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.bulk import filled
+from kvkeep.layer import LayerCache
+from kvkeep.offload import Kept, Offload
+from kvkeep.planes import along_slots
+from kvkeep.policy.replay import among
+
+
+class Past(NamedTuple):
+    """What a chunk's queries find: keys (B, H, S, Dk), values (B, H, S, Dv), and their positions,
+    int32 (B, 1|H, S), -1 where a slot is empty."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+
+class _Undo(NamedTuple):
+    """How to take a push of `tokens` tokens back: where each slot came from, those that went at the
+    end (None: nothing moved), and the positions before that; keys and values of those that went,
+    and of those that were encoded in blocks, as they were."""
+
+    tokens: int
+    order: Kept | None = None
+    position: Kept | None = None
+    gone: tuple[Kept, ...] = ()
+    encoded: tuple[Kept, ...] = ()
+
+
+class Slots:
+    """What a layer holds between chunks, in one buffer of slots, with a gradient buffer beside it.
+
+    Going forward, `push` writes a chunk's tokens and lets go of those that were evicted, whose keys
+    and values wait in `store`. Going back, `pop` undoes that: what was evicted lies in its slot
+    again, with no gradient, and the gradients of the chunk's slots go to the chunk.
+    """
+
+    def __init__(self, store: Offload, layer: LayerCache) -> None:
+        self.length = 0
+        self._store, self._layer = store, layer
+        self._buffers: list[Tensor] = []  # keys, values, positions; then gradients of the first two
+        self._undo: list[_Undo] = []
+        self._encoded = 0  # tokens, of codecs that encode blocks
+
+    @property
+    def past(self) -> Past:
+        """What is held now; views, valid until the next change."""
+        keys, values, position = (x[:, :, : self.length] for x in self._buffers[:3])
+        return Past(keys, values, position)
+
+    def push(self, k: Tensor, v: Tensor, position: Tensor, evicted: list[Tensor]) -> None:
+        """Write n tokens, k (B, H, n, Dk) and v as they are read, at positions (n,) or (B, n); then
+        let go of those at `evicted`, int32 (B, 1|H, c) each, and encode what a block is full of."""
+        rows, heads, n, _ = k.shape
+        place = position.reshape(-1, 1, n).to(torch.int32)
+        place = place.expand(rows, heads if self._layer.policy.per_head else 1, n)
+        self._reserve(self.length + n, (k, v, place))
+        for buffer, new in zip(self._buffers, (k, v, place), strict=False):
+            buffer[:, :, self.length : self.length + n] = new
+        self.length += n
+        place = self.past.position
+        gone = torch.zeros_like(place, dtype=torch.bool)
+        for chosen in evicted:
+            gone |= among(place, chosen.to(place.device))
+        undo = _Undo(n)
+        if gone.any():
+            order = gone.to(torch.uint8).argsort(dim=2, stable=True)
+            undo = self._move(undo, order, int((~gone).sum(dim=2).amax()), gone)
+        elif self._layer.key_codec.block > 1:
+            undo = self._encode(undo)
+        self._undo.append(undo)
+
+    def absorb(self, *gradients: Tensor | None) -> None:
+        """Add gradients (B, H, S, D) of the keys and the values that are held now."""
+        if len(self._buffers) == 3:
+            self._buffers += [
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                for x in self._buffers[:2]
+            ]
+        for buffer, gradient in zip(self._buffers[3:], gradients, strict=True):
+            if gradient is not None:
+                buffer[:, :, : self.length] += gradient
+
+    def pop(self) -> tuple[Tensor, ...]:
+        """Take the last push back; the gradients of its tokens, (B, H, n, D) of keys and values."""
+        undo = self._undo.pop()
+        if undo.encoded:
+            plain = [self._store.take(kept) for kept in undo.encoded]
+            own = slice(self._encoded - plain[0].shape[2], self._encoded)
+            for buffer, x in zip(self._buffers, plain, strict=False):
+                buffer[:, :, own] = x
+            self._encoded = own.start
+        if undo.order is not None:
+            self._move_back(undo)
+        own = slice(self.length - undo.tokens, self.length)
+        self.length -= undo.tokens
+        return tuple(buffer[:, :, own].clone() for buffer in self._buffers[3:])
+
+    def _move(self, undo: _Undo, order: Tensor, held: int, gone: Tensor | None = None) -> _Undo:
+        """Put slots in another order and hold the first of them."""
+        before, kept = self.past.position.clone(), []
+        for buffer in self._buffers[:2]:
+            moved = buffer.gather(2, along_slots(order, buffer))
+            buffer[:, :, :held] = moved[:, :, :held]
+            kept.append(self._store.put(moved[:, :, held:]))
+        place = before if gone is None else before.masked_fill(gone, -1)
+        self._buffers[2][:, :, :held] = place.gather(2, order)[:, :, :held]
+        self.length = held
+        waiting = self._store.put(order.to(torch.int32)), self._store.put(before)
+        return undo._replace(order=waiting[0], position=waiting[1], gone=tuple(kept))
+
+    def _move_back(self, undo: _Undo) -> None:
+        assert undo.order is not None
+        assert undo.position is not None
+        order = self._store.take(undo.order).long()
+        held, length = self.length, order.shape[2]
+        tails = [self._store.take(kept) for kept in undo.gone]
+        for index, buffer in enumerate([*self._buffers[:2], *self._buffers[3:]]):
+            shape = (*buffer.shape[:2], length - held, buffer.shape[3])
+            tail = tails[index] if index < 2 else buffer.new_zeros(shape)
+            moved = torch.cat([buffer[:, :, :held], tail], dim=2)
+            back = torch.empty_like(moved).scatter_(2, along_slots(order, moved), moved)
+            buffer[:, :, :length] = back
+        self._buffers[2][:, :, :length] = self._store.take(undo.position)
+        self.length = length
+
+    def _encode(self, undo: _Undo) -> _Undo:
+        """Encode the oldest tokens that are not, as `Bulk` does; nothing goes."""
+        codecs = self._layer.key_codec, self._layer.value_codec
+        block, tail = codecs[0].block, max(codec.tail for codec in codecs)
+        count = max(0, self.length - self._encoded - tail) // block * block
+        if not count:
+            return undo
+        place = self.past.position.clone()
+        place[:, :, : self._encoded] = torch.iinfo(place.dtype).min  # they stay where they are
+        undo = self._move(undo, place.argsort(dim=2, stable=True), self.length)
+        kept = []
+        for buffer, codec in zip(self._buffers, codecs, strict=False):
+            plain = buffer[:, :, self._encoded : self._encoded + count]
+            at = self.past.position[:, :, self._encoded : self._encoded + count]
+            kept.append(self._store.put(plain.clone()))  # for it is written to
+            plain.copy_(codec.decode(codec.encode(filled(plain, at, block)), plain.dtype))
+        self._encoded += count
+        return undo._replace(encoded=tuple(kept))
+
+    def _reserve(self, slots: int, like: tuple[Tensor, ...]) -> None:
+        """Room for so many slots, of which the first `length` stay."""
+        if self._buffers and slots <= self._buffers[0].shape[2]:
+            return
+        capacity = max(slots, 2 * self.length)
+        grown = [x.new_zeros(*x.shape[:2], capacity, *x.shape[3:]) for x in like]
+        for new, old in zip(grown, self._buffers, strict=False):
+            new[:, :, : self.length] = old[:, :, : self.length]
+        self._buffers = grown

@@ -1,0 +1,192 @@
+"""Gradients of a long text through a cache, one layer and one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+from kvkeep.hf.apart import Apart, accumulate, reduces
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.replayed import Decisions
+from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.layer import LayerCache
+from kvkeep.offload import Kept, Offload
+from kvkeep.spec import CacheSpec
+from kvkeep.storage.memory import give_back
+from kvkeep.train.cell import Capture, Captured, Cell, Recorder
+from kvkeep.train.slots import Slots
+
+CHUNK = 1024
+
+OnLayer = Callable[[int, Tensor, slice], None]
+"""Told what a layer is about to get: its index, hidden states (B, n, width), their columns."""
+
+
+class Walk:
+    """A text on its way through a model, and back: layers outermost, chunks within.
+
+    So one layer's cache is held at a time. What each layer got for each chunk, and which tokens its
+    policy evicted, waits in `store`; the rest is computed again when it is needed.
+
+    After `forward`, `decisions` are each layer's evictions, call by call, for `replaying`.
+
+    Raises:
+        SpecError: the spec does not exist or does not fit the model.
+        ShapeError: no number of tokens, or a chunk that is larger than a budget.
+    """
+
+    def __init__(
+        self,
+        parts: Apart,
+        spec: Specs,
+        chunk: int | None,
+        store: Offload,
+        on_layer: OnLayer | None = None,
+    ) -> None:
+        self._parts, self._store, self._on_layer = parts, store, on_layer
+        tokens, specs = parts.input_ids.shape[1], per_layer(spec, parts.kinds)
+        n = _fitting(chunk, specs)
+        self.chunks = [slice(a, min(a + n, tokens)) for a in range(0, tokens, n)]
+        self._caches = Cache(parts.model, [one.differentiable() for one in specs]).layers
+        self._calls: list[Any] = []
+        self._inputs: list[list[Kept]] = []  # of each layer that gradients reach, by chunk
+        self._evicted: list[list[list[Tensor]]] = []
+        self.outputs: list[Kept] = []  # of the last layer
+        self.decisions: Decisions = []
+        draws = any(part.training for part in parts.model.modules())
+        self._seed = int(torch.randint(2**31, ())) if draws else None
+        self._devices = {p.device for p in parts.model.parameters() if not p.is_cpu}
+        self._first = self._lowest_trained()
+
+    def forward(self, *, trained: bool = True) -> None:
+        """From the tokens to the last layer's outputs; to go back, if it is to be `trained`."""
+        if not trained:
+            self._first = len(self._caches)
+        states = []
+        for c, columns in enumerate(self.chunks):
+            with torch.no_grad(), self._random(c):
+                hidden, calls = self._parts.before(columns)
+            states.append(self._store.put(hidden))
+            self._calls.append(self._store.put_tree(calls, {}))
+        for index, cache in enumerate(self._caches):
+            evicted: list[list[Tensor]] = []
+            after = []
+            for c in range(len(self.chunks)):
+                hidden = self._store.get(states[c])
+                if self._on_layer is not None:
+                    self._on_layer(index, hidden, self.chunks[c])
+                step = Recorder(cache)
+                with torch.no_grad():
+                    after.append(self._store.put(self._layer(index, c, hidden, step)))
+                if c:
+                    evicted[-1] += [x.cpu() for x in step.before]
+                evicted.append([x.cpu() for x in step.after])
+                if index < self._first:
+                    self._store.drop(states[c])
+            cache.reset()
+            self.decisions.append([x for calls in evicted for x in calls])
+            if index >= self._first:
+                self._inputs.append(states)
+                self._evicted.append(evicted)
+            states = after
+            give_back()
+        self.outputs = states
+
+    def backward(self, gradients: list[Kept]) -> None:
+        """From the gradients of the last layer's outputs to those of all weights."""
+        for index in reversed(range(self._first, len(self._caches))):
+            gradients = self._layer_backward(index, gradients)
+            give_back()
+        if self._first:
+            return
+        for c, columns in enumerate(self.chunks):
+            with torch.enable_grad(), self._random(c):
+                hidden, _ = self._parts.before(columns)
+            gradient = self._store.take(gradients[c])
+            if hidden.requires_grad:
+                last = c == len(self.chunks) - 1
+                self._parts.before_backward(hidden, gradient, last=last)
+
+    def _layer_backward(self, index: int, gradients: list[Kept]) -> list[Kept]:
+        """Of a layer's outputs -> of its inputs, by chunk. `store` gives up both."""
+        cache, inputs = self._caches[index], self._inputs.pop()
+        slots = self._replayed(cache, inputs, self._evicted.pop(), index)
+        found: list[Kept] = []
+        own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
+        for c in reversed(range(len(self.chunks))):
+            hidden = self._store.take(inputs[c]).detach().requires_grad_()
+            before = self._parts.ledger(self.chunks[c].start)
+            cell = Cell(cache, slots.past if c else None, before)
+            with torch.enable_grad():
+                out = self._layer(index, c, hidden, cell)
+            given = self._store.take(gradients[c]), *own
+            results = zip((out, cell.keys, cell.values), given, strict=False)
+            ends = [(x, g.to(x.dtype)) for x, g in results if x.requires_grad]
+            reduces(self._parts.layers[index], not c)
+            accumulate([x for x, _ in ends], [g for _, g in ends])
+            assert hidden.grad is not None
+            found.append(self._store.put(hidden.grad))
+            if cell.past is not None:
+                slots.absorb(cell.past.keys.grad, cell.past.values.grad)
+                own = slots.pop()
+        return found[::-1]
+
+    def _replayed(
+        self, cache: LayerCache, inputs: list[Kept], evicted: list[list[Tensor]], index: int
+    ) -> Slots:
+        """What the layer holds before the last chunk, with what it takes to go back."""
+        slots = Slots(self._store, cache)
+        for c in range(len(self.chunks) - 1):
+            try:
+                with torch.no_grad():
+                    self._layer(index, c, self._store.get(inputs[c]), Capture(cache))
+            except Captured as captured:
+                k, v, position = captured.found
+            slots.push(k, v, position, evicted[c])
+        return slots
+
+    def _layer(self, index: int, c: int, hidden: Tensor, step: Any) -> Tensor:
+        torch.clear_autocast_cache()  # weights that were cast without gradients, or for a graph
+        call = self._store.get_tree(self._calls[c][index])
+        with self._random(c, index):
+            return self._parts.layer(index, hidden, call, step)
+
+    def _lowest_trained(self) -> int:
+        """The first layer that gradients must reach; 0 if what stands before it wants them too."""
+        with torch.enable_grad(), self._random(0):
+            if self._parts.before(slice(0, 1))[0].requires_grad:
+                return 0
+        trained = [any(p.requires_grad for p in x.parameters()) for x in self._parts.layers]
+        return trained.index(True) if any(trained) else len(trained)
+
+    @contextmanager
+    def _random(self, c: int, layer: int = -1) -> Iterator[None]:
+        """The same random numbers whenever this layer runs on this chunk; other draws go on as if
+        there had been none."""
+        kind = next((device.type for device in self._devices), None)
+        with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
+            if self._seed is not None:
+                torch.manual_seed(self._seed + (layer + 1) * len(self.chunks) + c)
+            yield
+
+
+def _fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
+    """The tokens of a chunk: those that are asked for, or as many as are kept."""
+    one = min(specs, key=lambda one: one.policy.budget or CHUNK)
+    budget = one.policy.budget or chunk or CHUNK
+    if chunk is None:
+        return min(CHUNK, budget)
+    if not isinstance(chunk, Integral) or chunk < 1:
+        raise ShapeError(f"a chunk of {chunk} tokens; give a whole number of at least 1")
+    if chunk > budget:
+        raise ShapeError(
+            f"a chunk of {chunk} tokens for {one}, which keeps {budget}: more would be computed at "
+            f"once than is kept; use chunk={budget} or less, or a larger budget"
+        )
+    return int(chunk)

@@ -1,0 +1,455 @@
+"""`backward` gives the gradients of plain autograd through the same cached forward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from families import tiny
+from peft import LoraConfig, get_peft_model
+from unrolled import error, gradients, ordinary, shifted, texts, unrolled
+
+import kvkeep
+from kvkeep.testing import EXAMPLES
+from kvkeep.train import backward, hidden_states, loss, walk
+from kvkeep.train.cell import Cell
+
+TOKENS, CHUNK = 40, 7
+PADS = (6, 1, 0)
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+SPECS = ("keep_all", "window:8,sinks=2", "h2o:8", "h2o:8+int8")
+DTYPES = tuple(TOLERANCE)
+
+
+def model_of(family, dtype=torch.float64, **overrides):
+    """Its loss is that of a model which knows little, so that no gradient vanishes."""
+    model = tiny(family, **overrides).to(dtype)
+    for weight in model.parameters():
+        weight.data.mul_(0.5)
+    return model
+
+
+def adapted(model, **options):
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the gradients of lora_A
+            weight.data.normal_(0, 0.1)
+    return model
+
+
+def compare(model, ids, labels, spec, mask, chunk=CHUNK):
+    """The error of `backward` against plain autograd with the same decisions."""
+    decisions: list = []
+    found = backward(
+        model, ids, labels, cache=spec, chunk=chunk, attention_mask=mask, decisions=decisions
+    )
+    ours = gradients(model)
+    expected = unrolled(model, ids, labels, spec, chunk, mask, decisions)
+    expected.backward()
+    theirs = gradients(model)
+    torch.testing.assert_close(found.double(), expected.detach().double(), rtol=1e-5, atol=0)
+    return error(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_equals_plain_autograd(family, dtype, padding, spec):
+    model = model_of(family, dtype)
+    pads = () if padding == "none" else PADS
+    ids, labels, mask = texts(3, TOKENS, pads=pads, side=padding)
+    assert compare(model, ids, labels, spec, mask) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_lora_equals_plain_autograd(family, dtype, spec):
+    model = adapted(model_of(family)).to(dtype)
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    assert compare(model, ids, labels, spec, mask) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_keep_all_equals_ordinary_backprop(family, dtype, padding):
+    model = model_of(family, dtype)
+    pads = () if padding == "none" else PADS
+    ids, labels, mask = texts(3, TOKENS, pads=pads, side=padding)
+    backward(model, ids, labels, chunk=CHUNK, attention_mask=mask)
+    ours = gradients(model)
+    ordinary(model, ids, labels, mask).backward()
+    # Gemma 3 normalises in float32 whatever its dtype, where rounding shows.
+    most = 1e-6 if family == "gemma3" and dtype == torch.float64 else TOLERANCE[dtype]
+    assert error(ours, gradients(model)) < most
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "opt", "gemma2", "gpt-oss", "mistral", "phi3", "cohere"]
+)
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:9"])
+def test_other_families(family, spec):
+    """Softcaps, sinks, learned positions, windows, scaled logits, experts."""
+    model = model_of(family, torch.float32, attn_pdrop=0.0, resid_pdrop=0.0, dropout=0.0)
+    ids, labels, mask = texts(2, TOKENS, pads=(5, 0))
+    assert compare(model, ids, labels, spec, mask) < 1e-5
+
+
+@pytest.mark.parametrize("policy", sorted(EXAMPLES))
+def test_every_policy(policy):
+    model = model_of("llama")
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    assert compare(model, ids, labels, EXAMPLES[policy], mask, chunk=5) < 1e-10
+
+
+def holes(*at):
+    """Texts of which some tokens in the midst are padding, and predicted tokens come after it."""
+    ids, labels, _ = texts(3, TOKENS)
+    mask = torch.ones_like(ids)
+    for row, start in enumerate(at):
+        mask[row, start : start + 4] = 0
+    return ids, labels.masked_fill(mask == 0, -100), mask
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:8,sinks=2", "h2o:8", "tova:8+int4"])
+def test_padding_in_the_midst_of_a_text(spec):
+    ids, labels, mask = holes(9, 21, 0)
+    assert compare(model_of("llama"), ids, labels, spec, mask) < 1e-10
+
+
+def test_padding_in_the_midst_equals_ordinary_backprop():
+    model = model_of("llama")
+    ids, labels, mask = holes(9, 21, 0)
+    backward(model, ids, labels, chunk=CHUNK, attention_mask=mask)
+    ours = gradients(model)
+    # What is predicted from padding that nothing precedes is nobody's to say.
+    labels[2, 4] = -100
+    ordinary(model, ids, labels, mask).backward()
+    theirs = gradients(model)
+    labels[2, 4] = ids[2, 4]
+    assert error(ours, theirs) > 1e-3
+    labels[2, 4] = -100
+    backward(model, ids, labels, chunk=CHUNK, attention_mask=mask)
+    assert error(gradients(model), theirs) < 1e-10
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 16])
+@pytest.mark.parametrize("together", [4, 32])
+def test_blocks_that_are_full_when_a_chunk_ends(together, chunk):
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    spec = f"keep_all+kivi:4,together={together},recent=0"
+    assert compare(model_of("llama"), ids, labels, spec, mask, chunk) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "spec", ["h2o:8", "adakv(h2o:8)", "expected_attention:8", "snapkv:8,window=4"]
+)
+def test_single_tokens(spec):
+    ids, labels, mask = texts(2, 21, pads=(3, 0))
+    assert compare(model_of("llama"), ids, labels, spec, mask, chunk=1) < 1e-10
+    assert compare(model_of("llama"), ids, labels, spec, mask, chunk=4) < 1e-10  # and at the end
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "spec",
+    ["keep_all+int4", "h2o:8+fp8/int8", "qh2o:8+int4", "adakv(h2o:8)+int8"]
+    + [f"keep_all+kivi:4,together=4,recent={recent}" for recent in (0, 6)],
+)
+def test_every_codec(spec, side):
+    model = model_of("llama")
+    ids, labels, mask = texts(3, TOKENS, pads=PADS, side=side)
+    assert compare(model, ids, labels, spec, mask) < 1e-10
+
+
+@pytest.mark.parametrize("spec", ["h2o:8", "window:8,sinks=2", "tova:8"])
+def test_decides_as_a_cache_that_is_served(spec):
+    model = model_of("llama")
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    backward(model, ids, labels, cache=spec, chunk=CHUNK, attention_mask=mask)
+    ours = gradients(model)
+    unrolled(model, ids, labels, spec, CHUNK, mask).backward()
+    assert error(ours, gradients(model)) < 1e-10
+
+
+def test_each_layer_may_have_a_spec_of_its_own():
+    model = model_of("llama")
+    ids, labels, _ = texts(2, TOKENS)
+    specs = ["h2o:8", "window:9,sinks=1"]
+    assert compare(model, ids, labels, specs, None) < 1e-10
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:40,sinks=2"])
+def test_any_chunk_gives_the_same(spec):
+    model = model_of("llama")
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    found = []
+    for chunk in (1, 3, 16, TOKENS):
+        backward(model, ids, labels, cache=spec, chunk=chunk, attention_mask=mask)
+        found.append(gradients(model))
+    assert max(error(x, found[0]) for x in found[1:]) < 1e-12
+
+
+def test_a_text_shorter_than_a_chunk_is_one_chunk():
+    model = model_of("llama")
+    ids, labels, _ = texts(1, 5)
+    assert compare(model, ids, labels, "h2o:64", None, chunk=64) < 1e-10
+
+
+def test_weights_and_divisor():
+    model = model_of("llama")
+    ids, labels, _ = texts(2, 20)
+    weights = torch.rand(2, 20, generator=torch.Generator().manual_seed(3)).double()
+    found = backward(model, ids, labels, chunk=6, loss_weights=weights, num_items=7.0)
+    ours = gradients(model)
+    logits = model(ids, use_cache=False).logits[:, :-1]
+    each = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    )
+    expected = (each * weights[:, 1:].flatten()).sum() / 7.0
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    assert error(ours, gradients(model)) < 1e-10
+
+
+def test_gradients_accumulate():
+    model = model_of("llama")
+    first, second = texts(2, 20, seed=1), texts(2, 30, seed=2)
+    each = []
+    for ids, labels, _ in (first, second):
+        backward(model, ids, labels, chunk=6)
+        each.append(gradients(model))
+    for ids, labels, _ in (first, second):
+        backward(model, ids, labels, chunk=6, scale=0.5)
+    assert error(gradients(model), (each[0] + each[1]) / 2) < 1e-12
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "lower layers", "all but the head"])
+def test_stops_at_the_lowest_weight_that_is_trained(frozen):
+    model = model_of("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    if frozen != "embedding":
+        model.model.layers[0].requires_grad_(False)
+    if frozen == "all but the head":
+        model.model.layers.requires_grad_(False)
+        model.model.norm.requires_grad_(False)
+    ids, labels, _ = texts(2, TOKENS)
+    assert compare(model, ids, labels, "h2o:8", None) < 1e-10
+
+
+def test_tied_embeddings():
+    model = model_of("llama", tie_word_embeddings=True)
+    ids, labels, _ = texts(2, TOKENS)
+    assert compare(model, ids, labels, "h2o:8", None) < 1e-10
+
+
+def test_dropout_draws_the_same_numbers_again():
+    """Gradients are the loss's slope when the same numbers are drawn for each loss."""
+    model = adapted(model_of("llama"), lora_dropout=0.3).double().train()
+    ids, labels, _ = texts(2, 30)
+
+    def run():
+        torch.manual_seed(5)
+        value = float(backward(model, ids, labels, chunk=8))
+        return value, gradients(model)
+
+    _, slope = run()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    way, values = slope / slope.norm(), []
+    for step in (1e-2, -2e-2, 1e-2):
+        at = 0
+        for p in trained:
+            p.data += step * way[at : at + p.numel()].view_as(p)
+            at += p.numel()
+        values.append(run()[0])
+    assert (values[0] - values[1]) / 2e-2 == pytest.approx(float(slope.norm()), rel=1e-3)
+    assert float(backward(model, ids, labels, chunk=8)) != values[2]  # drawn anew
+
+
+def test_dropout_in_a_part_of_the_model():
+    """The model itself is in evaluation, its adapters are not."""
+    model = adapted(model_of("llama"), lora_dropout=0.3).double().eval()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.train()
+    ids, labels, _ = texts(2, 30)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append(backward(model, ids, labels, chunk=8))
+    assert found[0].equal(found[1])
+    gradients(model)
+    torch.manual_seed(5)
+    backward(model, ids, labels, chunk=8)
+    part = gradients(model)
+    torch.manual_seed(5)
+    backward(model.train(), ids, labels, chunk=8)
+    assert part.equal(gradients(model))
+
+
+def test_random_numbers_are_those_of_the_generator():
+    model = adapted(model_of("llama"), lora_dropout=0.3).double().train()
+    ids, labels, _ = texts(2, 30)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append((backward(model, ids, labels, chunk=8), torch.rand(1), gradients(model)))
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+
+
+def test_mixed_precision():
+    model = model_of("llama", torch.float32)
+    ids, labels, _ = texts(2, TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(model, ids, labels, chunk=CHUNK)
+        ours = gradients(model)
+        unrolled(model, ids, labels, "keep_all", CHUNK).backward()
+        theirs = gradients(model)
+    assert ours.dtype == torch.float32
+    assert error(ours, theirs) < 0.02
+    ordinary(model, ids, labels).backward()
+    assert 1e-4 < error(ours, gradients(model)) < 0.05  # it was bfloat16 indeed
+
+
+class Ends(torch.nn.Module):
+    """A score of each text's last token."""
+
+    def __init__(self, width, last):
+        super().__init__()
+        self.score = torch.nn.Linear(width, 1, dtype=torch.float64)
+        self.last = last
+
+    def forward(self, hidden, columns):
+        if columns.stop <= self.last:
+            return None
+        return self.score(hidden[:, self.last - columns.start]).square().mean()
+
+
+def test_a_head_of_ones_own():
+    model = model_of("llama")
+    ids, _, _ = texts(2, TOKENS)
+    head = Ends(model.config.hidden_size, TOKENS - 1)
+    found = backward(model, ids, head=head, chunk=CHUNK)
+    ours, own = gradients(model), gradients(head)
+    expected = head(model.model(ids, use_cache=False).last_hidden_state, slice(0, TOKENS))
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    assert error(ours, gradients(model)) < 1e-10
+    assert error(own, gradients(head)) < 1e-10
+
+
+def test_a_bare_decoder_with_a_head_of_ones_own():
+    model = model_of("llama").model
+    ids, labels, _ = texts(2, TOKENS)
+    head = Ends(model.config.hidden_size, TOKENS - 1)
+    backward(model, ids, head=head, chunk=CHUNK)
+    ours = gradients(model)
+    head(model(ids, use_cache=False).last_hidden_state, slice(0, TOKENS)).backward()
+    assert error(ours, gradients(model)) < 1e-10
+    with pytest.raises(kvkeep.UnsupportedError, match="give a head"):
+        backward(model, ids, labels)
+
+
+def test_a_head_with_weights_of_the_model():
+    """They get their gradients once, also on top of others."""
+    model = model_of("llama")
+    ids, labels, _ = texts(2, TOKENS)
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = model.lm_head
+
+        def forward(self, hidden, columns):
+            logits = self.head(hidden).flatten(0, 1)
+            targets = shifted(labels)[:, columns].flatten()
+            loss = torch.nn.functional.cross_entropy
+            return loss(logits, targets, ignore_index=-100, reduction="sum") / (2 * TOKENS - 2)
+
+    for _ in range(2):
+        backward(model, ids, head=Own(), chunk=CHUNK)
+    ours = gradients(model)
+    ordinary(model, ids, labels).backward()
+    assert error(ours, 2 * gradients(model)) < 1e-10
+
+
+def test_a_batch_with_nothing_to_learn_among_others():
+    model = model_of("llama")
+    ids, labels, _ = texts(2, 20)
+    assert backward(model, ids, torch.full_like(labels, -100), num_items=19, chunk=8) == 0
+    assert not gradients(model).any()
+    backward(model, ids, labels.int(), chunk=8)  # and labels of another integer type
+    ours = gradients(model)
+    ordinary(model, ids, labels).backward()
+    assert error(ours, gradients(model)) < 1e-10
+
+
+def test_hidden_states_and_loss_without_gradients():
+    model = model_of("llama")
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    heard = []
+    both = hidden_states(
+        model,
+        ids,
+        cache="keep_all",
+        chunk=CHUNK,
+        attention_mask=mask,
+        on_layer=lambda layer, hidden, columns: heard.append((layer, hidden.shape, columns)),
+    )
+    expected = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    real = mask.bool()
+    torch.testing.assert_close(both[real], expected[real])
+    starts = range(0, TOKENS, CHUNK)
+    assert [(layer, columns.start) for layer, _, columns in heard] == [
+        (layer, start) for layer in range(2) for start in starts
+    ]
+    value = loss(model, ids, labels, cache="h2o:8", chunk=CHUNK, attention_mask=mask)
+    again = backward(model, ids, labels, cache="h2o:8", chunk=CHUNK, attention_mask=mask)
+    torch.testing.assert_close(value, again)
+    gradients(model)
+    loss(model, ids, labels, chunk=CHUNK)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_leaves_the_model_as_it_was():
+    model = model_of("llama")
+    layers, attention = list(model.model.layers), model.config._attn_implementation
+    ids, labels, _ = texts(1, 20)
+    backward(model, ids, labels, cache="h2o:8", chunk=8)
+    assert list(model.model.layers) == layers
+    assert model.config._attn_implementation == attention
+    assert not model.training
+    with kvkeep.attach(model, "keep_all"):
+        before = gradients(model)
+        backward(model, ids, labels, cache="h2o:8", chunk=8)
+        assert error(gradients(model), before) < 1e-12 or before.norm() > 0
+        assert model.config._attn_implementation.startswith("kvkeep_")
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+def test_a_cell_is_freed_with_its_chunk(monkeypatch):
+    """At once, not when the garbage collector comes: it holds a chunk's activations."""
+    held = []
+
+    def cell(*args):
+        assert not any(made() for made in held[:-1])
+        made = Cell(*args)
+        held.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(walk, "Cell", cell)
+    model = model_of("llama")
+    ids, labels, _ = texts(2, TOKENS)
+    gc.disable()
+    try:
+        backward(model, ids, labels, cache="h2o:8", chunk=CHUNK)
+    finally:
+        gc.enable()
+    assert len(held) == 2 * 6
+    assert not any(made() for made in held)

@@ -1,0 +1,67 @@
+"""A gradient by two processes, each with one of two texts; in a module that they can import."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from families import tiny
+from unrolled import texts
+
+from kvkeep.train import backward, loss
+
+SPEC, CHUNK, TOKENS = "h2o:8", 7, 40
+ROWS = 2  # one for each process
+
+
+def model_of(tied):
+    return tiny("llama", tie_word_embeddings=tied).double()
+
+
+def batch():
+    return texts(ROWS, TOKENS, pads=(5, 0))
+
+
+def work(rank: int, way: str, tied: bool, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/meet",
+        rank=rank,
+        world_size=ROWS,
+        timeout=timedelta(seconds=300),
+    )
+    model = model_of(tied)
+    if way == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (ROWS,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    ids, labels, mask = (x[rank : rank + 1] for x in batch())
+    counted = (batch()[1][:, 1:] != -100).sum() / ROWS  # for gradients are averaged
+    way_through = {"cache": SPEC, "chunk": CHUNK, "attention_mask": mask, "num_items": counted}
+    found = []
+    for _ in range(2):  # the second call adds to the gradients of the first
+        value = backward(model, ids, labels, **way_through)
+        found.append({name: full(p.grad) for name, p in model.named_parameters()})
+    assert torch.isclose(loss(model, ids, labels, **way_through), value)
+    dist.all_reduce(value)
+    if rank == 0:
+        torch.save((value / ROWS, found), f"{path}/found.pt")
+    dist.destroy_process_group()
+
+
+def full(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x.clone()
+
+
+def run(way: str, tied: bool, path: str):
+    """The loss, and the gradients by name after one call and after two."""
+    mp.spawn(work, args=(way, tied, path), nprocs=ROWS)
+    return torch.load(f"{path}/found.pt", weights_only=True)
