@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def run(name, *arguments):
 
 
 def test_all_are_tried():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"chat", "retrieval", "agent", "alora"}
+    names = {"chat", "retrieval", "agent", "alora", "handbook"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
 def test_chat(tmp_path):
@@ -42,3 +44,19 @@ def test_blocks(name):
     (first, _), *later = run(name)
     assert first < 20 or name == "agent"
     assert later[-1][0] > 0.5 * later[-1][1]
+
+
+def test_handbook(tmp_path):
+    pages = {f"page{i}.html": f"<p>Words of <em>page</em>  {i}.</p>" for i in range(20)}
+    links = "".join(f'<a href="{name}">{name}</a>' for name in pages)
+    (tmp_path / "index.html").write_text(links + '<a href="page0.html">again</a>')
+    for name, body in pages.items():
+        hidden = '<head><title>a title</title></head><p class="docnav"><a href="#">Next</a></p>'
+        (tmp_path / name).write_text(f"<html>{hidden}<body>{body}<p>Prev</p></body></html>")
+    run("handbook", tmp_path, "--html", tmp_path)
+    train, held_out = (
+        json.loads((tmp_path / f"{name}.jsonl").read_text())["text"].split("\n\n")
+        for name in ("train", "held-out")
+    )
+    assert train + held_out == [f"Words of page {i}." for i in range(20)]
+    assert len(held_out) == 2

@@ -1,0 +1,282 @@
+"""Checkpoints of a run: whole or not there, checked before they are used, nothing unpickled."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvkeep.errors import KVKeepError
+from kvkeep.finetune import lora
+from kvkeep.headers import typed
+
+VERSION = 1
+OPTIMIZER = "optimizer.safetensors"
+STATE = "kvkeep_finetune.json"
+
+_PARTIAL = ".kvkeep-partial"
+_RANDOM = "random"
+_NAME = re.compile(r"checkpoint-([0-9]+)")
+_STATES = ("step", "exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(KVKeepError, ValueError):
+    """A directory that a run cannot write to or go on from."""
+
+
+@dataclass
+class State:
+    """Where a run is, beside its weights.
+
+    `options` are those that its weights depend on; losses are by step, `eval_loss` from "0".
+    """
+
+    options: dict[str, str | int | float | None]
+    version: int = VERSION
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    train_loss: list[float] = field(default_factory=list)
+    eval_loss: dict[str, float] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """The directory of a run, which nobody else writes to meanwhile.
+
+    Raises:
+        CheckpointError: it cannot be written, or somebody does.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror}; give a directory") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process is fine-tuning into {out}; wait for it, or give another directory"
+            ) from error
+        for left in out.glob(f".*{_PARTIAL}"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(handle)
+
+
+def steps_in(out: Path) -> list[int]:
+    """The steps of the checkpoints there, the newest last."""
+    found = (_NAME.fullmatch(path.name) for path in out.iterdir())
+    return sorted(int(name[1]) for name in found if name)
+
+
+def require_unused(out: Path) -> None:
+    """Raise CheckpointError if a directory holds a run."""
+    steps = steps_in(out)
+    held = [f"checkpoint-{steps[-1]}"] if steps else [n for n in lora.FILES if (out / n).exists()]
+    if held:
+        raise CheckpointError(
+            f"{out} holds a run already ({held[0]}); go on with --resume, or give another directory"
+        )
+
+
+def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, keep: int) -> None:
+    """Write a run as it is, and keep the newest `keep` checkpoints.
+
+    Raises:
+        CheckpointError: it cannot be written; the other checkpoints are as they were.
+    """
+    tensors = {_RANDOM: torch.get_rng_state()}
+    for name, parameter in _trained(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{key}"] = value.detach().cpu().contiguous()
+    target = out / f"checkpoint-{state.step}"
+    try:
+        with _partial(out) as work:
+            lora.write(model, work)
+            save_file(tensors, work / OPTIMIZER)
+            state.files = {name: _checksum(work / name) for name in (*lora.FILES, OPTIMIZER)}
+            (work / STATE).write_text(_sealed(asdict(state)))
+            for path in work.iterdir():
+                _sync(path)
+            _sync(work)
+            work.rename(target)
+            _sync(out)
+        for old in steps_in(out)[:-keep]:
+            with _partial(out) as work:  # so that no half of it ever has the name
+                (out / f"checkpoint-{old}").rename(work / "old")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {target}: {error}; make room, and go on with --resume"
+        ) from error
+
+
+def save_adapter(out: Path, model: Any) -> None:
+    """Write the adapter as PEFT reads it; of its two files, the one that it is known by last.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with _partial(out) as work:
+            lora.write(model, work)
+            for name in lora.FILES:
+                _sync(work / name)
+                (work / name).replace(out / name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write an adapter to {out}: {error}; make room, and go on with --resume"
+        ) from error
+
+
+def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
+    """The newest checkpoint of a run with these options; None if there is none.
+
+    Raises:
+        CheckpointError: it is not whole, or it is another run's.
+    """
+    steps = steps_in(out)
+    if not steps:
+        if any((out / name).exists() for name in lora.FILES):
+            raise CheckpointError(
+                f"{out} holds an adapter but no checkpoint to go on from; give another directory"
+            )
+        return None
+    path = out / f"checkpoint-{steps[-1]}"
+    state = _read(path)
+    if state.step != steps[-1]:
+        raise _damaged(path / STATE, f"it is of step {state.step}")
+    differ = [
+        f"{name} is {options.get(name)}, was {state.options.get(name)}"
+        for name in sorted({*options, *state.options})
+        if options.get(name) != state.options.get(name)
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{path} is of another run: {'; '.join(differ)}; go on with the same data and options, "
+            "or give another directory"
+        )
+    return state, path
+
+
+def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make weights, optimizer and random numbers those of a checkpoint.
+
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
+    weights, tensors = _tensors(path / lora.FILES[0]), _tensors(path / OPTIMIZER)
+    if weights.keys() != lora.weights_of(model).keys():
+        raise _damaged(path / lora.FILES[0], "it is of another adapter")
+    trained = _trained(model)
+    try:
+        states = {
+            index: {key: tensors[f"{name}.{key}"] for key in _STATES}
+            for index, (name, _) in enumerate(trained)
+            if f"{name}.{_STATES[0]}" in tensors  # else it never had a gradient
+        }
+        torch.set_rng_state(tensors[_RANDOM])
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise _damaged(path / OPTIMIZER, str(error)) from error
+    lora.set_weights(model, weights)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """As the optimizer has them."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _read(path: Path) -> State:
+    """The state of a checkpoint, once all of its files are as they were written."""
+    try:
+        fields = json.loads((path / STATE).read_bytes())
+        checksum = fields.pop("checksum")
+        version = fields["version"]
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path} is of version {version}, this kvkeep reads version {VERSION}; go on with "
+                "the kvkeep that wrote it"
+            )
+        if checksum != _seal(fields):
+            raise ValueError("it has another checksum")
+        state = typed(State, fields)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise _damaged(path / STATE, str(error)) from error
+    for name in (*lora.FILES, OPTIMIZER):
+        try:
+            same = state.files.get(name) == _checksum(path / name)
+        except OSError as error:
+            raise _damaged(path / name, str(error)) from error
+        if not same:
+            raise _damaged(path / name, "it has another checksum")
+    return state
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not as it was written: {reason}; remove {path.parent} to go on from the "
+        "checkpoint before it"
+    )
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _sealed(fields: dict[str, Any]) -> str:
+    return json.dumps({**fields, "checksum": _seal(fields)}, indent=1)
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
+
+
+def _checksum(path: Path) -> str:
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    digest: str = found.hexdigest()
+    return digest
+
+
+@contextmanager
+def _partial(out: Path) -> Iterator[Path]:
+    """A directory beside a run's, whose name says that it is not whole; gone at the end."""
+    path = out / f".{os.getpid()}{_PARTIAL}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,191 @@
+"""Texts and conversations of a JSON Lines file, as tokens and what of them is to be learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from kvkeep.errors import KVKeepError
+
+IGNORED = -100
+"""The label of a token that is not to be learned."""
+
+
+class DataError(KVKeepError, ValueError):
+    """A file of texts that cannot be trained on, or a line of it."""
+
+
+class Tokens(NamedTuple):
+    """A text or a piece of one: (n,) token ids, and labels: its own id, or -100."""
+
+    ids: Tensor
+    labels: Tensor
+
+    @property
+    def learned(self) -> int:
+        """Labels that count: nothing predicts the first token."""
+        return int((self.labels[1:] != IGNORED).sum())
+
+
+def read(path: Path, tokenizer: Any) -> list[Tokens]:
+    """The documents of a JSON Lines file: `{"text": ...}` or `{"messages": [...]}` on each line.
+
+    Of a text all tokens are learned, of a conversation those of the assistant.
+
+    Raises:
+        DataError: the file cannot be read, holds nothing, or a line is not like that.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; give a JSON Lines file") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise DataError(
+            f'{path} is empty; write a line such as {{"text": "..."}} for each document'
+        )
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_document(line, tokenizer))
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from error.__cause__
+    return found
+
+
+def pieces(documents: Iterable[Tokens], length: int) -> list[Tokens]:
+    """Documents cut to at most `length` tokens; without pieces that have nothing to learn, such as
+    those of a single token."""
+    found = []
+    for ids, labels in documents:
+        cut = zip(torch.split(ids, length), torch.split(labels, length), strict=True)
+        found += [piece for piece in (Tokens(*both) for both in cut) if piece.learned]
+    return found
+
+
+def digest(texts: Iterable[Tokens]) -> str:
+    """XXH3 of tokens and labels."""
+    found = xxhash.xxh3_128()
+    for text in texts:
+        for x in text:
+            found.update(len(x).to_bytes(8, "little") + x.numpy().tobytes())
+    result: str = found.hexdigest()
+    return result
+
+
+def _document(line: bytes, tokenizer: Any) -> Tokens:
+    try:
+        given = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f'no JSON ({error}); write one object, such as {{"text": "..."}}, on each line'
+        ) from error
+    if not isinstance(given, dict) or ("text" in given) == ("messages" in given):
+        kind = f"an object of {sorted(given)}" if isinstance(given, dict) else f"{given!r:.40}"
+        raise DataError(f'{kind}; give an object with either "text" or "messages"')
+    if "text" in given:
+        ids = _ids(tokenizer, _text(given["text"], '"text"'), special=True)
+        return Tokens(ids, ids)
+    return _conversation(tokenizer, _messages(given["messages"]))
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{name} is {value!r:.40}; give text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} has half a character, {error}; write it as UTF-8") from error
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f'"messages" is {value!r:.40}; give a list of {{"role": ..., "content": ...}}'
+        )
+    for index, message in enumerate(value):
+        name = f"message {index}"
+        if not isinstance(message, dict):
+            raise DataError(f'{name} is {message!r:.40}; give {{"role": ..., "content": ...}}')
+        for field in ("role", "content"):
+            _text(message.get(field), f'"{field}" of {name}')
+    if all(message["role"] != "assistant" for message in value):
+        raise DataError("no message of the assistant, so nothing to learn; add one")
+    return value
+
+
+def _conversation(tokenizer: Any, messages: list[dict[str, Any]]) -> Tokens:
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            'the model\'s tokenizer has no chat template; give {"text": ...}, or use a chat model'
+        )
+    ids = _rendered(tokenizer, messages)
+    labels = torch.full_like(ids, IGNORED)
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = _rendered(tokenizer, messages[:index], prompt=True)
+            answered = _rendered(tokenizer, messages[: index + 1])
+            for shorter, longer in ((prompt, answered), (answered, ids)):
+                if len(shorter) > len(longer) or not shorter.equal(longer[: len(shorter)]):
+                    raise DataError(
+                        f"with the model's chat template, what stands before the end of message "
+                        f"{index} depends on what follows, so the assistant's tokens cannot be "
+                        "found; give each answer a line of its own, that ends with it, or the "
+                        'whole as {"text": ...}'
+                    )
+            labels[len(prompt) : len(answered)] = ids[len(prompt) : len(answered)]
+    return Tokens(ids, labels)
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> Tensor:
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+    except Exception as error:  # templates are programs
+        raise DataError(
+            f"the model's chat template refuses the first {len(messages)} messages: "
+            f"{' '.join(str(error).split())}; change them"
+        ) from error
+    return _ids(tokenizer, text, special=False)
+
+
+def _ids(tokenizer: Any, text: str, *, special: bool) -> Tensor:
+    # verbose: a text may be longer than the model, for it will be cut.
+    ids = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+class Batch(NamedTuple):
+    """Pieces padded on the right, (B, T)."""
+
+    ids: Tensor
+    labels: Tensor
+    mask: Tensor
+
+
+def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
+    """So many rows at a time; the last may have fewer."""
+    for start in range(0, len(texts), rows):
+        some = texts[start : start + rows]
+
+        def padded(rows: list[Tensor], value: int) -> Tensor:
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+        yield Batch(
+            padded([t.ids for t in some], 0),
+            padded([t.labels for t in some], IGNORED),
+            padded([torch.ones_like(t.ids) for t in some], 0),
+        )
+
+
+def order(count: int, seed: int, epoch: int) -> list[int]:
+    """In which order an epoch takes its pieces."""
+    mixed = xxhash.xxh3_64_intdigest(f"{seed} {epoch}".encode()) >> 1
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed)).tolist()

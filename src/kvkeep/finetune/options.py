@@ -1,0 +1,154 @@
+"""How to fine-tune, and what must fit together for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvkeep.errors import KVKeepError
+from kvkeep.hf.config import base_config, decoder_config
+from kvkeep.spec import CacheSpec
+from kvkeep.train.walk import CHUNK
+
+LENGTH = 8192
+DECAYS = ("linear", "cosine")
+
+_BESIDE = {"eval_every", "save_every", "keep", "host_bytes", "spill"}
+"""What the weights do not depend on."""
+
+
+class OptionError(KVKeepError, ValueError):
+    """Options that do not fit each other, the data or the model."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to fine-tune.
+
+    Attributes:
+        cache: what is kept while training, as when the model is served.
+        chunk: tokens computed at once; None: 1,024, or the cache's budget if that is less.
+        length: most tokens of a piece; None: 8,192, or what the model holds if that is less.
+        batch: pieces computed together.
+        accumulate: batches whose gradients make a step.
+        rank, alpha, dropout: of LoRA.
+        targets: names of modules, comma-separated, or "all-linear".
+        lr: of AdamW, after `warmup` steps of rising and before `decay`, "linear" or "cosine", to 0.
+        clip: most norm of a step's gradients; 0: any.
+        steps, epochs: how long; None for both: one epoch.
+        seed: of weights, order and dropout.
+        eval_every, save_every: steps between; 0: at the end only.
+        keep: newest checkpoints that stay.
+        host_bytes, spill: see `kvkeep.offload.Offload`; `spill` is its directory.
+    """
+
+    cache: str = "h2o:1024"
+    chunk: int | None = None
+    length: int | None = None
+    batch: int = 1
+    accumulate: int = 1
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: str = "all-linear"
+    lr: float = 2e-4
+    warmup: int = 0
+    decay: str = "linear"
+    clip: float = 1.0
+    steps: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    eval_every: int = 0
+    save_every: int = 0
+    keep: int = 2
+    host_bytes: int | None = None
+    spill: str | None = None
+
+    def checked(self) -> Options:
+        """These, if they can be, with the cache's spec in full.
+
+        Raises:
+            OptionError: they cannot.
+            SpecError: the cache's spec does not exist.
+        """
+        least = {"chunk": 1, "length": 2, "batch": 1, "accumulate": 1, "rank": 1, "warmup": 0}
+        least |= {
+            "alpha": 1,
+            "clip": 0,
+            "steps": 1,
+            "epochs": 1,
+            "eval_every": 0,
+            "save_every": 0,
+            "keep": 1,
+        }
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise OptionError(f"{name} is {value}; give at least {low}")
+        if not 0 < self.lr < math.inf:
+            raise OptionError(f"lr is {self.lr}; give a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise OptionError(f"dropout is {self.dropout}; give at least 0 and less than 1")
+        if self.decay not in DECAYS:
+            raise OptionError(f"decay is {self.decay!r}; give {' or '.join(DECAYS)}")
+        if not self.named_targets:
+            raise OptionError("no targets; give names of modules, or all-linear")
+        if self.steps is not None and self.epochs is not None:
+            raise OptionError(
+                f"steps is {self.steps} and epochs is {self.epochs}; give one of them"
+            )
+        return replace(self, cache=str(CacheSpec.parse(self.cache)))
+
+    def for_model(self, model: Any) -> Options:
+        """These, with chunk and length chosen.
+
+        Raises:
+            OptionError: the model has not so many positions.
+        """
+        budget = CacheSpec.parse(self.cache).policy.budget
+        chunk = self.chunk or min(CHUNK, budget or CHUNK)
+        most = getattr(decoder_config(base_config(model)), "max_position_embeddings", None)
+        if self.length is not None and most is not None and self.length > most:
+            raise OptionError(
+                f"pieces of {self.length} tokens, but the model holds {most}; use a length of at "
+                f"most {most}"
+            )
+        return replace(self, chunk=chunk, length=self.length or min(LENGTH, most or LENGTH))
+
+    def for_data(self, count: int) -> Options:
+        """These, with the number of steps that so many pieces take.
+
+        Raises:
+            OptionError: warming up takes all of them.
+        """
+        steps, epochs = self.steps, None
+        if steps is None:
+            epochs = self.epochs or 1
+            steps = math.ceil(epochs * count / (self.batch * self.accumulate))
+        if self.warmup >= steps:
+            raise OptionError(
+                f"{self.warmup} steps of warm-up, but there are {steps} in all; use a warm-up of "
+                f"at most {steps - 1}"
+            )
+        return replace(self, steps=steps, epochs=epochs)
+
+    @property
+    def named_targets(self) -> str | list[str]:
+        """As PEFT wants them."""
+        if self.targets == "all-linear":
+            return self.targets
+        return [name.strip() for name in self.targets.split(",") if name.strip()]
+
+    def that_matter(self) -> dict[str, str | int | float | None]:
+        """What the weights depend on."""
+        return {name: value for name, value in asdict(self).items() if name not in _BESIDE}
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        assert self.steps is not None
+        if step < self.warmup:
+            return self.lr * (step + 1) / (self.warmup + 1)
+        done = (step - self.warmup) / (self.steps - self.warmup)
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.lr * left

@@ -1,0 +1,283 @@
+"""LoRA through a cache: the same data gives the same weights, interrupted or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvkeep.errors import LossError
+from kvkeep.finetune import checkpoint
+from kvkeep.finetune.checkpoint import State
+from kvkeep.finetune.data import DataError, Tokens, batched, digest, order, pieces, read
+from kvkeep.finetune.lora import with_adapter
+from kvkeep.finetune.options import OptionError, Options
+from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.offload import Offload
+from kvkeep.train import backward, loss
+
+Progress = Callable[[str, float], None]
+"""Told what is being done, and the share of everything that is done, 0 to 1."""
+
+
+def finetune(
+    model: Any,
+    tokenizer: Any,
+    data: Path,
+    out: Path,
+    options: Options,
+    *,
+    evaluation: Path | None = None,
+    holdout: int | None = None,
+    resume: bool = False,
+    progress: Progress = lambda doing, share: None,
+) -> dict[str, Any]:
+    """Train a LoRA adapter on long texts, through the cache that the model will be served with.
+
+    The loss is evaluated before and after on texts that are not trained on, through the same cache.
+    What is done is a function of data, options, model and machine: a run that was interrupted
+    goes on to the same weights, on the CPU to the last bit.
+
+    Args:
+        model: a transformers model; it keeps the adapter.
+        tokenizer: the model's.
+        data: a JSON Lines file; see `kvkeep.finetune.data.read`.
+        out: where the adapter goes, and the checkpoints: `checkpoint-STEP`.
+        evaluation: a file like `data`, to evaluate on.
+        holdout: without that file, so many documents at the end of `data` are evaluated on instead
+            of trained on; None: one if there are several. 0: nothing is evaluated.
+        resume: go on from the newest checkpoint in `out`, if there is one.
+        progress: told after each step.
+
+    Returns:
+        `cache`, `steps`, `tokens` trained on, `seconds`, `train_loss` and `eval_loss` (a list of
+        `step` and `loss`), `untuned_loss` and `tuned_loss` (None if nothing is evaluated), and
+        `adapter`, the directory. Losses are means over learned tokens.
+
+    Raises:
+        OptionError: options that do not fit each other, the data or the model.
+        DataError: a file of texts that cannot be trained on; nothing was.
+        CheckpointError: `out` cannot be written or gone on from, or holds a run and `resume` is
+            not set.
+        LossError: a loss or gradient is not finite. Neither weights nor optimizer were changed by
+            that step, and the checkpoints are there.
+    """
+    options = options.checked().for_model(model)
+    if evaluation is not None and holdout is not None:
+        raise OptionError("a file to evaluate on and a holdout; give one of them")
+    if model.dtype == torch.float16:
+        raise OptionError(
+            "the model is in float16, in which gradients underflow; load it in bfloat16 or float32"
+        )
+    train, held = _texts(tokenizer, data, evaluation, holdout, options)
+    options = options.for_data(len(train))
+    matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
+    matter |= {f"model's {name}": value for name, value in fingerprint(model).items()}
+    with checkpoint.claimed(out), torch.random.fork_rng():
+        if not resume:
+            checkpoint.require_unused(out)
+        found = checkpoint.newest(out, matter) if resume else None
+        torch.manual_seed(options.seed)
+        run = _Run(with_adapter(model, options), options, train, held, progress)
+        if found is None:
+            run.begin(State(matter))
+        else:
+            state, path = found
+            checkpoint.restore(path, run.model, run.optimizer)
+            run.go_on(state)
+        try:
+            run.train(out)
+        finally:
+            run.model.eval()
+        checkpoint.save_adapter(out, run.model)
+    return {**_report(run.state, options), "adapter": str(out)}
+
+
+class _Run:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        model: Any,
+        options: Options,
+        train: list[Tokens],
+        held: list[Tokens],
+        progress: Progress,
+    ) -> None:
+        self.model, self._options = model, options
+        self._train, self._held, self._progress = train, held, progress
+        self._said = "training"
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self._parameters, lr=options.lr, weight_decay=0.0)
+        self._through: dict[str, Any] = {
+            "cache": options.cache,
+            "chunk": options.chunk,
+            "offload": Offload(options.host_bytes, options.spill),
+        }
+
+    def begin(self, state: State) -> None:
+        """Step 0: what the model is like as it was given."""
+        self.state = state
+        with self._timed():
+            self._evaluate()
+
+    def go_on(self, state: State) -> None:
+        """Be where a checkpoint is, whose weights the model has."""
+        self.state = state
+        self._say(f"going on after step {state.step}")
+
+    def train(self, out: Path) -> None:
+        """From where the run is to its end; that is saved, too."""
+        options, last = self._options, self._options.steps
+        assert last is not None
+        while self.state.step < last:
+            with self._timed():
+                self._step()
+                step = self.state.step
+                if step == last or (options.eval_every and step % options.eval_every == 0):
+                    self._evaluate()
+            if step == last or (options.save_every and step % options.save_every == 0):
+                checkpoint.save(out, self.model, self.optimizer, self.state, options.keep)
+
+    def _step(self) -> None:
+        state, options, begun = self.state, self._options, time.monotonic()
+        texts = self._texts_of(state.step)
+        items = sum(text.learned for text in texts)
+        total = 0.0
+        self.model.train()
+        try:
+            for index, (ids, labels, mask) in enumerate(batched(texts, options.batch)):
+                self._say(self._said, index / options.accumulate)
+                with self._explained(f"step {state.step + 1}"):
+                    found = backward(
+                        self.model,
+                        ids.to(self.model.device),
+                        labels,
+                        attention_mask=mask.to(self.model.device),
+                        num_items=items,
+                        **self._through,
+                    )
+                total += float(found)
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in self._parameters if p.grad is not None]
+            )
+            if not bool(torch.isfinite(norm)):
+                raise LossError(
+                    f"step {state.step + 1}: the norm of the gradients is {float(norm)}, of a loss "
+                    f"of {total}: no weight and no optimizer was changed; lower the learning rate, "
+                    "or compute in float32"
+                )
+            if options.clip:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, options.clip, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = options.rate(state.step)
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
+        tokens = sum(len(text.ids) for text in texts)
+        state.step += 1
+        state.tokens += tokens
+        state.train_loss.append(total)
+        rate = tokens / (time.monotonic() - begun)
+        self._say(f"step {state.step}/{options.steps}, loss {total:.4f}, {rate:,.0f} tokens/s")
+
+    def _texts_of(self, step: int) -> list[Tokens]:
+        """The pieces of a step: so many of the epochs' orders, one after the other."""
+        options, count = self._options, len(self._train)
+        size = options.batch * options.accumulate
+        stop = (step + 1) * size
+        if options.epochs is not None:
+            stop = min(stop, options.epochs * count)
+        orders: dict[int, list[int]] = {}
+        found = []
+        for place in range(step * size, stop):
+            epoch, index = divmod(place, count)
+            if epoch not in orders:
+                orders[epoch] = order(count, options.seed, epoch)
+            found.append(self._train[orders[epoch][index]])
+        return found
+
+    def _evaluate(self) -> None:
+        if not self._held:
+            return
+        step, total = self.state.step, 0.0
+        self._say("evaluating")
+        self.model.eval()
+        items = sum(text.learned for text in self._held)
+        for ids, labels, mask in batched(self._held, self._options.batch):
+            with self._explained(f"evaluation after step {step}"):
+                found = loss(
+                    self.model,
+                    ids.to(self.model.device),
+                    labels,
+                    attention_mask=mask.to(self.model.device),
+                    num_items=items,
+                    **self._through,
+                )
+            total += float(found)
+        self.state.eval_loss[str(step)] = total
+        self._say(f"evaluated after step {step}, loss {total:.4f}")
+
+    def _say(self, doing: str, part: float = 0.0) -> None:
+        """What is done, and how much of the next step."""
+        assert self._options.steps is not None
+        self._said = doing
+        self._progress(doing, (self.state.step + part) / self._options.steps)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self.state.seconds += time.monotonic() - begun
+
+    @contextmanager
+    def _explained(self, when: str) -> Iterator[None]:
+        try:
+            yield
+        except LossError as error:
+            raise LossError(f"{when}: {error}") from error
+
+
+def _texts(
+    tokenizer: Any, data: Path, evaluation: Path | None, holdout: int | None, options: Options
+) -> tuple[list[Tokens], list[Tokens]]:
+    """Pieces to train on, and pieces to evaluate on."""
+    assert options.length is not None
+    documents = read(data, tokenizer)
+    if evaluation is not None:
+        held = read(evaluation, tokenizer)
+    else:
+        kept = min(1, len(documents) - 1) if holdout is None else holdout
+        if not 0 <= kept < len(documents):
+            raise OptionError(
+                f"a holdout of {kept} documents, but {data} has {len(documents)}; use one of at "
+                f"most {len(documents) - 1}"
+            )
+        cut = len(documents) - kept
+        documents, held = documents[:cut], documents[cut:]
+    train, tested = pieces(documents, options.length), pieces(held, options.length)
+    for path, given, found in ((data, documents, train), (evaluation or data, held, tested)):
+        if given and not found:
+            raise DataError(
+                f"{path}: nothing to learn in pieces of {options.length} tokens; give documents "
+                "of at least 2 tokens, and a length that reaches the assistant's answers"
+            )
+    return train, tested
+
+
+def _report(state: State, options: Options) -> dict[str, Any]:
+    evaluated = [{"step": int(step), "loss": x} for step, x in state.eval_loss.items()]
+    return {
+        "cache": options.cache,
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "train_loss": [{"step": n, "loss": x} for n, x in enumerate(state.train_loss, 1)],
+        "eval_loss": [one for one in evaluated if one["step"]],
+        "untuned_loss": evaluated[0]["loss"] if evaluated else None,
+        "tuned_loss": evaluated[-1]["loss"] if evaluated else None,
+    }

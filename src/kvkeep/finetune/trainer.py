@@ -1,0 +1,98 @@
+"""transformers' Trainer, and trainers built on it, with gradients through a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.hf.specs import Specs
+from kvkeep.offload import Offload
+from kvkeep.train.gradient import Way, backward, loss
+
+_Trainer: Any = object  # whichever comes behind
+
+_TEXT = frozenset({"input_ids", "attention_mask", "labels"})
+
+
+class LongContext(_Trainer):  # type: ignore[misc]
+    """To be put before a trainer: `class LongTrainer(LongContext, Trainer): pass`, or TRL's
+    `SFTTrainer`. Gradients and losses are those of `kvkeep.train`; all else is the trainer's.
+
+    Args:
+        cache, chunk, offload: see `backward`.
+
+    Raises:
+        UnsupportedError: for losses other than cross entropy; in training or evaluation, for inputs
+            beside texts, labels and padding (such as the positions of packed texts), and for
+            metrics that need logits.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        cache: Specs = "keep_all",
+        chunk: int | None = None,
+        offload: Offload | None = None,
+        **options: Any,
+    ) -> None:
+        self._way = Way(cache=cache, chunk=chunk, offload=offload)
+        super().__init__(*args, **options)
+        other = {
+            "label_smoothing_factor": self.label_smoother is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "loss_type": getattr(self.args, "loss_type", None) not in (None, "nll"),
+        }
+        if any(other.values()):
+            raise UnsupportedError(
+                f"{', '.join(name for name in other if other[name])} ask for another loss than "
+                "cross entropy, which is all that texts through a cache are trained on; leave them "
+                "out"
+            )
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """As the trainer's own, for a batch."""
+        model.train()
+        begin = getattr(self.optimizer, "train", None)
+        if callable(begin):  # a schedule-free optimizer
+            begin()
+        text = self._text(inputs)
+        share = 1.0
+        if num_items_in_batch is None:
+            share /= self.current_gradient_accumulation_steps
+        elif self.args.average_tokens_across_devices:  # counted over processes, averaged over them
+            share *= self.accelerator.num_processes
+        scaler = self.accelerator.scaler
+        scale = share if scaler is None else share * scaler.get_scale()
+        with self.compute_loss_context_manager():
+            found = backward(model, **text, num_items=num_items_in_batch, scale=scale, **self._way)
+        return found * share
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a batch."""
+        if not prediction_loss_only:
+            raise UnsupportedError(
+                "logits of whole texts are never held, so there are no metrics of them; set "
+                "prediction_loss_only, and no compute_metrics"
+            )
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return loss(model, **self._text(inputs), **self._way), None, None
+
+    def _text(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared: dict[str, Any] = self._prepare_inputs(inputs)
+        if set(prepared) - _TEXT:
+            raise UnsupportedError(
+                f"inputs {sorted(set(prepared) - _TEXT)} beside {sorted(_TEXT)}; texts are padded, "
+                "not packed: choose a collator that gives no more"
+            )
+        return prepared

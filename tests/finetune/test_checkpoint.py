@@ -1,0 +1,387 @@
+"""A run that was interrupted ends as if it had not been, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import finetuning
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvkeep.finetune import checkpoint
+from kvkeep.finetune.checkpoint import CheckpointError
+from kvkeep.finetune.options import Options
+from kvkeep.finetune.run import finetune
+
+STEPS = 6
+OPTIONS = {
+    "cache": "h2o:16",
+    "length": 24,
+    "batch": 1,
+    "accumulate": 2,
+    "rank": 4,
+    "targets": "q_proj,v_proj,down_proj",
+    "dropout": 0.2,
+    "lr": 1e-2,
+    "warmup": 1,
+    "decay": "cosine",
+    "steps": STEPS,
+    "eval_every": 2,
+    "save_every": 2,
+}
+FILES = ("adapter_model.safetensors", "adapter_config.json")
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import finetuning
+import test_checkpoint
+from kvkeep.finetune import checkpoint
+
+whole, saved = checkpoint.save_file, []
+
+def killed(tensors, path):
+    saved.append(path)
+    whole(tensors, path)
+    if len(saved) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.save_file = killed
+test_checkpoint.run(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """As in the process that is killed: other numbers of threads add in another order."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    return finetuning.write(file, *finetuning.texts())
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run from the beginning to the end, and what it said."""
+    out, threads = tmp_path_factory.mktemp("whole") / "out", torch.get_num_threads()
+    torch.set_num_threads(1)
+    result = run(data, out)
+    torch.set_num_threads(threads)
+    return out, result
+
+
+def run(data, out, resume=False, model=None, stop=None, said=None, **options):
+    """A run, which ends early when it says something that begins with `stop`."""
+
+    def progress(doing, share):
+        if said is not None:
+            said.append(doing)
+        if stop is not None and doing.startswith(stop):
+            raise KeyboardInterrupt
+
+    given = Options(**{**OPTIONS, **options})
+    return finetune(
+        finetuning.model() if model is None else model,
+        finetuning.tokenizer(),
+        data,
+        out,
+        given,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def stopped(data, out, stop="step 5/", **options):
+    with pytest.raises(KeyboardInterrupt):
+        run(data, out, stop=stop, **options)
+
+
+def checkpoints(out):
+    return sorted(path.name for path in out.iterdir())
+
+
+def same(result, other):
+    """The figures of two runs, except for time and place."""
+    beside = {"seconds", "adapter"}
+    return {k: v for k, v in result.items() if k not in beside} == {
+        k: v for k, v in other.items() if k not in beside
+    }
+
+
+def test_an_interrupted_run_gives_the_same_weights(data, tmp_path, whole):
+    expected, figures = whole
+    stopped(data, tmp_path)
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    torch.rand(7)
+    said = []
+    result = run(data, tmp_path, resume=True, said=said)
+    assert said[0] == "going on after step 4"
+    assert not any(doing.startswith("step 4/") for doing in said)
+    assert same(result, figures)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (expected / name).read_bytes()
+    last = f"checkpoint-{STEPS}/optimizer.safetensors"
+    assert (tmp_path / last).read_bytes() == (expected / last).read_bytes()
+
+
+def test_dropout_goes_on_where_it_was(data, tmp_path, whole):
+    """Else the test above would show less."""
+    stopped(data, tmp_path)
+    file = tmp_path / "checkpoint-4/optimizer.safetensors"
+    tensors = load_file(file)
+    torch.manual_seed(3)
+    tensors["random"] = torch.get_rng_state()
+    save_file(tensors, file)
+    reseal(file)
+    run(data, tmp_path, resume=True)
+    assert (tmp_path / FILES[0]).read_bytes() != (whole[0] / FILES[0]).read_bytes()
+
+
+def test_a_run_that_is_killed_while_it_writes_a_checkpoint(data, tmp_path, whole):
+    expected, figures = whole
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(data), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    partial, first = checkpoints(tmp_path)
+    assert first == "checkpoint-2"
+    assert (tmp_path / partial / "optimizer.safetensors").exists()
+    result = run(data, tmp_path, resume=True)
+    assert same(result, figures)
+    assert checkpoints(tmp_path) == sorted([*FILES, "checkpoint-4", "checkpoint-6"])
+    assert (tmp_path / FILES[0]).read_bytes() == (expected / FILES[0]).read_bytes()
+
+
+def test_a_module_that_is_never_used(data, tmp_path):
+    def model():
+        found = finetuning.model()
+        found.model.spare = torch.nn.Linear(4, 4)
+        torch.nn.init.zeros_(found.model.spare.weight)
+        torch.nn.init.zeros_(found.model.spare.bias)
+        return found
+
+    options = {"steps": 3, "eval_every": 0, "targets": "q_proj,spare"}
+    run(data, tmp_path / "whole", model=model(), **options)
+    stopped(data, tmp_path / "out", stop="step 3/", model=model(), **options)
+    run(data, tmp_path / "out", resume=True, model=model(), **options)
+    found = [(tmp_path / place / FILES[0]).read_bytes() for place in ("whole", "out")]
+    assert found[0] == found[1]
+
+
+def test_the_newest_are_kept(data, tmp_path, whole):
+    assert checkpoints(whole[0]) == sorted([*FILES, "checkpoint-4", "checkpoint-6"])
+    options = {"steps": 3, "eval_every": 0}
+    run(data, tmp_path / "one", keep=1, save_every=1, **options)
+    assert checkpoints(tmp_path / "one") == sorted([*FILES, "checkpoint-3"])
+    run(data, tmp_path / "all", keep=3, save_every=1, **options)
+    held = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert checkpoints(tmp_path / "all") == sorted([*FILES, *held])
+    run(data, tmp_path / "end", save_every=0, **options)
+    assert checkpoints(tmp_path / "end") == sorted([*FILES, "checkpoint-3"])
+
+
+def test_a_run_that_is_over_only_says_so(data, tmp_path):
+    first = run(data, tmp_path, steps=2)
+    (tmp_path / FILES[1]).unlink()  # as if it had been killed just then
+    said = []
+    assert same(run(data, tmp_path, resume=True, steps=2, said=said), first)
+    assert said == ["going on after step 2"]
+    assert (tmp_path / FILES[1]).exists()
+
+
+def test_resume_begins_where_there_is_nothing(data, tmp_path):
+    stopped(data, tmp_path, stop="step 1/")
+    assert checkpoints(tmp_path) == []
+    assert run(data, tmp_path / "new", resume=True, steps=2)["steps"] == 2
+
+
+def test_a_run_is_not_written_over(data, tmp_path):
+    run(data, tmp_path, steps=2)
+    with pytest.raises(CheckpointError, match=r"a run already \(checkpoint-2\); go on with --res"):
+        run(data, tmp_path, steps=2)
+    (tmp_path / "checkpoint-2").rename(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"a run already \(adapter_model.safetensors\)"):
+        run(data, tmp_path, steps=2)
+    with pytest.raises(CheckpointError, match="an adapter but no checkpoint"):
+        run(data, tmp_path, steps=2, resume=True)
+
+
+def test_what_may_not_change(data, tmp_path):
+    stopped(data, tmp_path, stop="step 3/")
+    for options, says in (
+        ({"lr": 2e-2}, "lr is 0.02, was 0.01;"),
+        ({"steps": 7, "seed": 1}, "seed is 1, was 0; steps is 7, was 6;"),
+        ({"cache": "h2o:17"}, r"cache is h2o:17\+plain@growing, was h2o:16.*; chunk is 17, was 16"),
+        ({"model": finetuning.model(rms_norm_eps=1e-3)}, "model's config is .*, was"),
+    ):
+        with pytest.raises(CheckpointError, match=f"of another run: {says}"):
+            run(data, tmp_path, resume=True, **options)
+    model = finetuning.model()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match=r"of another run: model's weights is"):
+        run(data, tmp_path, resume=True, model=model)
+    lines = data.read_bytes().splitlines()
+    for changed, says in (
+        ([*lines[1:3], lines[0], *lines[3:]], "data is"),
+        ([*lines[:-1], lines[0]], "evaluation is"),
+    ):
+        (tmp_path / "other").write_bytes(b"\n".join(changed))
+        with pytest.raises(CheckpointError, match=f"of another run: {says}"):
+            run(tmp_path / "other", tmp_path, resume=True)
+
+
+def test_what_may_change(data, tmp_path, whole):
+    stopped(data, tmp_path, stop="step 3/")
+    changed = {"keep": 1, "save_every": 3, "eval_every": 1, "host_bytes": 0}
+    run(data, tmp_path, resume=True, **changed)
+    assert (tmp_path / FILES[0]).read_bytes() == (whole[0] / FILES[0]).read_bytes()
+
+
+def state_of(out):
+    return checkpoint._read(out / f"checkpoint-{STEPS}")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    found = bytearray(path.read_bytes())
+    found[-9] ^= 1
+    path.write_bytes(found)
+
+
+def reseal(path):
+    """Make a checkpoint believe in a file."""
+    file = path.parent / checkpoint.STATE
+    fields = json.loads(file.read_bytes())
+    del fields["checksum"]
+    fields["files"][path.name] = checkpoint._checksum(path)
+    file.write_text(checkpoint._sealed(fields))
+
+
+def change(**changed):
+    def damage(path):
+        fields = json.loads(path.read_bytes()) | changed
+        del fields["checksum"]
+        path.write_text(checkpoint._sealed(fields))
+
+    return damage
+
+
+@pytest.fixture(scope="module")
+def early(data, tmp_path_factory):
+    """What a run left that was interrupted after four steps."""
+    out = tmp_path_factory.mktemp("early")
+    stopped(data, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (FILES[0], truncate, "another checksum"),
+        (FILES[1], flip, "another checksum"),
+        ("optimizer.safetensors", truncate, "another checksum"),
+        ("optimizer.safetensors", flip, "another checksum"),
+        ("optimizer.safetensors", Path.unlink, "No such file"),
+        (checkpoint.STATE, Path.unlink, "No such file"),
+        (checkpoint.STATE, truncate, "not as it was written"),
+        (checkpoint.STATE, lambda path: path.write_text("[]"), "not as it was written"),
+        (checkpoint.STATE, lambda path: path.write_text("[" * 99999), "not as it was written"),
+        (
+            checkpoint.STATE,
+            lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": 3')),
+            "another checksum",
+        ),
+        (checkpoint.STATE, change(step="4"), "step is '4'"),
+        (checkpoint.STATE, change(step=2), "it is of step 2"),
+        (checkpoint.STATE, change(version=2), "of version 2, this kvkeep reads version 1"),
+    ],
+)
+def test_damage_is_named(data, early, tmp_path, name, damage, says):
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", early, out], check=True)
+    damage(out / "checkpoint-4" / name)
+    place = "" if "version" in says else f"/{name}"
+    with pytest.raises(CheckpointError, match=f"checkpoint-4{place} is .*{says}"):
+        run(data, out, resume=True)
+    assert checkpoints(out) == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [(FILES[0], {"x": torch.zeros(1)}), ("optimizer.safetensors", {"random": torch.zeros(1)})],
+)
+def test_a_checkpoint_of_something_else(data, early, tmp_path, name, tensors):
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", early, out], check=True)
+    save_file(tensors, out / "checkpoint-4" / name)
+    reseal(out / "checkpoint-4" / name)
+    with pytest.raises(CheckpointError, match=f"checkpoint-4/{name} is not as it was"):
+        run(data, out, resume=True)
+
+
+def test_without_a_damaged_checkpoint_the_one_before_it_serves(data, early, tmp_path, whole):
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", early, out], check=True)
+    subprocess.run(["rm", "-r", out / "checkpoint-4"], check=True)
+    run(data, out, resume=True)
+    assert (out / FILES[0]).read_bytes() == (whole[0] / FILES[0]).read_bytes()
+
+
+def test_nothing_is_unpickled(data, early, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("unpickled")
+
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads")):
+        monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(pickle, "Unpickler", refuse)
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", early, out], check=True)
+    assert run(data, out, resume=True)["steps"] == STEPS
+
+
+def test_one_process_at_a_time(data, tmp_path):
+    with (
+        checkpoint.claimed(tmp_path / "a" / "b"),
+        pytest.raises(CheckpointError, match="another process is fine-tuning into"),
+    ):
+        run(data, tmp_path / "a" / "b", steps=2)
+    assert run(data, tmp_path / "a" / "b", steps=2)["steps"] == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write .*file.*; give a directory"):
+        run(data, tmp_path / "file", steps=2)
+
+
+def test_a_disk_that_is_full(data, tmp_path, monkeypatch, whole):
+    saved, write = [], checkpoint.save_file
+
+    def full(tensors, path):
+        saved.append(path)
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-4: .*No space left"):
+        run(data, tmp_path)
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert checkpoint.newest(tmp_path, state_of(whole[0]).options)[0].step == 2

@@ -1,0 +1,150 @@
+"""What is read of a file, and what of it is learned."""
+
+from __future__ import annotations
+
+import finetuning
+import pytest
+import torch
+
+from kvkeep.finetune.data import DataError, Tokens, batched, digest, order, pieces, read
+
+BROKEN = "{{ messages[0].nowhere.at.all }}"
+LOOKS_AHEAD = (
+    "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}<s>{% endif %}"
+    "{{ m['content'] }}<e>{% endfor %}"
+)
+FEWER_AT_FIRST = "{{ messages | length }}" + finetuning.TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return finetuning.tokenizer()
+
+
+def learned(tokenizer, tokens):
+    """The runs of learned tokens, as text."""
+    found, last = [], False
+    for token, label in zip(tokens.ids.tolist(), tokens.labels.tolist(), strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            found = found if last else [*found, []]
+            found[-1].append(token)
+        last = label != -100
+    return [tokenizer.decode(run) for run in found]
+
+
+def test_all_of_a_text_is_learned(tmp_path, tokenizer):
+    (found,) = read(finetuning.write(tmp_path / "d", "Some words.\nMore."), tokenizer)
+    assert found.ids.tolist() == tokenizer("Some words.\nMore.").input_ids
+    assert found.labels.equal(found.ids)
+    assert found.learned == len(found.ids) - 1
+
+
+def test_only_the_assistant_is_learned(tmp_path, tokenizer):
+    system = [{"role": "system", "content": "Be."}, *finetuning.CHAT]
+    for found in read(finetuning.write(tmp_path / "d", finetuning.CHAT, system), tokenizer):
+        assert learned(tokenizer, found) == ["Hello.<e>\n", "Me.<e>\n"]
+    whole = tokenizer.apply_chat_template(system, tokenize=False)
+    assert tokenizer.decode(found.ids) == whole
+
+
+def test_what_the_user_says_last_is_not_learned(tmp_path, tokenizer):
+    (found,) = read(finetuning.write(tmp_path / "d", finetuning.CHAT[:3]), tokenizer)
+    assert learned(tokenizer, found) == ["Hello.<e>\n"]
+    assert tokenizer.decode(found.ids).endswith("Who?<e>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (LOOKS_AHEAD, "the end of message 1 depends on what follows"),
+        (FEWER_AT_FIRST, "the end of message 1 depends on what follows"),
+        (BROKEN, "chat template refuses the first 4 messages"),
+        (None, "no chat template"),
+    ],
+)
+def test_templates_whose_answers_cannot_be_found(tmp_path, template, says):
+    file = finetuning.write(tmp_path / "chats", "A text.", finetuning.CHAT)
+    with pytest.raises(DataError, match=f"chats, line 2: .*{says}"):
+        read(file, finetuning.tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"words", "no JSON .*; write one object"),
+        (b"", "no JSON"),
+        (b'{"text": "caf\xe9"}', "no JSON .*utf-8"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[]", r"\[\]; give an object"),
+        (b'{"prompt": "a"}', r"an object of \['prompt'\]"),
+        (b'{"text": "a", "messages": []}', 'either "text" or "messages"'),
+        (b'{"text": 3}', '"text" is 3'),
+        (b'{"text": " "}', "\"text\" is ' '; give text that is not empty"),
+        (b'{"text": "\\ud800"}', "half a character"),
+        (b'{"messages": {}}', '"messages" is {}'),
+        (b'{"messages": []}', r'"messages" is \[\]'),
+        (b'{"messages": ["hi"]}', "message 0 is 'hi'"),
+        (b'{"messages": [{"role": "user"}]}', '"content" of message 0 is None'),
+        (b'{"messages": [{"role": 1, "content": "a"}]}', '"role" of message 0 is 1'),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant"),
+    ],
+)
+def test_bad_lines(tmp_path, tokenizer, line, says):
+    file = finetuning.write(tmp_path / "texts", "Good.", line, "Good.")
+    with pytest.raises(DataError, match=f"texts, line 2: .*{says}"):
+        read(file, tokenizer)
+
+
+def test_files_with_nothing(tmp_path, tokenizer):
+    for content in (b"", b"\n"):
+        (tmp_path / "d").write_bytes(content)
+        with pytest.raises(DataError, match="d is empty; write a line"):
+            read(tmp_path / "d", tokenizer)
+    with pytest.raises(DataError, match=r"cannot read .*nowhere: No such file"):
+        read(tmp_path / "nowhere", tokenizer)
+
+
+def test_pieces(tmp_path, tokenizer):
+    short, long, chat = read(
+        finetuning.write(tmp_path / "d", "a", "0123456789x", finetuning.CHAT), tokenizer
+    )
+    assert pieces([short], 5) == []
+    found = pieces([long], 5)
+    assert [tokenizer.decode(piece.ids) for piece in found] == ["01234", "56789"]  # no single x
+    assert all(piece.labels.equal(piece.ids) for piece in found)
+    (whole,) = pieces([chat], 99)
+    assert whole.ids.equal(chat.ids)
+    # No answer is in the first eight tokens, and one whole piece has no more than its first.
+    assert all(piece.learned for piece in pieces([chat], 8))
+    assert 0 < len(pieces([chat], 8)) < len(chat.ids) / 8
+    ids = torch.arange(6)
+    only_the_first = torch.where(ids % 3 == 0, ids, -100)
+    assert pieces([Tokens(ids, only_the_first)], 3) == []
+
+
+def test_batches():
+    long, short, last = (Tokens(torch.arange(1, n), torch.arange(1, n)) for n in (6, 4, 3))
+    first, second = batched([long, short, last], 2)
+    assert first.ids.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]]
+    assert first.mask.tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert first.labels.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, -100, -100]]
+    assert second.ids.tolist() == [[1, 2]]
+
+
+def test_order():
+    first = order(50, 0, 0)
+    assert sorted(first) == list(range(50))
+    torch.manual_seed(1)
+    assert order(50, 0, 0) == first
+    different = [first, order(50, 0, 1), order(50, 1, 0), list(range(50))]
+    assert len({tuple(one) for one in different}) == 4
+
+
+def test_a_digest_tells_apart():
+    ids = torch.arange(6)
+    whole = Tokens(ids, ids)
+    cut = pieces([whole], 3)
+    some = Tokens(ids, torch.where(ids > 2, ids, -100))
+    assert digest([whole]) == digest([Tokens(ids.clone(), ids.clone())])
+    assert len({digest(given) for given in ([], [whole], cut, cut[::-1], [some])}) == 5
