@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 from kvkeep.bench.environment import environment
-from kvkeep.errors import UnsupportedError
+from kvkeep.bench.resident import alone, peak, require_counters, reset_peak, resident
 
 SYSTEMS = ("keep_all@growing", "hf-dynamic")
 
@@ -43,16 +35,12 @@ def run(
     Raises:
         UnsupportedError: not on Linux, whose counters this reads.
     """
-    if not sys.platform.startswith("linux"):
-        raise UnsupportedError(
-            f"resident memory is read from Linux's counters, not {sys.platform}'s"
-        )
+    require_counters()
     rows = []
     for system in systems:
         if progress is not None:
             progress(f"{system}, {tokens} tokens")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            rows.append(pool.submit(_measure, system, model, tokens, prompt).result())
+        rows.append(alone(_measure, system, model, tokens, prompt))
     return {
         "benchmark": "memory",
         "environment": environment(),
@@ -83,39 +71,21 @@ def _held_by(system: str, model: Any, ids: Any, tokens: int) -> dict[str, Any]:
 
     def after_step() -> None:
         if not without:  # the prefill's activations are not the cache's
-            without.append(_resident() - live_bytes(held[0]))
+            without.append(resident() - live_bytes(held[0]))
         else:
-            above.append(_peak() - without[0] - live_bytes(held[0]))
-        _reset_peak()
+            above.append(peak() - without[0] - live_bytes(held[0]))
+        reset_peak()
 
     decode(model, ids, held[0], tokens - ids.shape[1], after_step)
     live = live_bytes(held[0])
-    resident = _resident()
+    freed = resident()
     held.clear()
-    resident -= _resident()
+    freed -= resident()
     return {
         "system": system,
         "tokens": tokens,
         "live_bytes": live,
-        "resident_bytes": resident,
-        "ratio": resident / live,
+        "resident_bytes": freed,
+        "ratio": freed / live,
         "peak_above_bytes": max(above),
     }
-
-
-def _resident() -> int:
-    """Resident bytes, after giving back what is free."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)
-
-
-def _peak() -> int:
-    """Most bytes resident since the last `_reset_peak`."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")

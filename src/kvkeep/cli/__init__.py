@@ -12,6 +12,7 @@ from kvkeep.cli.chat import chat, sessions
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.eval import evaluate
 from kvkeep.cli.export import export
+from kvkeep.cli.finetune import finetune
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
@@ -47,6 +48,7 @@ app.command()(chat)
 app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(inspect)
+app.command()(finetune)
 app.command()(export)
 app.command()(doctor)
 app.add_typer(sessions, name="sessions")

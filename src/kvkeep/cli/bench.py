@@ -268,6 +268,45 @@ def reuse(
     _show(title, result, plot, json)
 
 
+@bench.command()
+def train(
+    model: Model = "smollm2-135m",
+    tokens: Annotated[
+        str, typer.Option(help="Lengths of the text, comma-separated.")
+    ] = "2048,4096,8192",
+    cache: Annotated[str, typer.Option(help="What kvkeep keeps.")] = "h2o:1024",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens kvkeep computes at once.")] = 1024,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "kvkeep,backprop,checkpointing",
+    check: Annotated[bool, typer.Option(help="Compare the gradients too.")] = True,
+    plot: PlotFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """One gradient of a long text in all weights, beside backprop and gradient checkpointing."""
+    check_plot(plot)
+    lengths, chosen = whole_numbers(tokens), listed(methods, ",")
+    if not chosen:
+        raise typer.BadParameter("--methods names none; give one, e.g. kvkeep")
+    with reported(), Working("train") as working:
+        from kvkeep.bench.train import run
+
+        result = run(
+            model,
+            tokens=lengths,
+            methods=chosen,
+            cache=cache,
+            chunk=chunk,
+            check=check,
+            progress=working,
+        )
+    title = f"One gradient of {model}, float32, {cache}"
+    if plot is not None:
+        shown = ("method", "tokens", "peak_bytes", "seconds")
+        draw(title, [{name: row[name] for name in shown} for row in result["rows"]], plot)
+    _show(title, result, None, json)
+
+
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     if plot is not None:
         draw(title, result["rows"], plot)

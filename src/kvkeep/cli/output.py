@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -28,6 +29,9 @@ ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat1
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="End with one JSON object, alone on the last line.")
 ]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @contextmanager
@@ -80,9 +84,13 @@ class Working:
 
 class Advancing:
     """What is being done and how much of all: a progress bar on a terminal's stderr, a line for
-    each change elsewhere."""
+    each change elsewhere.
 
-    def __init__(self, doing: str) -> None:
+    Args:
+        over: seconds whose pace tells what remains.
+    """
+
+    def __init__(self, doing: str, over: float = 30.0) -> None:
         self._console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -90,6 +98,7 @@ class Advancing:
             TaskProgressColumn(),
             TimeRemainingColumn(),
             console=self._console,
+            speed_estimate_period=over,
             transient=True,
             disable=not self._console.is_terminal,
         )
@@ -108,6 +117,18 @@ class Advancing:
         if doing != self._doing and not self._console.is_terminal:
             self._console.print(f"{share:4.0%} {doing} ...", style="dim", highlight=False)
         self._doing = doing
+
+
+def size_in_bytes(text: str) -> int:
+    """A size such as 500MB or 2GiB.
+
+    Raises:
+        BadParameter: something else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
+    if found is None or found[2].upper() not in _UNITS:
+        raise typer.BadParameter(f"{text!r}: give a size such as 500MB, 2GB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -133,7 +154,7 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool = False) -> None:
-    """Rows of equal keys as a table; numbers to three significant digits."""
+    """Rows of equal keys as a table; numbers to three significant digits, - for None."""
     table = Table(title=title)
     for key in rows[0]:
         left = isinstance(rows[0][key], str)
@@ -144,6 +165,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool =
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

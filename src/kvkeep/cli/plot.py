@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,7 @@ def check_plot(file: Path | None) -> None:
 
 def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw a panel for each measured column over the length held, with a line for each system; bars
-    where all rows have one length, or none."""
+    where all rows have one length, or none. A gap where a value is None."""
     from matplotlib.figure import Figure
 
     axis = next((name for name in _AXES if name in rows[0]), "")
@@ -50,15 +51,16 @@ def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     for panel, column in zip(panels, columns, strict=True):
         panel.set_ylabel(column.replace("_", " "))
         if len(lengths) <= 1:
-            panel.bar(list(systems), [row[column] for row in rows])
+            panel.bar(list(systems), _heights(rows, column))
             panel.set_xlabel("".join(f"{length:,} {axis}" for length in lengths))
             if len(systems) > 4:
                 panel.tick_params(axis="x", rotation=90)
             continue
         for system in systems:
             mine = [row for row in rows if not label or row[label] == system]
-            panel.plot([r[axis] for r in mine], [r[column] for r in mine], "o-", label=system)
-        panel.set(xscale="log", yscale="log", xlabel=axis)
+            panel.plot([r[axis] for r in mine], _heights(mine, column), "o-", label=system)
+        nothing = all(row[column] is None for row in rows)  # which no logarithmic axis can hold
+        panel.set(xscale="log", yscale="linear" if nothing else "log", xlabel=axis)
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
         panel.minorticks_off()
         if label:
@@ -117,6 +119,10 @@ def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file:
     every = -(-len(lines) // 40)
     panel.set_yticks(range(0, len(lines), every), list(lines)[::every], fontsize=7)
     figure.savefig(file)
+
+
+def _heights(rows: Iterable[Mapping[str, Any]], column: str) -> list[Any]:
+    return [math.nan if row[column] is None else row[column] for row in rows]
 
 
 def _smallest(values: Iterable[float]) -> float:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
 from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import ModelDtype, ModelName, Working, reported
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+from kvkeep.cli.output import ModelDtype, ModelName, Working, reported, size_in_bytes
 
 
 def serve(
@@ -46,7 +42,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients; no beginning of a prompt is computed twice."""
     with reported():
-        nbytes = _bytes(budget)
+        nbytes = size_in_bytes(budget)
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
         try:
@@ -85,18 +81,6 @@ def serve(
                 announce=lambda url: typer.echo(f"{model} ({spec}) at {url}"),
                 stop=engine.close,
             )
-
-
-def _bytes(text: str) -> int:
-    """A size such as 500MB or 2GiB.
-
-    Raises:
-        BadParameter: something else.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS:
-        raise typer.BadParameter(f"{text!r}: give a size such as 500MB, 2GB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 __all__ = ["serve"]

@@ -1,0 +1,92 @@
+"""What a measurement takes of memory, in a process of its own; read from Linux's counters."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import psutil
+
+from kvkeep.errors import UnsupportedError
+
+SPARED = 1 << 30
+"""Bytes of what is available that a measurement leaves to others."""
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def require_counters() -> None:
+    """Raise UnsupportedError where there are none."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            f"resident memory is read from Linux's counters, not {sys.platform}'s"
+        )
+
+
+def alone(
+    function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
+) -> _Result:
+    """Call a module's function in a new process.
+
+    Raises:
+        BrokenProcessPool: the process died.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def resident() -> int:
+    """Resident bytes, after giving back what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak() -> int:
+    """Most bytes resident since the last `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    """Let the peak be what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def bounded(memory: int | None = None) -> Iterator[None]:
+    """Let allocations fail beyond `memory` bytes more than this process maps now, where the system
+    would otherwise end some process. None: what is available, less `SPARED`."""
+    import resource  # noqa: PLC0415 - only on Unix
+
+    if memory is None:
+        memory = max(0, psutil.virtual_memory().available - SPARED)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(
+        resource.RLIMIT_AS, (min([psutil.Process().memory_info().vms + memory, *limits]), hard)
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is what an allocation that failed raises, here or in a library."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    says = ("allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in says)

@@ -1,0 +1,219 @@
+"""`kvkeep bench train`: what it measures, and the reference it compares gradients with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+import torch
+from families import tiny
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.bench import train
+from kvkeep.bench.resident import bounded, is_out_of_memory
+from kvkeep.bench.unrolled import unrolled
+from kvkeep.cli import app
+from kvkeep.cli.output import print_table
+from kvkeep.cli.plot import plot
+from kvkeep.evals.text import tokens_of_text
+from kvkeep.hf.models import resolve
+from kvkeep.train import backward, replaying
+
+COLUMNS = ["method", "tokens", "peak_bytes", "seconds", "grad_rel_error", "offloaded_bytes"]
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads Linux's counters"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a tiny model, whose logits take most of the memory."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny("llama", vocab_size=49152, attention_dropout=0.5).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve("smollm2-135m")).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    return tokens_of_text(AutoTokenizer.from_pretrained(model), 2000)
+
+
+@pytest.fixture
+def _here(monkeypatch, one_thread, text):
+    """Processes of their own, which import and tokenise for seconds, are not started."""
+    monkeypatch.setattr(train, "tokens_of_text", lambda _, count: text[:, :count])
+    monkeypatch.setattr(train, "alone", lambda function, *args: function(*args))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["bench", "train", *arguments])
+
+
+def require_complete(rows):
+    for row in rows:
+        assert list(row) == COLUMNS
+        assert row["peak_bytes"] > 0
+        assert row["seconds"] > 0
+        assert 0 <= row["grad_rel_error"] < 1e-5
+        assert (row["offloaded_bytes"] > 0) == (row["method"] == "kvkeep")
+
+
+def require_null(row):
+    assert list(row) == COLUMNS
+    assert [row[name] for name in ("peak_bytes", "seconds", "grad_rel_error")] == [None] * 3
+    assert row["offloaded_bytes"] == (None if row["method"] == "kvkeep" else 0)
+
+
+@pytest.mark.usefixtures("_here")
+def test_rows(model):
+    doing = []
+    result = train.run(model, tokens=(48, 96), cache="h2o:16", chunk=16, progress=doing.append)
+    assert [(row["tokens"], row["method"]) for row in result["rows"]] == [
+        (tokens, method) for tokens in (48, 96) for method in train.METHODS
+    ]
+    require_complete(result["rows"])
+    assert doing.count("reference, 48 tokens") == 1
+    json.dumps(result)
+
+
+@pytest.mark.usefixtures("_here")
+def test_full_attention_is_compared_with_backprop(model):
+    doing = []
+    options = {"tokens": (96,), "cache": "keep_all@concat", "chunk": 20, "progress": doing.append}
+    require_complete(train.run(model, **options)["rows"])
+    assert not any("reference" in what for what in doing)
+    (row,) = train.run(model, methods=["kvkeep"], **options)["rows"]
+    require_complete([row])
+    assert "reference, 96 tokens" in doing
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("method", ["backprop", "checkpointing"])
+def test_nothing_to_compare_with(model, method):
+    (row,) = train.run(model, tokens=(48,), methods=[method])["rows"]
+    assert row["grad_rel_error"] is None
+    assert row["seconds"] > 0
+
+
+@pytest.mark.usefixtures("_here")
+def test_no_check(model):
+    rows = train.run(model, tokens=(48,), cache="h2o:16", chunk=16, check=False)["rows"]
+    assert [row["grad_rel_error"] for row in rows] == [None] * 3
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("_here")
+def test_what_does_not_fit(model):
+    """Logits of 1500 tokens are 280 MiB, and there are several; kvkeep computes some at a time."""
+    options = {"tokens": (1500,), "cache": "keep_all", "chunk": 128}
+    ours, *others = train.run(model, memory=400 << 20, **options)["rows"]
+    require_complete([ours])
+    for row in others:
+        require_null(row)
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_process_that_was_ended(monkeypatch):
+    def end(*_):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(train, "alone", end)
+    rows = train.run("none", tokens=(48,))["rows"]
+    assert len(rows) == 3
+    for row in rows:
+        require_null(row)
+
+
+def test_a_bound():
+    with bounded(64 << 20):
+        torch.ones(1 << 20)
+        with pytest.raises(RuntimeError) as failure:
+            torch.ones(1 << 28)
+    assert is_out_of_memory(failure.value)
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    torch.empty(1 << 28)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:16", "window:20,sinks=2+int8", "adakv(h2o:16)"])
+def test_the_reference(family, spec, one_thread):
+    model, ids, chunk = tiny(family).double(), torch.randint(2, 96, (1, 70)), 16
+    decisions = []
+    backward(model, ids, ids, cache=spec, chunk=chunk, decisions=decisions)
+    model.zero_grad()
+    loss = unrolled(model, ids, spec, chunk, decisions)
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    with kvkeep.attach(model):
+        cache = replaying(model, spec, decisions)
+        pieces = [model(x, past_key_values=cache).logits for x in ids.split(chunk, dim=1)]
+        expected = torch.nn.functional.cross_entropy(torch.cat(pieces, dim=1)[0, :-1], ids[0, 1:])
+        expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_a_command(model, tmp_path):
+    picture = tmp_path / "train.png"
+    options = ("--model", model, "--tokens", "48", "--cache", "h2o:16", "--chunk", "16")
+    result = invoke(*options, "--methods", "kvkeep", "--no-check", "--plot", str(picture), "--json")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert list(row) == COLUMNS
+    assert row["peak_bytes"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_process_for_each(model):
+    options = ("--model", model, "--tokens", "48,96", "--cache", "h2o:16", "--chunk", "16")
+    result = invoke(*options, "--json")
+    assert result.exit_code == 0, result.output
+    require_complete(json.loads(result.stdout.splitlines()[-1])["rows"])
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_fit(model):
+    options = {"tokens": (1500,), "cache": "keep_all", "chunk": 128, "memory": 400 << 20}
+    ours, *others = train.run(model, **options)["rows"]
+    require_complete([ours])
+    for row in others:
+        require_null(row)
+
+
+@pytest.mark.parametrize("lengths", [(48,), (48, 96)])
+def test_gaps(tmp_path, capsys, lengths):
+    names = ("peak_bytes", "seconds")
+    rows = [
+        {"method": "kvkeep", "tokens": length} | dict.fromkeys(names, 1.5) for length in lengths
+    ]
+    rows += [{"method": "backprop", "tokens": length} | dict.fromkeys(names) for length in lengths]
+    plot("Gaps", rows, tmp_path / "gaps.svg")
+    plot("Nothing", rows[len(lengths) :], tmp_path / "nothing.svg")
+    assert (tmp_path / "gaps.svg").exists()
+    print_table("Gaps", rows)
+    assert "None" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tokens", "8,x"), "whole numbers"),
+        (("--tokens", "1"), "give at least 2"),
+        (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
+        (("--methods", ","), "names none"),
+        (("--cache", "h3o:5"), "did you mean 'h2o'"),
+        (("--plot", "x.foo"), "end it in one of"),
+    ],
+)
+def test_bad_input(arguments, says):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.replace("│", " ").split())

@@ -1,0 +1,156 @@
+"""`kvkeep finetune`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import finetuning
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from kvkeep import train
+from kvkeep.cli import app
+from kvkeep.finetune.data import read
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """Of many small tensors."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of a model with its tokenizer."""
+    directory = tmp_path_factory.mktemp("base")
+    finetuning.model().save_pretrained(directory)
+    finetuning.tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path):
+    return finetuning.write(tmp_path / "texts.jsonl", *finetuning.texts())
+
+
+def run(base, data, out, *options):
+    where = ("--model", str(base), "--out", str(out), "--dtype", "float32", "--device", "cpu")
+    return CliRunner().invoke(app, ["finetune", str(data), *where, *options])
+
+
+def last_line(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_finetune(base, data, tmp_path):
+    out = tmp_path / "deep" / "out"
+    options = ("--cache", "h2o:16", "--length", "32", "--rank", "4", "--lr", "0.01")
+    more = ("--batch", "2", "--steps", "3", "--eval-every", "2", "--save-every", "1")
+    result = run(base, data, out, *options, *more, "--json")
+    found = last_line(result)
+    assert list(found) == [
+        *("model", "cache", "steps", "tokens", "seconds", "train_loss", "eval_loss"),
+        *("untuned_loss", "tuned_loss", "adapter"),
+    ]
+    assert (found["model"], found["cache"]) == (str(base), "h2o:16+plain@growing")
+    assert (found["steps"], found["adapter"]) == (3, str(out))
+    assert [one["step"] for one in found["train_loss"]] == [1, 2, 3]
+    assert [one["step"] for one in found["eval_loss"]] == [2, 3]
+    assert found["tuned_loss"] == found["eval_loss"][-1]["loss"]
+    assert 3 * 4 <= found["tokens"] <= 3 * 2 * 32
+    for said in ("step 1/3, loss ", " tokens/s", "evaluated after step 2", "going on"):
+        assert (said in result.stderr) is (said != "going on")
+
+    held = read(data, finetuning.tokenizer())[-1]
+    ids = held.ids[None, :32]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    model = PeftModel.from_pretrained(plain, out).eval()
+    adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), out / "checkpoint-3"
+    )
+    pieces = torch.split(held.ids, 32)
+    total = sum(
+        float(train.loss(model, x[None], x[None], cache="h2o:16", chunk=16)) * (len(x) - 1)
+        for x in pieces
+    ) / sum(len(x) - 1 for x in pieces)
+    assert found["tuned_loss"] == pytest.approx(total, rel=1e-5)
+    with torch.no_grad():
+        assert model(ids).logits.equal(adapter.eval()(ids).logits)
+
+    again = run(base, data, out, *options, *more)
+    assert again.exit_code == 2
+    assert "holds a run already (checkpoint-3); go on with --resume" in again.stderr
+    same = run(base, data, out, *options, *more, "--resume", "--json")
+    assert last_line(same) == found
+    assert "going on after step 3" in same.stderr
+    changed = run(base, data, out, *options, *more[:-2], "--resume", "--seed", "1")
+    assert changed.exit_code == 2
+    assert "seed is 1, was 0" in changed.stderr
+
+
+def test_it_says_what_came_of_it(base, data, tmp_path):
+    out = tmp_path / "out"
+    options = ("--cache", "keep_all", "--length", "24", "--epochs", "1", "--rank", "2")
+    result = run(base, data, out, *options, "--accumulate", "9", "--host-memory", "1MB")
+    assert result.exit_code == 0, result.output
+    said = result.stdout.splitlines()[-1]
+    assert said.startswith(f"{out}: 2 steps, ")
+    for part in (" tokens, ", " s; loss ", " before, ", " after (keep_all+plain@growing)"):
+        assert part in said
+    alone = run(base, data, tmp_path / "alone", *options, "--accumulate", "9", "--holdout", "0")
+    assert alone.exit_code == 0, alone.output
+    assert "loss" not in alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--cache", "windw:3"), "did you mean 'window'"),
+        (("--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
+        (("--steps", "1", "--epochs", "1"), "give one of them"),
+        (("--decay", "fast"), "give linear or cosine"),
+        (("--host-memory", "much"), "give a size such as"),
+        (("--eval", "nowhere.jsonl"), "does not exist"),
+        (("--length", "1"), "greater than or equal to 2"),
+        (("--steps", "1", "--length", "999"), "the model holds 256"),
+        (("--holdout", "6"), "use one of at most 5"),
+    ],
+)
+def test_bad_input(base, data, tmp_path, options, says):
+    result = run(base, data, tmp_path / "out", *options)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_line_is_named(base, tmp_path):
+    data = finetuning.write(tmp_path / "texts.jsonl", "Good.", b'{"text": 1}')
+    result = run(base, data, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f'{data}, line 2: "text" is 1; give text that is not empty' in result.stderr
+
+
+def test_without_peft(base, data, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("kvkeep.finetune.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    result = run(base, data, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "pip install 'kvkeep[finetune]'" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvkeep.cli import app; "
+        "assert CliRunner().invoke(app, ['finetune', '--help']).exit_code == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
