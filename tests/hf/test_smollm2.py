@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import tiny
 from transformers import DynamicCache
 
 import kvkeep
@@ -23,6 +24,7 @@ CASES = [
     *(("keep_all@fixed", which) for which in (0, "left")),
     *(("keep_all@concat", which) for which in (1, "left")),
     *(("dynamic", which) for which in (2, "left")),
+    ("keep_all@growing", "right"),
 ]
 
 
@@ -41,12 +43,15 @@ def generate(model, inputs, **options):
 
 def likeliest_without_cache(model, inputs, text):
     """What the model itself would have said at each new token of text, by one forward over it."""
-    mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, -NEW:])], dim=1)
-    place = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)  # as generate() has it
+    mask, new = inputs["attention_mask"], torch.arange(1, NEW + 1)
+    place = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)  # as generate() has it:
+    place = torch.cat([place, place[:, -1:] + new], dim=1)  # a text goes on from its last column
+    mask = torch.cat([mask, torch.ones_like(text[:, -NEW:])], dim=1)
+    fed = {"attention_mask": mask, "position_ids": place, "logits_to_keep": NEW + 1}
     with torch.inference_mode():
-        logits = model(text, attention_mask=mask, position_ids=place, use_cache=False).logits
+        logits = model(text, **fed, use_cache=False).logits
         logits[..., model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
-        return logits[:, -NEW - 1 : -1].argmax(dim=-1)
+        return logits[:, :-1].argmax(dim=-1)
 
 
 def new_cache(model, name):
@@ -71,20 +76,13 @@ def test_unattached(smollm2, which, name):
     assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
 
 
-def test_one_forward_says_what_generating_without_a_cache_says(smollm2):
-    model, tokenizer = smollm2
-    inputs = encode(tokenizer, 3)
+@pytest.mark.parametrize("which", [3, "left", "right"])
+def test_one_forward_says_what_generating_without_a_cache_says(smollm2, which):
+    """Of any model, so of a tiny one."""
+    model = tiny("llama", vocab_size=49152, eos_token_id=2)
+    inputs = encode(smollm2[1], which)
     text = generate(model, inputs, use_cache=False)
     assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
-
-
-def test_right_padding(smollm2):
-    """After which the first new token follows a padding token, so only generating will do."""
-    model, tokenizer = smollm2
-    inputs = encode(tokenizer, "right")
-    with kvkeep.attach(model):
-        text = generate(model, inputs, past_key_values=kvkeep.Cache(model, "keep_all@growing"))
-    assert text.equal(generate(model, inputs, use_cache=False))
 
 
 @torch.inference_mode()
