@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,17 +11,25 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from standin import stand_in
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name, *arguments):
+@pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.slow)])
+def model(request, tmp_path_factory):
+    """What is found does not depend on the model: the environment of one, tiny or the real one."""
+    return stand_in(tmp_path_factory.mktemp("home")) if request.param == "tiny" else os.environ
+
+
+def run(name, *arguments, env=os.environ):
     """How many tokens were found of each prompt of an example."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=True,
+        env=env,
     )
     return [tuple(map(int, n)) for n in re.findall(r"\[(\d+) of (\d+) tokens found", done.stdout)]
 
@@ -30,18 +39,18 @@ def test_all_are_tried():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
-def test_chat(tmp_path):
-    first = run("chat", tmp_path / "store")
+def test_chat(model, tmp_path):
+    first = run("chat", tmp_path / "store", env=model)
     assert first[0][0] == 0
     for (_, before), (found, _) in pairwise(first):
         assert found > before
-    second = run("chat", tmp_path / "store")
+    second = run("chat", tmp_path / "store", env=model)
     assert all(found >= tokens - 32 for found, tokens in second)
 
 
 @pytest.mark.parametrize("name", ["retrieval", "agent"])
-def test_blocks(name):
-    (first, _), *later = run(name)
+def test_blocks(model, name):
+    (first, _), *later = run(name, env=model)
     assert first < 20 or name == "agent"
     assert later[-1][0] > 0.5 * later[-1][1]
 

@@ -1,0 +1,24 @@
+"""A tiny random model under the demo model's name, for tests of what is done around a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from families import tiny
+from transformers import AutoTokenizer
+
+from kvkeep.hf.models import KNOWN, resolve
+
+NAME = "smollm2-135m"
+
+
+def stand_in(folder: Path, **overrides: Any) -> dict[str, str]:
+    """Write one, with the real tokenizer; the environment in which it has the name."""
+    assert NAME in KNOWN
+    place = folder / "models" / NAME
+    sizes = {"vocab_size": 49152, "max_position_embeddings": 8192} | overrides
+    tiny("llama", **sizes).save_pretrained(place)
+    AutoTokenizer.from_pretrained(resolve(NAME)).save_pretrained(place)
+    return {**os.environ, "KVKEEP_HOME": str(folder)}
