@@ -24,6 +24,7 @@ def test_exported_names():
         "CapacityError",
         "KVKeepError",
         "LayerCache",
+        "OutOfMemoryError",
         "PrefixStore",
         "Program",
         "RollbackError",

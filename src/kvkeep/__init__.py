@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.errors import (
         CapacityError,
         KVKeepError,
+        OutOfMemoryError,
         RollbackError,
         SavedCacheError,
         ShapeError,
@@ -41,6 +42,7 @@ __all__ = [
     "CapacityError",
     "KVKeepError",
     "LayerCache",
+    "OutOfMemoryError",
     "PrefixStore",
     "Program",
     "RollbackError",
@@ -66,6 +68,7 @@ _HOME = {
     "LayerCache": "kvkeep.layer",
     "PrefixStore": "kvkeep.store.prefix",
     "Program": "kvkeep.program",
+    "OutOfMemoryError": "kvkeep.errors",
     "RollbackError": "kvkeep.errors",
     "SavedCacheError": "kvkeep.errors",
     "ShapeError": "kvkeep.errors",

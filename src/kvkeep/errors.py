@@ -15,6 +15,11 @@ class CapacityError(KVKeepError, ValueError):
     """A cache with a fixed number of slots cannot take the tokens it was given."""
 
 
+class OutOfMemoryError(CapacityError, MemoryError):
+    """A device, or the host, has no room for the slots that were asked for; what the cache held is
+    as it was."""
+
+
 class RollbackError(KVKeepError, ValueError):
     """More tokens were to be taken back than the cache can restore exactly."""
 

@@ -134,8 +134,9 @@ class LayerCache:
     ) -> Tensor:
         """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`.
 
-        Arguments that do not fit raise before anything is changed; if attention itself fails, the
-        new tokens are taken back.
+        Arguments that do not fit raise before anything is changed, as does a lack of memory for
+        more slots; if attention fails, or there is no memory to settle, the new tokens are taken
+        back. Slots that no later query could reach may be gone.
         """
         self._checks.queries(q, k, sinks)
         self.check_gradients(q, k, v)
@@ -143,12 +144,12 @@ class LayerCache:
         view = self.extend(k, v, position)
         try:
             needed, observed = Need.MASS in self.policy.needs, self.policy.observed
-            asked = Options(scale, softcap, sinks, needed, observed)
-            out, mass = dispatch(q, view, asked)
+            out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
+            self.settle(Observation(mass, queries=q.detach(), scale=scale))
         except BaseException:
-            self._drop(k.shape[2], before)
+            if self._ledger.floor == before.floor:  # no eviction has followed
+                self._drop(k.shape[2], before)
             raise
-        self.settle(Observation(mass, queries=q.detach(), scale=scale))
         return out
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -158,8 +159,7 @@ class LayerCache:
     def in_order(self, view: View) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view in the order of their positions.
 
-        For attention that masks by column. Zero-copy while nothing was evicted; a copy from then
-        on, and when the next `settle` will evict."""
+        For attention that masks by column. A copy once something was evicted or will be."""
         assert self._ledger.like is not None
         moved = bool(self._ledger.floor) or self.length > (self.policy.budget or self.length)
         return view.in_order(self._ledger.like[0].dtype, self._ledger.like[1].dtype, moved=moved)

@@ -371,12 +371,11 @@ class LayerSlots:
         """Take an own copy of what is shared, or give it up."""
         if not self.frozen.runs:
             return
-        runs = self._runs if keep else []
-        self.storage = self._blank.another()
+        runs, storage = self._runs if keep else [], self._blank.another()
         for planes in runs:
             rows = {n: p.expand(self.rows, *p.shape[1:]) for n, p in planes.items()}
-            self.storage.append(rows)
-        self.frozen = Past()
+            storage.append(rows)
+        self.storage, self.frozen = storage, Past()  # unless there was no memory for it
 
     @property
     def _runs(self) -> list[Planes]:

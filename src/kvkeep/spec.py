@@ -7,7 +7,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
@@ -214,6 +214,7 @@ _SWITCH = {"0": False, "1": True}
 
 def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
     """An option's value: a whole number, a switch or a number, as its annotation says."""
+    kind = next(iter(get_args(kind)), kind)  # an option that may be None is not when it is given
     try:
         if kind is bool:
             return _SWITCH[value]

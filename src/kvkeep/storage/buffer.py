@@ -15,7 +15,7 @@ from kvkeep.errors import ShapeError
 from kvkeep.library import LIBRARY
 from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.base import Storage
-from kvkeep.storage.memory import reserve
+from kvkeep.storage.memory import SHORTAGE, out_of_memory, reserve
 
 _SLOTS_AHEAD = 8  # each view takes about a kilobyte of its own
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h
@@ -44,7 +44,7 @@ class Buffer(Storage):
         self._addresses: bytes | None = None  # of the planes, for moving slots
 
     @abstractmethod
-    def _capacity_for(self, slots: int) -> int:
+    def _capacity_for(self, slots: int, device: torch.device) -> int:
         """Slots to allocate so that `slots` fit; raises CapacityError when they cannot."""
 
     @property
@@ -126,14 +126,20 @@ class Buffer(Storage):
 
     def rows(self, index: Tensor) -> None:
         self._moved()
-        for name, plane in list(self._planes.items()):
+        planes = dict(self._planes)
+        for name, plane in planes.items():
             live = plane.narrow(2, 0, self._length)
             if len(index) == plane.shape[0]:
                 live.copy_(live.index_select(0, index))
                 continue
             shape = (len(index), *plane.shape[1:])
-            self._planes[name] = fresh = reserve(shape, plane.dtype, plane.device)
+            try:
+                planes[name] = fresh = reserve(shape, plane.dtype, plane.device)
+            except SHORTAGE as error:
+                rows = len(index) * (self.nbytes // max(1, plane.shape[0]))
+                raise out_of_memory(self.capacity, rows, self.live_bytes, plane.device) from error
             fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))
+        self._planes = planes  # all of them, or as they were if there was no memory
 
     def reset(self) -> None:
         self._drop_planes()
@@ -156,7 +162,8 @@ class Buffer(Storage):
         """Views (B, H|1, n, ...) of the slots from the first free one to `stop`."""
         start = self._length
         if stop > self.capacity:
-            self._reallocate(self._capacity_for(stop), self._planes or like)
+            like = self._planes or like
+            self._reallocate(self._capacity_for(stop, device_of(like)), like)
         if stop - start == 1:
             return self._slot(start)
         return {name: p.narrow(2, start, stop - start) for name, p in self._planes.items()}
@@ -211,11 +218,41 @@ class Buffer(Storage):
         )
 
     def _reallocate(self, capacity: int, like: Planes) -> None:
-        self.reallocations += bool(self._planes)
+        """Have `capacity` slots, in planes like `like`.
+
+        Raises:
+            OutOfMemoryError: there is no memory; the slots in use are as they were.
+        """
+        before = self.capacity
         self._moved()
-        for name, plane in like.items():
-            shape = (*plane.shape[:2], capacity, *plane.shape[3:])
-            fresh = reserve(shape, plane.dtype, plane.device)
-            if name in self._planes:  # one plane at a time, so that old and new overlap least
-                fresh.narrow(2, 0, self._length).copy_(plane.narrow(2, 0, self._length))
-            self._planes[name] = fresh
+        try:
+            for name, plane in like.items():  # one at a time: old and new overlap least
+                self._move(name, plane, capacity)
+        except SHORTAGE as error:
+            needed = sum(p[:, :, :1].numel() * p.element_size() for p in like.values()) * capacity
+            self._level(min(before, capacity))
+            raise out_of_memory(capacity, needed, self.live_bytes, device_of(like)) from error
+        self.reallocations += bool(before)
+
+    def _move(self, name: str, plane: Tensor, capacity: int) -> None:
+        shape = (*plane.shape[:2], capacity, *plane.shape[3:])
+        fresh = reserve(shape, plane.dtype, plane.device)
+        if name in self._planes:
+            fresh.narrow(2, 0, self._length).copy_(plane.narrow(2, 0, self._length))
+        self._planes[name] = fresh
+
+    def _level(self, capacity: int) -> None:
+        """Have `capacity` slots in planes of which some have more."""
+        if not capacity:
+            self._drop_planes()
+        for name, plane in self._planes.items():
+            if plane.shape[2] > capacity:
+                try:
+                    self._move(name, plane, capacity)
+                except SHORTAGE:  # it stays as large as it is, and is used as if it were not
+                    self._planes[name] = plane.narrow(2, 0, capacity)
+
+
+def device_of(planes: Planes) -> torch.device:
+    """Where planes lie."""
+    return next(iter(planes.values())).device

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
+import torch
+
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
 from kvkeep.storage.buffer import Buffer
@@ -38,7 +40,7 @@ class Fixed(Buffer):
             self._planes = dict(planes)
             self._moved()
 
-    def _capacity_for(self, slots: int) -> int:
+    def _capacity_for(self, slots: int, device: torch.device) -> int:
         self.require(slots)
         assert self.limit is not None
         return self.limit

@@ -1,4 +1,4 @@
-"""Buffers whose untouched part costs address space, not memory."""
+"""Buffers whose untouched part costs address space, not memory; and what to say without memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import ctypes
 import math
 import mmap
 
+import psutil
 import torch
 from torch import Tensor
+
+from kvkeep.errors import OutOfMemoryError
+
+SHORTAGE = (torch.OutOfMemoryError, MemoryError, OSError)
+"""What `reserve` raises when there is no memory: on an accelerator, and for small and large buffers
+on the CPU."""
 
 _PAGES_WORTH_MAPPING = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
 
@@ -18,6 +25,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     On the CPU a large one is its own anonymous mapping: pages become resident when they are first
     written and go back to the system with the tensor, whatever the allocator's heap looks like.
     Huge pages are declined, because one of them would make 2 MiB of untouched slots resident.
+    On an accelerator all of it is memory. Raises one of `SHORTAGE` where there is none.
     The result is an ordinary tensor also under `torch.inference_mode`, so that a cache can be
     filled in one mode and continued in another.
     """
@@ -32,6 +40,27 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             pages.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that could still be allocated, as far as anyone knows; None: nobody does."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def out_of_memory(slots: int, needed: int, held: int, device: torch.device) -> OutOfMemoryError:
+    """What to raise when the `needed` bytes of `slots` slots cannot be had, with `held` in use."""
+    free = free_bytes(device)
+    return OutOfMemoryError(
+        f"{slots} slots of a layer need {needed} bytes on {device}, where "
+        f"{'too few' if free is None else free} are free and its live slots hold {held}; use a "
+        "policy with a budget, such as h2o:4096, a codec (+int8 halves bfloat16, +int4 quarters "
+        "it)" + ("" if device.type == "cpu" else ", or keep the slots in host memory by @host")
+    )
 
 
 def give_back() -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from kvkeep.errors import OutOfMemoryError
 from kvkeep.planes import POSITION, Planes, slot_count
 from kvkeep.storage.base import Storage
 
@@ -69,10 +70,17 @@ class PerHead(Storage):
 
     def append(self, planes: Planes) -> slice:
         start, count = self.length, planes["k"].shape[1]
-        if not self.heads:
-            self.heads = tuple(self._each.another() for _ in range(count))
-        for index, head in enumerate(self.heads):
-            head.append({name: plane[:, index : index + 1] for name, plane in planes.items()})
+        former = self.heads
+        self.heads = former or tuple(self._each.another() for _ in range(count))
+        before = [head.length for head in self.heads]
+        try:
+            for index, head in enumerate(self.heads):
+                head.append({name: plane[:, index : index + 1] for name, plane in planes.items()})
+        except OutOfMemoryError:  # all of them or none
+            for head, length in zip(self.heads, before, strict=True):
+                head.truncate(min(head.length, length))
+            self.heads = former
+            raise
         return slice(start, start + slot_count(planes))
 
     def write(self, slots: Tensor, planes: Planes) -> None:
