@@ -7,6 +7,7 @@ import sys
 from shutil import which
 
 import pytest
+from standin import stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
@@ -35,13 +36,19 @@ def test_append():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
-@pytest.mark.usefixtures("_model")
-def test_memory():
+@pytest.mark.parametrize("size", ["small", pytest.param("real", marks=pytest.mark.slow)])
+def test_memory(tmp_path, monkeypatch, size):
+    layers, heads, width = 30, 3, 64
+    if size == "small":  # but its slots outweigh what else comes and goes
+        layers, heads, width = 4, 8, 128
+        shape = {"num_attention_heads": 8, "num_key_value_heads": heads, "head_dim": width}
+        home = stand_in(tmp_path, num_hidden_layers=layers, **shape)["KVKEEP_HOME"]
+        monkeypatch.setenv("KVKEEP_HOME", home)
     options = ("--tokens", "700", "--prompt", "600", "--json")
     rows = last_line(run("memory", *options))["rows"]
     assert [row["system"] for row in rows] == ["keep_all@growing", "hf-dynamic"]
     ours = rows[0]
-    assert ours["live_bytes"] == 30 * 700 * (2 * 3 * 64 * 4 + 4)
+    assert ours["live_bytes"] == layers * 700 * (2 * heads * width * 4 + 4)
     assert abs(ours["resident_bytes"] - ours["live_bytes"]) < 0.05 * ours["live_bytes"]
 
 

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 import torch
+from standin import stand_in
 from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import app
-from kvkeep.hf.models import home, is_fetched
+from kvkeep.hf.models import home, is_fetched, load
 
 MODEL = ("--model", "smollm2-135m")
 
@@ -162,19 +163,23 @@ def test_help_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_export(tmp_path, smollm2):
+@pytest.mark.parametrize("size", ["tiny", pytest.param("real", marks=pytest.mark.slow)])
+def test_export(tmp_path, monkeypatch, size):
+    if size == "tiny":
+        monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path)["KVKEEP_HOME"])
     path = tmp_path / "a.pt2"
     spec = "window:64,sinks=4+int8@fixed"
     result = last_line(run("export", str(path), *MODEL, "--cache", spec, "--json"))
     assert result["bytes"] == path.stat().st_size
     program = kvkeep.Program.load(path)
-    model, tokenizer = smollm2
+    model, tokenizer = load("smollm2-135m", "float32", "cpu")
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     found, logits = [], program(ids)
     for _ in range(8):
         found.append(logits.argmax(dim=-1, keepdim=True))
         logits = program(found[-1])
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with kvkeep.attach(model, spec):
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(torch.cat(found, dim=1)[0]) == tokenizer.decode(
         expected[0, ids.shape[1] :]
     )
