@@ -1,0 +1,170 @@
+"""Files of exported programs: whole, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from contextlib import nullcontext
+from io import FileIO
+
+import pytest
+from families import tiny
+
+import kvkeep
+from kvkeep.errors import SavedCacheError
+from kvkeep.program import FORMAT, _Whole
+
+WEIGHTS = "archive/data/weights/model_weights_config.json"
+
+
+def rewritten(path, change):
+    """The same archive, with each member's bytes (None for none) as `change(name, bytes)` says."""
+    other = path.with_name("other.pt2")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            found = change(name, source.read(name))
+            if found is not None:
+                target.writestr(name, found)
+    return other
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "a.pt2"
+    kvkeep.export(tiny("llama"), "keep_all@fixed:16").save(path)
+    return path
+
+
+def test_files_that_are_none(saved, tmp_path):
+    data = saved.read_bytes()
+    target = tmp_path / "a.pt2"
+    for name in ("b.pt2", "b.bin"):
+        with pytest.raises(SavedCacheError):
+            kvkeep.Program.load(tmp_path / name)
+    for size in (0, 100, len(data) // 2, len(data) - 10):
+        target.write_bytes(data[:size])
+        with pytest.raises(SavedCacheError, match="cannot be read"):
+            kvkeep.Program.load(target)
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/x", "y")
+    with pytest.raises(SavedCacheError, match="no kvkeep program"):
+        kvkeep.Program.load(target)
+
+
+def test_flipped(saved, tmp_path):
+    with zipfile.ZipFile(saved) as archive:
+        members = [m for m in archive.infolist() if m.file_size > 8]
+    target = tmp_path / "a.pt2"
+    for member in members:
+        data = bytearray(saved.read_bytes())
+        start = data.index(member.filename.encode()) + len(member.filename) + 200
+        data[min(start, member.header_offset + member.file_size)] ^= 64
+        target.write_bytes(data)
+        try:
+            kvkeep.Program.load(target)
+        except SavedCacheError:
+            continue
+        with zipfile.ZipFile(target) as archive:  # else it was between the members
+            assert archive.testzip() is None
+
+
+FULL = """
+import os, resource, signal, sys
+import kvkeep
+from families import tiny
+from kvkeep.errors import SavedCacheError
+path = sys.argv[1]
+program = kvkeep.export(tiny("llama"), "keep_all@fixed:16")
+program.save(path)
+size = os.path.getsize(path)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit in (size - 1, size - 21, size - 300, 20_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+    try:
+        program.save(path)
+    except SavedCacheError as error:
+        assert "what was there is as it was" in str(error), limit
+    else:
+        raise AssertionError(f"a full disk was not noticed at {limit} of {size} bytes")
+    assert os.listdir(os.path.dirname(path)) == ["a.pt2"], limit
+    kvkeep.Program.load(path)
+"""
+
+
+def test_a_full_disk(tmp_path):
+    """A file that may grow no larger: by the last bytes, or in the middle."""
+    command = [sys.executable, "-c", FULL, tmp_path / "a.pt2"]
+    environment = {**os.environ, "PYTHONPATH": "tests"}
+    subprocess.run(command, check=True, env=environment)
+
+
+def test_large_tensors_are_written_whole(tmp_path):
+    """The system writes no more than 2 GiB at once, and may write less than it is given."""
+
+    class Slow(FileIO):
+        def fileno(self):
+            return target
+
+    read, target = os.pipe()
+    os.set_blocking(target, True)
+    found = bytearray()
+    reader = threading.Thread(target=lambda: found.extend(os.fdopen(read, "rb").read()))
+    reader.start()
+    data = os.urandom(3_000_000)
+    whole = _Whole(Slow(tmp_path / "a", "wb"))
+    assert whole.write(data) == len(data)
+    os.close(target)
+    reader.join()
+    assert bytes(found) == data
+
+
+def test_pickles_and_other_headers(saved):
+    def pickled(name, data):
+        if name.endswith("weights_config.json"):
+            config = json.loads(data)
+            next(iter(config["config"].values()))["use_pickle"] = True
+            return json.dumps(config).encode()
+        return data
+
+    def inputs(name, data):
+        return b"\x80\x04." if "sample_inputs" in name else data
+
+    def header(**fields):
+        def change(name, data):
+            if not name.endswith("kvkeep.json"):
+                return data
+            return json.dumps(json.loads(data) | fields).encode()
+
+        return change
+
+    cases = [
+        (pickled, "a pickle"),
+        (inputs, "a pickle"),
+        (header(format=FORMAT + 1), f"of format {FORMAT + 1}"),
+        (header(rows="2"), "rows is '2'"),
+        (lambda name, data: None if "models/" in name else data, "holds no archive/models"),
+        (lambda name, data: None if name.endswith("kvkeep.json") else data, "no kvkeep program"),
+    ]
+    for change, message in cases:
+        with pytest.raises(SavedCacheError, match=message):
+            kvkeep.Program.load(rewritten(saved, change))
+    evil = pickled("weights_config.json", zipfile.Path(saved, WEIGHTS).read_bytes())
+    for name in (WEIGHTS, WEIGHTS.replace(".json", ".Json"), "archive/data/aotinductor/a.so"):
+        other = saved.with_name("other.pt2")
+        with (
+            pytest.warns(UserWarning, match="Duplicate") if name == WEIGHTS else nullcontext(),
+            zipfile.ZipFile(saved) as source,
+            zipfile.ZipFile(other, "w") as target,
+        ):
+            target.writestr(name, evil)  # torch takes the first of two
+            for member in source.namelist():
+                target.writestr(member, source.read(member))
+        with pytest.raises(SavedCacheError, match="may be a pickle"):
+            kvkeep.Program.load(other)
+    shutil.copy(saved, saved.with_name("whole.pt2"))
+    kvkeep.Program.load(saved.with_name("whole.pt2"))
