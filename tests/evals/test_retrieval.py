@@ -109,10 +109,10 @@ def test_a_context_without_room_for_the_question_is_refused():
 
 
 def test_a_real_model_finds_them_with_all_tokens_and_not_with_few(smollm2):
-    found = evaluate(*smollm2, ["keep_all", "window:32"], contexts=[300], continuation=4, windows=1)
+    found = evaluate(*smollm2, ["keep_all", "window:32"], contexts=[150], continuation=4, windows=1)
     full, window = found["rows"]
     assert full["retrieval"] == 1.0
     assert full["retrieval_by_depth"] == dict.fromkeys(("10", "30", "50", "70", "90"), 1.0)
     assert window["retrieval"] < 0.5
-    assert full["bytes"] == 30 * 300 * (2 * 3 * 64 * 4 + 4)
+    assert full["bytes"] == 30 * 150 * (2 * 3 * 64 * 4 + 4)
     assert window["perplexity_ratio"] > 1

@@ -290,7 +290,7 @@ def test_a_real_adapter(example, trained):
         for sentence in example.NEW_SENTENCES[:1]
     ]
 
-    def answers(invocation):
+    def answers(invocation, prompts):
         found = []
         for _, said in prompts:
             whole = example.message(said) + invocation
@@ -299,21 +299,22 @@ def test_a_real_adapter(example, trained):
             found.append(tokenizer.decode(output[0, ids.shape[1] :]))
         return found
 
-    wanted = answers(example.INVOCATION)
-    with tuned.disable_adapter():
-        base = answers(example.INVOCATION)
+    wanted = answers(example.INVOCATION, prompts)
     right = [
         a.startswith(f"{word}<|im_end|>") for a, (word, _) in zip(wanted, prompts, strict=True)
     ]
     assert sum(right) >= 10
-    assert not any(a == b for a, b in zip(wanted, base, strict=True))
+    some = prompts[:4]
+    with tuned.disable_adapter():
+        base = answers(example.INVOCATION, some)
+    assert not any(a == b for a, b in zip(wanted, base, strict=False))
     store = PrefixStore()
     kvkeep.attach(tuned, store=store)
     with tuned.disable_adapter():
-        answers("<|im_start|>assistant\n")
+        answers("<|im_start|>assistant\n", some)
     before = store.stats().hit_tokens
-    assert answers(example.INVOCATION) == wanted
-    heads = sum(len(tokenizer(example.message(said)).input_ids) for _, said in prompts)
+    assert answers(example.INVOCATION, some) == wanted[:4]
+    heads = sum(len(tokenizer(example.message(said)).input_ids) for _, said in some)
     assert store.stats().hit_tokens - before == heads
 
 
