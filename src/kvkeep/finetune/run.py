@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvkeep.errors import LossError
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
-from kvkeep.finetune.data import DataError, Tokens, batched, digest, order, pieces, read
+from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
 from kvkeep.finetune.lora import with_adapter
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.hf.fingerprint import fingerprint
@@ -113,11 +114,7 @@ class _Run:
         self._said = "training"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=options.lr, weight_decay=0.0)
-        self._through: dict[str, Any] = {
-            "cache": options.cache,
-            "chunk": options.chunk,
-            "offload": Offload(options.host_bytes, options.spill),
-        }
+        self._offload = Offload(options.host_bytes, options.spill)
 
     def begin(self, state: State) -> None:
         """Step 0: what the model is like as it was given."""
@@ -150,18 +147,9 @@ class _Run:
         total = 0.0
         self.model.train()
         try:
-            for index, (ids, labels, mask) in enumerate(batched(texts, options.batch)):
+            for index, batch in enumerate(batched(texts, options.batch)):
                 self._say(self._said, index / options.accumulate)
-                with self._explained(f"step {state.step + 1}"):
-                    found = backward(
-                        self.model,
-                        ids.to(self.model.device),
-                        labels,
-                        attention_mask=mask.to(self.model.device),
-                        num_items=items,
-                        **self._through,
-                    )
-                total += float(found)
+                total += self._through(backward, batch, items, f"step {state.step + 1}")
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in self._parameters if p.grad is not None]
             )
@@ -208,19 +196,31 @@ class _Run:
         self._say("evaluating")
         self.model.eval()
         items = sum(text.learned for text in self._held)
-        for ids, labels, mask in batched(self._held, self._options.batch):
-            with self._explained(f"evaluation after step {step}"):
-                found = loss(
-                    self.model,
-                    ids.to(self.model.device),
-                    labels,
-                    attention_mask=mask.to(self.model.device),
-                    num_items=items,
-                    **self._through,
-                )
-            total += float(found)
+        for batch in batched(self._held, self._options.batch):
+            total += self._through(loss, batch, items, f"evaluation after step {step}")
         self.state.eval_loss[str(step)] = total
         self._say(f"evaluated after step {step}, loss {total:.4f}")
+
+    def _through(
+        self, compute: Callable[..., Tensor], batch: Batch, items: int, when: str
+    ) -> float:
+        """The loss of a batch, as `backward` or `loss` computes it; a LossError says when."""
+        ids, labels, mask = batch
+        device, options = self.model.device, self._options
+        try:
+            found = compute(
+                self.model,
+                ids.to(device),
+                labels,
+                cache=options.cache,
+                chunk=options.chunk,
+                attention_mask=mask.to(device),
+                num_items=items,
+                offload=self._offload,
+            )
+        except LossError as error:
+            raise LossError(f"{when}: {error}") from error
+        return float(found)
 
     def _say(self, doing: str, part: float = 0.0) -> None:
         """What is done, and how much of the next step."""
@@ -233,13 +233,6 @@ class _Run:
         begun = time.monotonic()
         yield
         self.state.seconds += time.monotonic() - begun
-
-    @contextmanager
-    def _explained(self, when: str) -> Iterator[None]:
-        try:
-            yield
-        except LossError as error:
-            raise LossError(f"{when}: {error}") from error
 
 
 def _texts(
