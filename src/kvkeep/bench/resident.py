@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import sys
@@ -16,6 +15,7 @@ from typing import ParamSpec, TypeVar
 import psutil
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.storage.memory import give_back
 
 SPARED = 1 << 30
 """Bytes of what is available that a measurement leaves to others."""
@@ -47,7 +47,7 @@ def alone(
 def resident() -> int:
     """Resident bytes, after giving back what is free."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     return int(psutil.Process().memory_info().rss)
 
 
