@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
 
 def pytest_configure() -> None:
     """Workers share the cores, or their threads would wait for each other."""

@@ -296,5 +296,5 @@ def test_a_backend_that_cannot():
     q, k, v = qkv(slots=6, n=2)
     with pytest.raises(UnsupportedError, match="softcap"):
         attend(q, dense(k, v, 2), scale=0.4, softcap=2.0, backend="sdpa")
-    with pytest.raises(UnsupportedError, match="there are native, sdpa, reference"):
+    with pytest.raises(UnsupportedError, match="there are native, triton, sdpa, reference"):
         attend(q, dense(k, v, 2), scale=0.4, backend="cuda")

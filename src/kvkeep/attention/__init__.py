@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep import library
-from kvkeep.attention import native, reference, sdpa
+from kvkeep.attention import native, reference, sdpa, triton
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Segment, View
@@ -24,17 +24,30 @@ __all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backe
 class Backend:
     """One implementation of `attend`.
 
-    `available` and `reason` are about this machine; `refuses` is about one call: why the backend
-    cannot do it, or None; `limits` sums that up.
+    `missing` is about this machine: why the backend cannot run here, or nothing; `refuses` is about
+    one call: why the backend cannot do it, or None; `limits` sums that up. `device` is where it is
+    tried without being named; None: anywhere. `yields`: whether another does a call better.
     """
 
     name: str
     run: Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
     refuses: Callable[[Tensor, View, Options], str | None]
     limits: str
+    about: str
+    device: str | None = None
     differentiable: bool = True
-    available: bool = True
-    reason: str = ""
+    missing: Callable[[], str] = str
+    yields: Callable[[Tensor, View, Options], bool] = lambda q, view, options: False
+
+    @property
+    def available(self) -> bool:
+        """Whether it can run on this machine."""
+        return not self.missing()
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot, or what it is."""
+        return self.missing() or self.about
 
 
 _TABLE = (
@@ -43,23 +56,35 @@ _TABLE = (
         native.run,
         native.refuses,
         limits="CPU; float32, bfloat16, float16; no gradients",
+        about=library.reason,
+        device="cpu",
         differentiable=False,
-        available=library.available,
-        reason=library.reason,
+        missing=lambda: "" if library.available else library.reason,
+    ),
+    Backend(
+        "triton",
+        triton.run,
+        triton.refuses,
+        limits="CUDA; float32, bfloat16, float16; heads up to 256 wide; no gradients",
+        about="kernels compiled when they are first used",
+        device="cuda",
+        differentiable=False,
+        missing=triton.reason,
+        yields=triton.yields,
     ),
     Backend(
         "sdpa",
         sdpa.run,
         sdpa.refuses,
         limits="no softcap, no mass; several segments on the CPU only",
-        reason="torch's fused kernels",
+        about="torch's fused kernels",
     ),
     Backend(
         "reference",
         reference.run,
         reference.refuses,
         limits="none; slow",
-        reason="plain torch operations",
+        about="plain torch operations",
     ),
 )
 
@@ -123,10 +148,13 @@ def dispatch(
     if view.by_head:
         return _each_head(q, view, options, backend, differentiable)
     for candidate in _TABLE:
-        if backend not in (None, candidate.name) or differentiable > candidate.differentiable:
+        if differentiable > candidate.differentiable or backend not in (None, candidate.name):
             continue
-        reason = candidate.reason if not candidate.available else None
-        reason = reason or candidate.refuses(q, view, options)
+        if backend is None and (
+            candidate.device not in (None, q.device.type) or candidate.yields(q, view, options)
+        ):
+            continue
+        reason = candidate.missing() or candidate.refuses(q, view, options)
         if reason is None:
             return candidate.run(q, view, options)
         if backend is not None:

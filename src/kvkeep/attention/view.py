@@ -57,6 +57,9 @@ class Segment(NamedTuple):
     rotation: Rotation | None = None
     head: int | None = None
     """The one kv head it holds, where heads differ in length; None: all of them."""
+    used: Tensor | None = None
+    """How many of its slots, from the first, may not be empty, int32 () where they are: what
+    lies behind need not be read. None: any of them."""
 
     @property
     def slots(self) -> int:
@@ -212,6 +215,13 @@ class View(NamedTuple):
             return None
         position = self.position.reshape(-1, self.chunk)
         return (position >= 0) & (position > position.amax(dim=1, keepdim=True) - newest)
+
+    @property
+    def square(self) -> bool:
+        """Whether these are the first tokens, as they were given, and nothing else limits them."""
+        if not self.dense or len(self.segments) > 1 or self.by_head:
+            return False
+        return self.segments[0].plain and self.segments[0].slots == self.chunk > 1
 
     def visible(self, segment: Segment, queries: slice) -> Tensor:
         """Who sees what: bool (B|1, 1|H, len(queries), S of the segment)."""

@@ -22,7 +22,7 @@ class Codec(ABC):
     name: ClassVar[str]
     packing: ClassVar[str | None] = None
     """The layout of its planes, by which a kernel may read them as they are: "plain", "int8",
-    "int4"; None: only `decode` reads them."""
+    "int4", "fp8"; None: only `decode` reads them."""
 
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through what was encoded."""

@@ -34,6 +34,7 @@ class Fp8(Codec):
     group: int = 64
 
     name: ClassVar[str] = "fp8"
+    packing: ClassVar[str | None] = "fp8"
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)

@@ -1,0 +1,386 @@
+"""The Triton backend, for CUDA: every slot is read once, encoded as it is, where it lies.
+
+A call is one launch for each segment, over splits of its slots, and one that joins their results.
+Nothing waits for the device, and lengths may be tensors, so that a CUDA graph can hold a call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.options import Options
+from kvkeep.attention.view import Decoder, Segment, View
+from kvkeep.chunk import wants_gradients
+from kvkeep.planes import POSITION, Planes, Reach, unsliced
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
+"""Packing -> how `kvkeep.kernels.codes` calls it; keys and values of others are decoded."""
+
+_MOST_WIDTH = 256
+_MOST_REACHES = 3
+_OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
+_SHARED_WEIGHTS = 64
+"""Most queries of a group (n * G) whose weights are written down for the mass, instead of being
+computed again: those of a decode step."""
+
+_MOST_ROWS = 128  # of one product
+_NO_REACH = Reach(2**31 - 1)
+
+
+@cache
+def reason() -> str:
+    """Why the kernels cannot run here; empty when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton, or a torch that brings it"
+    if interpreted():
+        return ""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < _OLDEST:
+        found, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
+        return f"{torch.cuda.get_device_name()} has compute capability {found}, below {least}"
+    return ""
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refuses(q: Tensor, view: View, options: Options) -> str | None:
+    """Why the kernels cannot do this call, or None."""
+    if not q.is_cuda and not (q.is_cpu and interpreted()):
+        return "the Triton kernels run on CUDA"
+    if why := reason():
+        return why
+    if q.dtype not in _TYPES:
+        return f"the Triton kernels compute in float32, which is too little for {q.dtype}"
+    if len(view.reaches) > _MOST_REACHES:
+        return f"the Triton kernels know {_MOST_REACHES} limits of who sees what, not more"
+    for segment in view.segments:
+        k, v = (unsliced(segment.planes)[name] for name in ("k", "v"))
+        widths = q.shape[3], segment.value_width
+        if max(widths) > _MOST_WIDTH:
+            return f"the Triton kernels take heads up to {_MOST_WIDTH} wide, these are {widths}"
+        if wants_gradients(q, k, v):
+            return "the Triton kernels have no gradients"
+    return None
+
+
+def yields(q: Tensor, view: View, options: Options) -> bool:
+    """Whether torch's fused attention is exact, and so better: for a prompt's first chunk."""
+    plain = options.softcap is None and options.sinks is None and not options.need_mass
+    return plain and view.square
+
+
+class _Coded(NamedTuple):
+    """A plane of keys or values as a kernel reads it."""
+
+    plane: Tensor
+    scale: Tensor
+    zero: Tensor
+    code: int
+    parts: int
+    """Elements in a word of the plane."""
+    width: int
+    size: int
+    """Elements that share a scale."""
+    affine: bool
+
+    @classmethod
+    def plain(cls, plane: Tensor) -> _Coded:
+        """Of numbers as they are."""
+        plane, width = _along_width(plane), plane.shape[3]
+        return cls(plane, plane, plane, 0, 1, width, width, False)
+
+    @classmethod
+    def of(cls, planes: Planes, name: str, codec: Decoder, width: int) -> _Coded:
+        """Of a packing that the kernels know."""
+        if codec.packing == "plain":
+            return cls.plain(planes[name])
+        plane, parts = _in_words(_along_width(planes[name]), width)
+        scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
+        if zero is not None and zero.stride() != scale.stride():
+            scale, zero = scale.contiguous(), zero.contiguous()
+        code = _CODES[codec.packing or ""]
+        size: int = codec.group  # type: ignore[attr-defined]
+        # A scale's own width needs no stride, so it must be 1.
+        scale = _along_width(scale)
+        own_zero = scale if zero is None else _along_width(zero)
+        return cls(plane, scale, own_zero, code, parts, width, size, zero is not None)
+
+    @property
+    def wide(self) -> int:
+        """Words of a token, padded to what a product takes."""
+        return max(16, _power(self.width // self.parts))
+
+    @property
+    def groups(self) -> int:
+        """Groups of elements with a scale of their own."""
+        return -(-self.width // self.size)
+
+    def strides(self, shared: bool) -> tuple[int, ...]:
+        """Row, head and slot, of the codes and of the scales."""
+        rows = 0 if shared else 1
+        codes, scales = self.plane.stride(), self.scale.stride()
+        return (rows * codes[0], *codes[1:3], rows * scales[0], *scales[1:3])
+
+
+def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
+    from kvkeep.kernels import merge
+
+    rows, query_heads, n, _ = q.shape
+    call = _Call(q, view, options)
+    pieces = call.pieces
+    parts = sum(piece.splits for piece in pieces)
+    width = pieces[-1].v.width
+    whole = q.new_empty((rows, n, query_heads, width))
+    lse = q.new_empty((rows, n, query_heads), dtype=torch.float32)
+    out, out_lse = whole, lse
+    if parts > 1:
+        out = q.new_empty((parts, rows, n, query_heads, width), dtype=torch.float32)
+        out_lse = q.new_empty((parts, rows, n, query_heads), dtype=torch.float32)
+    done = 0
+    for index, piece in enumerate(pieces):
+        call.attend(piece, out, out_lse, done, first=index == 0)
+        done += piece.splits
+    if parts > 1:
+        queries = rows * n * query_heads
+        wide = _power(width)
+        merge.merge[(queries,)](
+            out, out_lse, whole, lse, parts, queries, DV=width, WIDE=wide, BLOCK=16, num_warps=4
+        )
+    return whole.transpose(1, 2), call.mass(lse) if options.need_mass else None
+
+
+class _Piece(NamedTuple):
+    """One segment and how it is cut."""
+
+    segment: Segment
+    q: Tensor
+    k: _Coded
+    v: _Coded
+    place: Tensor
+    shared: bool
+    slots: int
+    before: int
+    kind: torch.dtype
+    block_m: int
+    block_n: int
+    splits: int
+    first: int
+    """Where its slots begin among all."""
+    first_tile: int
+
+
+class _Call:
+    """What all launches of one call have in common."""
+
+    def __init__(self, q: Tensor, view: View, options: Options) -> None:
+        self.q, self.view, self.options = q, view, options
+        self.rows, self.query_heads, self.n, _ = q.shape
+        self.heads = unsliced(view.segments[-1].planes)["k"].shape[1]
+        self.group = self.query_heads // self.heads
+        used = any(segment.used is not None for segment in view.segments)
+        self.dense = view.dense and not used
+        self.where = view.position.to(torch.int32).contiguous()
+        self.apart = options.need_mass and self.group * self.n > _SHARED_WEIGHTS
+        self.pieces: list[_Piece] = []
+        first = tiles = 0
+        for index, segment in enumerate(view.segments):
+            piece = self._piece(segment, first, tiles, index == len(view.segments) - 1)
+            self.pieces.append(piece)
+            first += piece.slots
+            tiles += -(-piece.slots // piece.block_n)
+        self.share = self.top = q
+        if options.need_mass and not self.apart:
+            lines = (self.rows, self.heads, self.n * self.group)
+            # In half precision where all else is: the weights are written and read once more.
+            half = q.dtype != torch.float32
+            self.share = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
+            self.top = q.new_empty((*lines, tiles), dtype=torch.float32)
+
+    def _piece(self, segment: Segment, first: int, tiles: int, own: bool) -> _Piece:
+        planes = unsliced(segment.planes)
+        q = self.q if segment.rotation is None else segment.queries(self.q)
+        if segment.key_codec.packing in _CODES:
+            q = segment.key_codec.rotate(q)
+            k = _Coded.of(planes, "k", segment.key_codec, q.shape[3])
+        else:
+            k = _Coded.plain(segment.keys(q.dtype))
+        if segment.value_codec.packing in _CODES:
+            v = _Coded.of(planes, "v", segment.value_codec, segment.value_width)
+        else:
+            v = _Coded.plain(segment.values(q.dtype))
+        q = _along_width(q)
+        slots = segment.slots
+        shared = k.plane.shape[0] != self.rows
+        plain = {x.plane.dtype for x in (k, v) if not x.code}
+        kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
+        lines = self.n * self.group * (self.rows if shared else 1)
+        groups = max(_power(k.groups), _power(v.groups)) if k.code or v.code else 1
+        least = 16 // min(_power(k.groups), _power(v.groups))
+        block_m = max(least, 1, min(_power(lines), 64, _MOST_ROWS // groups))
+        block_n = 128 if block_m * groups <= 32 and k.code and v.code else 64
+        if kind == torch.float32:
+            block_n = 32
+        pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
+        return _Piece(
+            segment, q, k, v, segment.position if segment.key_codec.block > 1 else planes[POSITION], shared, slots,
+            slots - self.n if own else slots, kind, block_m, block_n,
+            _splits(pairs, -(-slots // block_n), _processors(self.q.device)), first, tiles,
+        )  # fmt: skip
+
+    def _shape(self, piece: _Piece) -> dict[str, Any]:
+        """What a kernel is compiled for."""
+        k = piece.k
+        return {
+            "HEADS": self.heads, "GROUP": self.group, "DK": k.width,
+            "WIDE_K": k.wide, "K_CODE": k.code, "K_PARTS": k.parts, "K_SIZE": k.size, "K_COUNT": k.groups, "K_GROUPS": _power(k.groups),
+            "K_AFFINE": k.affine, "DENSE": self.dense, "REACHES": len(self.view.reaches),
+            "SOFTCAP": self.options.softcap is not None, "TYPE": _triton_type(piece.kind),
+            "BLOCK_N": piece.block_n,
+        }  # fmt: skip
+
+    def _limits(self) -> tuple[int, ...]:
+        """The reaches, as numbers."""
+        reaches = [*self.view.reaches, _NO_REACH, _NO_REACH, _NO_REACH][:_MOST_REACHES]
+        return tuple(min(x, 2**31 - 1) for reach in reaches for x in reach)
+
+    def _where_row(self) -> int:
+        return self.n if self.where.dim() == 2 and self.where.shape[0] > 1 else 0
+
+    def _place_strides(self, piece: _Piece) -> tuple[int, int, int]:
+        row, head, slot = piece.place.stride()
+        return 0 if piece.shared else row, head if piece.place.shape[1] > 1 else 0, slot
+
+    def attend(self, piece: _Piece, out: Tensor, lse: Tensor, part: int, *, first: bool) -> None:
+        """The parts of one segment."""
+        from kvkeep.kernels import attend
+
+        k, v, options = piece.k, piece.v, self.options
+        lines = self.n * self.group * (self.rows if piece.shared else 1)
+        grid = (
+            piece.splits,
+            -(-lines // piece.block_m),
+            self.heads * (1 if piece.shared else self.rows),
+        )
+        attend.attend[grid](
+            piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero, piece.place, self.where,
+            piece.segment.used, options.sinks if first else None, out, lse, self.share, self.top,
+            *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
+            *self._place_strides(piece), self._where_row(),
+            self.rows, self.n, piece.slots, piece.before, piece.splits, part,
+            self.share.shape[-1], piece.first, piece.first_tile, self.top.shape[-1],
+            float(options.scale), float(options.softcap or 1.0), *self._limits(),
+            SHARED=piece.shared, DV=v.width, WIDE_V=v.wide, V_CODE=v.code, V_PARTS=v.parts, V_SIZE=v.size, V_COUNT=v.groups, V_GROUPS=_power(v.groups),
+            V_AFFINE=v.affine, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
+            num_warps=4 if piece.block_m * _power(k.groups) <= 64 else 8,
+            num_stages=_stages(piece), **self._shape(piece),
+        )  # fmt: skip
+
+    def mass(self, lse: Tensor) -> Tensor:
+        """The mass (B, H, S), once the whole of the probability is known."""
+        from kvkeep.kernels import merge, weigh
+
+        slots = sum(piece.slots for piece in self.pieces)
+        mass = self.q.new_zeros((self.rows, self.heads, slots), dtype=torch.float32)
+        seen = self.view.observed(self.options.observed)
+        seen_row = 0 if seen is None or seen.shape[0] == 1 else self.n
+        pairs = self.rows * self.heads
+        for piece in self.pieces:
+            if not self.apart:
+                merge.receive[(-(-piece.slots // 256), pairs)](
+                    self.share, self.top, lse, seen, piece.segment.used, mass, self.n,
+                    piece.slots, slots, piece.first, piece.first_tile, self.top.shape[-1],
+                    seen_row, HEADS=self.heads, GROUP=self.group, TILE=piece.block_n, BLOCK=256,
+                )  # fmt: skip
+                continue
+            groups = _power(piece.k.groups)
+            block_m = max(16 // groups, min(64, _MOST_ROWS // groups))
+            weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
+                piece.q, piece.k.plane, piece.k.scale, piece.k.zero, piece.place, self.where,
+                piece.segment.used, lse, seen, mass, *piece.q.stride()[:3],
+                *piece.k.strides(piece.shared), *self._place_strides(piece), self._where_row(),
+                0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,
+                seen_row, float(self.options.scale), float(self.options.softcap or 1.0),
+                *self._limits(), BLOCK_M=block_m, **self._shape(piece), num_warps=4, num_stages=2,
+            )  # fmt: skip
+        return mass
+
+
+def _along_width(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
+    """A plane of 8-bit integers as 16-bit ones where it can be, which tensor cores load as they
+    need them; and how many of `width` elements are in each."""
+    each = width // plane.shape[3]
+    places = (plane.storage_offset(), *plane.stride()[:3], plane.shape[3])
+    if any(x % 2 for x in places):
+        return plane, each
+    return plane.view(torch.int16), 2 * each
+
+
+def _power(x: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, x - 1).bit_length()
+
+
+def _stages(piece: _Piece) -> int:
+    """Tiles under way at once, as far as they fit an SM's shared memory."""
+    tile = piece.block_n * (
+        piece.k.plane.shape[3] * piece.k.plane.itemsize
+        + piece.v.plane.shape[3] * piece.v.plane.itemsize
+    )
+    return max(2, min(4, _TILES_BYTES // max(1, tile)))
+
+
+_TILES_BYTES = 96 << 10  # of the smallest shared memory here, so that more than one program fits
+
+
+@lru_cache(maxsize=4096)
+def _splits(pairs: int, tiles: int, processors: int) -> int:
+    """Splits that keep all processors equally busy, each with a few tiles at least.
+
+    Programs run in waves of as many as fit; the time is that of the waves, and each program's own
+    start.
+    """
+    at_once = 2 * processors
+    most = max(1, min(tiles // _FEWEST_TILES, -(-4 * at_once // pairs), 128))
+
+    def time(splits: int) -> float:
+        waves = -(-pairs * splits // at_once)
+        return waves * (-(-tiles // splits) + 1)
+
+    return min(range(1, most + 1), key=lambda splits: (time(splits), splits))
+
+
+_FEWEST_TILES = 4
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float32: tl.float32,
+    }[dtype]

@@ -1,0 +1,287 @@
+"""Attention over one segment's slots where they lie: a tile of them at a time, for all the queries
+of a key's group, in splits of the slots whose results `merge` joins.
+
+Source: online softmax arXiv 1805.02867; tiles FlashAttention-2 (arXiv 2307.08691); splits over the
+keys Flash-Decoding (2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvkeep.kernels.codes import INT4, PLAIN, numbers, product, within
+
+_PLAIN, _INT4 = tl.constexpr(PLAIN), tl.constexpr(INT4)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _places(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+            BLOCK_M: tl.constexpr):  # fmt: skip
+    """Of the queries of a tile: row, token, query head, and which of them exist. A tile enumerates
+    (row,) token and group, the group fastest."""
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = m // GROUP
+    if SHARED:
+        row, head = token // n, pair
+        token = token % n
+        real = row < rows
+    else:
+        row, head = pair // HEADS + m * 0, pair % HEADS
+        real = token < n
+    return row.to(tl.int64), token, head * GROUP + m % GROUP, real
+
+
+@triton.jit
+def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl.constexpr,
+             SIZE: tl.constexpr, DK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
+             FIRST: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """Queries (GROUPS * BLOCK_M, WIDE): once for each group of elements with a scale, with zeros in
+    all other groups, so that one product gives the part of each group."""
+    d = FIRST + STEP * tl.arange(0, WIDE)
+    at = row * q_row + query_head * q_head + token * q_token
+    q = tl.load(Q + at[:, None] + d[None, :], mask=real[:, None] & (d < DK)[None, :], other=0.0)
+    if GROUPS == 1:
+        return q.to(TYPE)
+    own = (d // SIZE)[None, None, :] == tl.arange(0, GROUPS)[:, None, None]
+    apart = tl.where(own, q[None, :, :], 0.0)
+    return tl.reshape(apart, (GROUPS * BLOCK_M, WIDE)).to(TYPE)
+
+
+@triton.jit
+def _tile(X, slot, here, x_slot, D: tl.constexpr, WIDE: tl.constexpr):
+    """Words (slots, WIDE) as they lie."""
+    d = tl.arange(0, WIDE)
+    at = X + slot[:, None].to(tl.int64) * x_slot + d[None, :]
+    if D == WIDE:
+        return tl.load(at, mask=here[:, None], other=0)
+    return tl.load(at, mask=here[:, None] & (d < D)[None, :], other=0)
+
+
+@triton.jit
+def _scales(X, slot, here, x_slot, COUNT: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales (GROUPS, slots) in float32."""
+    g = tl.arange(0, GROUPS)
+    at = X + slot[None, :].to(tl.int64) * x_slot + g[:, None]
+    return tl.load(at, mask=here[None, :] & (g < COUNT)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
+            CODE: tl.constexpr, PARTS: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
+            GROUPS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """Scores (BLOCK_M, BLOCK_N), in units of log 2."""
+    words = _tile(K, slot, here, k_slot, WORDS, WIDE)
+    s = product(q0, tl.trans(numbers(words, CODE, 0, TYPE)), TYPE)
+    if PARTS > 1:
+        s += product(q1, tl.trans(numbers(words, CODE, 1, TYPE)), TYPE)
+    if PARTS > 2:
+        s += product(q2, tl.trans(numbers(words, CODE, 2, TYPE)), TYPE)
+        s += product(q3, tl.trans(numbers(words, CODE, 3, TYPE)), TYPE)
+    if CODE != _PLAIN:
+        s = tl.reshape(s, (GROUPS, BLOCK_M, BLOCK_N))
+        ks = _scales(KS, slot, here, ks_slot, COUNT, GROUPS)
+        if CODE == _INT4:
+            s -= (16.0 if AFFINE else 24.0) * q_sum[:, :, None]
+        s *= ks[:, None, :]
+        if AFFINE:
+            s += q_sum[:, :, None] * _scales(KZ, slot, here, ks_slot, COUNT, GROUPS)[:, None, :]
+        s = tl.sum(s, axis=0)
+    s *= scale
+    if SOFTCAP:
+        s = cap * (2.0 / (1.0 + tl.exp2(s / cap * (-2.0 * _LOG2_E))) - 1.0)
+    return s * _LOG2_E
+
+
+@triton.jit
+def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: tl.constexpr,
+                 PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
+                 WIDE: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """Queries as the words of keys need them, up to four parts, and of 4-bit keys the sum of each
+    group (GROUPS, BLOCK_M)."""
+    q0 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK, WIDE,
+                  PARTS, 0, BLOCK_M, TYPE)  # fmt: skip
+    q1, q2, q3 = q0, q0, q0
+    total = q0.to(tl.float32)
+    if PARTS > 1:
+        q1 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK,
+                      WIDE, PARTS, 1, BLOCK_M, TYPE)  # fmt: skip
+        total += q1.to(tl.float32)
+    if PARTS > 2:
+        q2 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK,
+                      WIDE, PARTS, 2, BLOCK_M, TYPE)  # fmt: skip
+        q3 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK,
+                      WIDE, PARTS, 3, BLOCK_M, TYPE)  # fmt: skip
+        total += q2.to(tl.float32) + q3.to(tl.float32)
+    q_sum = tl.zeros((GROUPS, BLOCK_M), tl.float32)
+    if CODE == _INT4:
+        q_sum = tl.reshape(tl.sum(total, axis=1), (GROUPS, BLOCK_M))
+    return q0, q1, q2, q3, q_sum
+
+
+@triton.jit
+def _seen(slot, here, place, where, token, before, real, n,
+          size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
+          DENSE: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
+    """Who sees what: bool (queries, slots)."""
+    seen = here[None, :] & real[:, None]
+    if DENSE:
+        return seen & (slot[None, :] <= before + token[:, None])
+    p, t = place[None, :], where[:, None]
+    seen = seen & (p >= 0) & (p <= t)
+    if REACHES > 0:
+        seen = seen & within(t, p, size0, first0, from0, to0)
+    if REACHES > 1:
+        seen = seen & within(t, p, size1, first1, from1, to1)
+    if REACHES > 2:
+        seen = seen & within(t, p, size2, first2, from2, to2)
+    return seen
+
+
+@triton.jit
+def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
+           CODE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr,
+           WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Every STEP-th element from FIRST on of acc (GROUPS * BLOCK_M, WIDE) + more, of which each
+    group of elements has its own rows."""
+    d = FIRST + STEP * tl.arange(0, WIDE)
+    if CODE == _INT4:
+        acc += more[:, None]
+    if CODE != _PLAIN:
+        own = (d // SIZE)[None, None, :] == tl.arange(0, GROUPS)[:, None, None]
+        acc = tl.sum(tl.where(own, tl.reshape(acc, (GROUPS, BLOCK_M, WIDE)), 0.0), axis=0)
+    tl.store(OUT + d[None, :], acc * norm[:, None], mask=real[:, None] & (d < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["n", "slots", "before", "splits", "first_part", "mass_slots",
+                               "mass_first", "top_first", "tops",
+                               "first0", "from0", "to0", "first1", "from1", "to1", "first2",
+                               "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
+def attend(
+    Q, K, KS, KZ, V, VS, VZ, PLACE, WHERE, USED, SINKS, OUT, LSE, SHARE, TOP,
+    q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
+    v_row, v_head, v_slot, vs_row, vs_head, vs_slot, place_row, place_head, place_slot, where_row,
+    rows, n, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
+    size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,
+    K_CODE: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
+    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr,
+    V_CODE: tl.constexpr, V_PARTS: tl.constexpr, V_SIZE: tl.constexpr, V_COUNT: tl.constexpr,
+    V_GROUPS: tl.constexpr, V_AFFINE: tl.constexpr,
+    DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr, MASS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """One split of the slots, for one tile of queries.
+
+    Grid: (splits, tiles of queries, B * H; or H when the segment is SHARED by all rows). Codes lie
+    in words of PARTS elements, which are as many products: a word is never taken apart in memory.
+
+    Writes OUT (parts, B, n, Hq, DV) and LSE (parts, B, n, Hq), in units of log 2, of its part; with
+    MASS also the weights SHARE (B, H, n * GROUP, mass_slots), each relative to the greatest score so
+    far, which is TOP (B, H, n * GROUP, tops).
+    """
+    split, block, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, token, query_head, real = _places(block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M)
+    q0, q1, q2, q3, q_sum = _query_parts(
+        Q, row, token, query_head, real, q_row, q_head, q_token, K_CODE, K_PARTS, K_GROUPS, K_SIZE,
+        DK, WIDE_K, BLOCK_M, TYPE,
+    )  # fmt: skip
+    owner = (pair * 0 if SHARED else pair // HEADS).to(tl.int64)
+    head = pair if SHARED else pair % HEADS
+    K += owner * k_row + head * k_head
+    V += owner * v_row + head * v_head
+    KS += owner * ks_row + head * ks_head
+    KZ += owner * ks_row + head * ks_head
+    VS += owner * vs_row + head * vs_head
+    VZ += owner * vs_row + head * vs_head
+    where = token
+    if not DENSE:
+        PLACE += owner * place_row + head * place_head
+        where = tl.load(WHERE + row * where_row + token, mask=real, other=-1)
+    if USED is not None:
+        slots = tl.minimum(slots, tl.load(USED).to(tl.int32))
+    each = tl.cdiv(tl.cdiv(slots, BLOCK_N), splits) * BLOCK_N
+    start = split * each
+    stop = tl.minimum(start + each, slots)
+    if DENSE and not MASS and not SHARED:  # later slots are seen by none of these queries
+        last = tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+        stop = tl.minimum(stop, before + last + 1)
+
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS is not None:
+        sink = tl.load(SINKS + query_head).to(tl.float32) * _LOG2_E
+        top = tl.where(split == 0, sink, top)
+        total = tl.where(split == 0, 1.0, total)
+    acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    weight = tl.zeros((V_GROUPS * BLOCK_M,), tl.float32)  # of 4-bit values, for what is too large
+    zeros = tl.zeros((V_GROUPS, BLOCK_M), tl.float32)
+    at_mass = ((row * HEADS + head) * n + token) * GROUP + query_head % GROUP
+
+    for first in tl.range(start, stop, BLOCK_N):
+        slot = first + tl.arange(0, BLOCK_N)
+        here = slot < stop
+        s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
+                    K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, DK // K_PARTS, WIDE_K, SOFTCAP,
+                    BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
+        place = slot
+        if not DENSE:
+            place = tl.load(PLACE + slot.to(tl.int64) * place_slot, mask=here, other=-1)
+        seen = _seen(slot, here, place, where, token, before, real, n, size0, first0, from0, to0,
+                     size1, first1, from1, to1, size2, first2, from2, to2,
+                     DENSE, REACHES)  # fmt: skip
+        s = tl.where(seen, s, -float("inf"))
+        higher = tl.maximum(top, tl.max(s, axis=1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, axis=1)
+        top = higher
+        if MASS:
+            at = at_mass * mass_slots + mass_first
+            tl.store(SHARE + at[:, None] + slot[None, :], p,
+                     mask=real[:, None] & here[None, :])  # fmt: skip
+            tl.store(TOP + at_mass * tops + top_first + first // BLOCK_N, base, mask=real)
+        words = _tile(V, slot, here, v_slot, DV // V_PARTS, WIDE_V)
+        fades = fade
+        scaled = p
+        if V_CODE != _PLAIN:
+            vs = _scales(VS, slot, here, vs_slot, V_COUNT, V_GROUPS)
+            fades = tl.reshape(
+                tl.broadcast_to(fade[None, :], (V_GROUPS, BLOCK_M)), (V_GROUPS * BLOCK_M,)
+            )
+            scaled = tl.reshape(p[None, :, :] * vs[:, None, :], (V_GROUPS * BLOCK_M, BLOCK_N))
+        scaled = scaled.to(TYPE)
+        acc0 = acc0 * fades[:, None] + product(scaled, numbers(words, V_CODE, 0, TYPE), TYPE)
+        if V_PARTS > 1:
+            acc1 = acc1 * fades[:, None] + product(scaled, numbers(words, V_CODE, 1, TYPE), TYPE)
+        if V_PARTS > 2:
+            acc2 = acc2 * fades[:, None] + product(scaled, numbers(words, V_CODE, 2, TYPE), TYPE)
+            acc3 = acc3 * fades[:, None] + product(scaled, numbers(words, V_CODE, 3, TYPE), TYPE)
+        if V_CODE == _INT4:
+            weight = weight * fades + tl.sum(scaled.to(tl.float32), axis=1)
+        if V_AFFINE:
+            vz = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS)
+            zeros = zeros * fade[None, :] + tl.sum(p[None, :, :] * vz[:, None, :], axis=2)
+
+    some = total != 0  # NaN goes on
+    norm = tl.where(some, 1.0 / total, 0.0)
+    at = (((first_part + split) * rows + row) * n + token) * (HEADS * GROUP) + query_head
+    tl.store(LSE + at, tl.where(some, top + tl.log2(total), -float("inf")), mask=real)
+    more = weight * -(16.0 if V_AFFINE else 24.0)
+    if V_AFFINE:
+        more += tl.reshape(zeros, (V_GROUPS * BLOCK_M,))
+    OUT += at[:, None] * DV
+    _store(OUT, acc0, more, norm, real, 0, V_PARTS, V_CODE, V_GROUPS, V_SIZE, DV, WIDE_V, BLOCK_M)
+    if V_PARTS > 1:
+        _store(OUT, acc1, more, norm, real, 1, V_PARTS, V_CODE, V_GROUPS, V_SIZE, DV, WIDE_V,
+               BLOCK_M)  # fmt: skip
+    if V_PARTS > 2:
+        _store(OUT, acc2, more, norm, real, 2, V_PARTS, V_CODE, V_GROUPS, V_SIZE, DV, WIDE_V,
+               BLOCK_M)  # fmt: skip
+        _store(OUT, acc3, more, norm, real, 3, V_PARTS, V_CODE, V_GROUPS, V_SIZE, DV, WIDE_V,
+               BLOCK_M)  # fmt: skip

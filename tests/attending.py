@@ -1,0 +1,149 @@
+"""Calls of `attend` to try kernels with, and what the reference makes of them in float64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from kvkeep.attention import Rotation, Segment, View, reference
+from kvkeep.attention.options import Options
+from kvkeep.codec import Int4, Int8, Plain
+from kvkeep.planes import POSITION, Reach, joined
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def segment(k, v, position, rotation=None, key=Plain(), value=Plain()):  # noqa: B008
+    value = value.for_values()
+    planes = joined(key.encode(k), "k") | joined(value.encode(v), "v")
+    place = torch.as_tensor(position, dtype=torch.int32)
+    place = place.view(-1 if k.shape[2] else 1, 1, k.shape[2]).expand(k.shape[0], 1, -1)
+    return Segment(planes | {POSITION: place}, key, value, rotation)
+
+
+def exactly(q, view, options):
+    """The reference in float64, on what the kernel was given."""
+
+    def double(x):
+        planes = {
+            n: p.double() if n in "kv" and p.is_floating_point() else p for n, p in x.planes.items()
+        }
+        return Segment(planes, x.key_codec, x.value_codec, x.rotation)
+
+    exact = View(tuple(map(double, view.segments)), view.position, view.ragged, view.reaches)
+    return reference.run(q.double(), exact, options)
+
+
+def dense(k, v, n, **codecs):
+    place = torch.arange(k.shape[2])
+    return View((segment(k, v, place, **codecs),), place[-n:], ragged=False)
+
+
+def qkv(rows=1, heads=2, group=2, slots=100, n=1, width=64, values=None, dtype=torch.float32):
+    return (
+        torch.randn(rows, heads * group, n, width, dtype=dtype),
+        torch.randn(rows, heads, slots, width, dtype=dtype),
+        torch.randn(rows, heads, slots, values or width, dtype=dtype),
+    )
+
+
+PLAIN = st.just(Plain())
+CODECS = st.one_of(
+    PLAIN,
+    st.builds(Int8, group=st.sampled_from([64, 32, 8, 256]), hadamard=st.booleans()),
+    st.builds(
+        Int4,
+        group=st.sampled_from([32, 64, 8, 128]),
+        affine=st.booleans(),
+        hadamard=st.booleans(),
+    ),
+)
+
+
+KINDS = [
+    (Int8(), Int8()),
+    (Int4(), Int4()),
+    (Int4(affine=True), Int4(64)),
+    (Int8(32, hadamard=False), Plain()),
+    (Plain(), Int4(affine=True)),
+    (Int4(8), Int8(8)),
+]
+
+FEATURES = {
+    "seed": st.integers(0, 2**16),
+    "rows": st.integers(1, 3),
+    "heads": st.integers(1, 3),
+    "group": st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12]),
+    "past": st.sampled_from([0, 1, 17, 63, 64, 65, 300, 900]),
+    "shared": st.sampled_from([0, 0, 1, 70, 200]),
+    "n": st.sampled_from([1, 1, 1, 2, 5, 16, 40]),
+    "pads": st.sampled_from([None, 0, 1, 5, 80]),
+    "reach": st.sampled_from([None, (5, 0), (64, 3), (200, 4)]),
+    "window": st.sampled_from([None, 33]),
+    "softcap": st.sampled_from([None, 3.0, 30.0]),
+    "with_sinks": st.booleans(),
+    "rotated": st.booleans(),
+    "need_mass": st.booleans(),
+    "observed": st.sampled_from([None, None, 0, 1, 3, 20]),
+    "width": st.sampled_from([32, 40, 64, 80, 96, 128, 256, 7]),
+    "values": st.sampled_from([32, 64, 72, 128, 9]),
+    "codecs": st.one_of(st.tuples(PLAIN, PLAIN), st.tuples(CODECS, CODECS)),
+    "dtype": st.sampled_from(DTYPES),
+}
+"""What a call may have, all of it together."""
+
+
+def call(
+    *,
+    seed,
+    rows,
+    heads,
+    group,
+    past,
+    shared,
+    n,
+    pads,
+    reach,
+    window,
+    softcap,
+    with_sinks,
+    rotated,
+    need_mass,
+    observed,
+    width,
+    values,
+    codecs,
+    dtype,
+):
+    """Queries, a view and options of these features."""
+    generator = torch.Generator().manual_seed(seed)
+    key, value = codecs
+    width += width % 2 if key.packing == "int4" else 0
+    values += values % 2 if value.packing == "int4" else 0
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    length = past + n
+    position = torch.arange(shared, shared + length).expand(rows, -1).clone()
+    if pads:
+        position[0] -= pads
+        position[0, : min(pads, length)] = -1
+    k, v = random(rows, heads, length, width), random(rows, heads, length, values)
+    segments = [segment(k, v, position, None, key, value)]
+    if shared:
+        rotation = (
+            Rotation(11, 100.0 ** -torch.arange(0, 1, 2 / (width // 2 * 2))) if rotated else None
+        )
+        k, v = random(1, heads, shared, width), random(1, heads, shared, values)
+        segments.insert(0, segment(k, v, torch.arange(shared), rotation, key, value))
+    reaches = [Reach(*reach)] if reach else []
+    if window:
+        reaches.append(Reach(window))
+    own = position[:, past:]
+    view = View(
+        tuple(segments), own if pads is not None else own[0], pads is not None, tuple(reaches)
+    )
+    sinks = random(heads * group).float() if with_sinks else None
+    q = random(rows, heads * group, n, width)
+    return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed)

@@ -1,0 +1,239 @@
+"""The Triton kernels against the float64 reference: by Triton's interpreter, or on a GPU if any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attending import FEATURES, KINDS, call, dense, exactly, qkv, segment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.attention import Segment, View, attend, triton
+from kvkeep.attention.options import Options
+from kvkeep.codec import Fp8, Int4, Int8, Plain
+from kvkeep.errors import UnsupportedError
+from kvkeep.planes import POSITION, Reach
+
+pytestmark = pytest.mark.skipif(bool(triton.reason()), reason=triton.reason())
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Largest error, as a share of the largest result. Where keys are encoded, queries of 16 bits are
+# rotated and rounded again.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+KINDS = [*KINDS, (Fp8(), Fp8(16)), (Int8(), Fp8())]
+
+
+def there(x):
+    """Tensors, views and options on the device under test."""
+    if isinstance(x, torch.Tensor):
+        return x.to(DEVICE)
+    if isinstance(x, Segment):
+        planes = {name: x.planes[name].to(DEVICE) for name in x.planes}
+        return x._replace(planes=planes, used=there(x.used))
+    if isinstance(x, View):
+        return x._replace(segments=tuple(map(there, x.segments)), position=there(x.position))
+    if isinstance(x, Options):
+        return x._replace(sinks=there(x.sinks))
+    return x
+
+
+def check(q, view, options, *, larger=1.0):
+    out, mass = triton.run(there(q), there(view), there(options))
+    expected, expected_mass = exactly(q, view, options)
+    assert out.dtype == q.dtype
+    error = (out.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(1e-2)
+    assert error <= larger * TOLERANCE[q.dtype], f"{error:.2e}"
+    if options.need_mass:
+        atol = {torch.float32: 3e-6}.get(q.dtype, 4 * TOLERANCE[q.dtype])
+        scale = max(1.0, float(expected_mass.max()))
+        torch.testing.assert_close(mass.cpu() / scale, expected_mass / scale, atol=atol, rtol=1e-5)
+    return out
+
+
+LESS = {
+    "past": st.sampled_from([0, 1, 17, 64, 65, 300]),
+    "group": st.sampled_from([1, 2, 3, 4, 8]),
+    "n": st.sampled_from([1, 1, 1, 2, 5, 16, 30]),
+}
+"""The interpreter is slow."""
+
+
+@settings(max_examples=80, deadline=None)
+@given(**FEATURES | LESS)
+def test_every_feature(**features):
+    q, view, options = call(**features)
+    check(q, view, options, larger=2 if features["softcap"] == 3.0 else 1)
+
+
+@pytest.mark.parametrize(("key", "value"), KINDS)
+@pytest.mark.parametrize("group", [1, 3, 4, 16])
+@pytest.mark.parametrize("width", [64, 192, 80])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_codes(key, value, group, width, dtype):
+    """Groups of elements lie in rows of one product, which there are more or fewer of."""
+    q, k, v = qkv(group=group, slots=70, width=width, dtype=dtype)
+    check(q, dense(k, v, 1, key=key, value=value), Options(width**-0.5))
+
+
+@pytest.mark.parametrize(("key", "value"), KINDS)
+@pytest.mark.parametrize("n", [1, 20])
+def test_where_slots_lie(key, value, n):
+    """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
+    q, k, v = qkv(rows=2, slots=40, n=n)
+    (whole,) = dense(k, v, n, key=key, value=value).segments
+
+    def in_buffer(x):
+        return torch.cat([x, torch.full_like(x, 77)], dim=2)[:, :, :40]
+
+    def heads_inside(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def unaligned(x):
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+
+    def wide(x):
+        return torch.cat([x, x], dim=3)[..., : x.shape[3]]
+
+    def backwards(x):  # a width whose stride is not 1
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+    for place in (in_buffer, heads_inside, unaligned, wide, backwards):
+        planes = {n: p if n == POSITION else place(p) for n, p in whole.planes.items()}
+        check(q, View((whole._replace(planes=planes),), torch.arange(40)[-n:], False), Options(0.2))
+
+
+@pytest.mark.parametrize(("key", "value"), KINDS)
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_a_scale_that_is_not_a_number(key, value, plane):
+    codec = key if plane == "k" else value
+    q, k, v = qkv(rows=2, slots=140, n=2)
+    view = dense(k, v, 2, key=key, value=value)
+    name = plane + ("" if codec.packing == "plain" else "_scale")
+    view.segments[0].planes[name][0, 0, 130] = torch.nan
+    out, _ = triton.run(there(q), there(view), Options(0.2))
+    expected, _ = exactly(q, view, Options(0.2))
+    assert expected.isnan().any()
+    assert out.cpu().isnan().equal(expected.isnan())
+
+
+def test_a_query_that_is_not_finite():
+    q, k, v = qkv(slots=100)
+    clean = triton.run(there(q), there(dense(k, v, 1)), Options(0.2))[0]
+    q[0, 1, 0, 5] = torch.nan
+    out = triton.run(there(q), there(dense(k, v, 1)), Options(0.2))[0]
+    assert out[:, 1].isnan().all()
+    assert out[:, [0, 2, 3]].equal(clean[:, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 9])
+@pytest.mark.parametrize("need_mass", [False, True])
+def test_splits(monkeypatch, splits, need_mass):
+    """More splits than there are tiles leave some without a slot."""
+    monkeypatch.setattr(triton, "_splits", lambda *_: splits)
+    q, k, v = qkv(rows=2, slots=150, n=3)
+    check(q, dense(k, v, 3), Options(0.2, None, torch.randn(4), need_mass))
+
+
+@pytest.mark.parametrize("observed", [None, 9])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("key", "value"), [(Plain(), Plain()), (Int4(affine=True), Int8())])
+def test_mass_of_a_long_chunk(observed, ragged, key, value):
+    q, k, v = qkv(rows=2, group=4, slots=120, n=50, width=32)
+    view = dense(k, v, 50, key=key, value=value)._replace(ragged=ragged)
+    check(q, view, Options(0.2, need_mass=True, observed=observed))
+
+
+@pytest.mark.parametrize("need_mass", [False, True])
+@pytest.mark.parametrize("n", [1, 40])
+@pytest.mark.parametrize("used", [1, 63, 64, 100])
+def test_a_length_on_the_device(need_mass, n, used):
+    """Only slots before it are read; the others may hold anything."""
+    q, k, v = qkv(rows=2, slots=100, n=n)
+    place = torch.arange(100)
+    place[used:] = -1
+    k[:, :, used:] = v[:, :, used:] = torch.nan
+    length = torch.tensor(used, dtype=torch.int32)
+    whole = segment(k, v, place)._replace(used=length)
+    exact = View((segment(k[:, :, :used], v[:, :, :used], place[:used]),), torch.arange(n) + 99)
+    options = Options(0.2, need_mass=need_mass)
+    out, mass = triton.run(there(q), there(exact._replace(segments=(whole,))), options)
+    expected, expected_mass = exactly(q, exact, options)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    if need_mass:
+        torch.testing.assert_close(mass[:, :, :used].cpu(), expected_mass, atol=1e-5, rtol=1e-5)
+        assert mass[:, :, used:].eq(0).all()
+
+
+def test_an_empty_segment():
+    q, k, v = qkv(slots=50, n=2)
+    none = segment(k[:, :, :0], v[:, :, :0], torch.arange(0))
+    (own,) = dense(k, v, 2).segments
+    check(q, View((none, own), torch.arange(48, 50), ragged=False), Options(0.2))
+
+
+def test_keys_and_values_of_another_type_than_the_queries():
+    for key, value in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
+        q, k, v = qkv(slots=70, n=3)
+        check(q, dense(k.to(key), v.to(value), 3), Options(0.2))
+
+
+def test_what_no_kernel_reads_is_decoded():
+    class Secret(Plain):
+        packing = None
+
+    q, k, v = qkv(slots=70, n=3)
+    check(q, dense(k, v, 3, key=Secret(), value=Secret()), Options(0.2, need_mass=True))
+
+
+def test_what_it_refuses():
+    q, k, v = map(there, qkv(slots=20))
+    view = there(dense(k.cpu(), v.cpu(), 1))
+    for bad, options, match in (
+        (q.double(), {}, "float64"),
+        (q.clone().requires_grad_(), {}, "gradients"),
+        (q, {"window": 3}, "limits of who sees what"),
+    ):
+        many = view._replace(reaches=(Reach(9), Reach(8), Reach(7)))
+        with pytest.raises(UnsupportedError, match=match):
+            attend(bad, many, scale=0.2, backend="triton", **options)
+    q, k, v = qkv(slots=20, width=300)
+    with pytest.raises(UnsupportedError, match=r"up to 256 wide, these are \(300, 300\)"):
+        attend(there(q), there(dense(k, v, 1)), scale=0.2, backend="triton")
+
+
+def test_a_first_chunk_goes_to_torch_unless_it_is_named():
+    q, k, v = qkv(slots=20, n=20)
+    view = dense(k, v, 20)
+    assert triton.yields(q, view, Options(0.2))
+    assert not triton.yields(q, view, Options(0.2, need_mass=True))
+    assert not triton.yields(q, view, Options(0.2, softcap=3.0))
+    assert not triton.yields(q, view._replace(reaches=(Reach(3),)), Options(0.2))
+    assert not triton.yields(q[:, :, :1], dense(k, v, 1), Options(0.2))
+    check(q, view, Options(0.2))
+
+
+def test_why_not_here(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert triton.reason.__wrapped__() == "no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert "Tesla T4 has compute capability 7.5, below 8.0" in triton.reason.__wrapped__()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert triton.reason.__wrapped__() == ""
+    monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in triton.reason.__wrapped__()
+
+
+@pytest.mark.parametrize("processors", [16, 108, 132])
+@pytest.mark.parametrize("pairs", [1, 8, 64, 200, 5000])
+@pytest.mark.parametrize("tiles", [1, 3, 32, 512, 4096])
+def test_splits_fill_the_processors(pairs, tiles, processors):
+    splits = triton._splits(pairs, tiles, processors)
+    assert 1 <= splits <= max(1, tiles)
+    waves = -(-pairs * splits // (2 * processors))
+    busy = pairs * splits / (waves * 2 * processors)
+    if tiles >= 512:
+        assert busy > 0.7 or splits == 128

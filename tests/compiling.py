@@ -1,0 +1,91 @@
+"""Compile the Triton kernels for a GPU that is not here: `python compiling.py CAPABILITY DTYPES`.
+
+Prints a line of JSON for each kernel that a call would have launched.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from attending import dense, qkv
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import kvkeep.attention.triton as backend
+from kvkeep.attention.options import Options
+from kvkeep.codec import Fp8, Int4, Int8, Plain
+from kvkeep.planes import Reach
+
+CODECS = {
+    "plain": Plain(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "int4-affine": Int4(affine=True),
+    "fp8": Fp8(),
+}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Driver:
+    """Of a device that only has a name."""
+
+    def __init__(self, capability):
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self._target
+
+
+def spilled(kernel):
+    """Bytes of registers that each thread keeps in memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.search(r"STACK:(\d+).*LOCAL:(\d+)", used).groups()))
+
+
+def main(capability, dtypes):
+    triton.runtime.driver.set_active(Driver(capability))
+    compiled = []
+    run = JITFunction.run
+
+    def only_compile(self, *arguments, grid, warmup, **options):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, kernel))
+
+    JITFunction.run = only_compile
+    backend.reason = lambda: ""
+    backend._processors = lambda device: 132
+    for name, codec in CODECS.items():
+        for dtype in dtypes:
+            for n, mass, ragged in ((1, False, False), (1, True, True), (600, True, False)):
+                q, k, v = qkv(heads=8, group=4, slots=2048, n=n, width=128, dtype=dtype)
+                view = dense(k, v, n, key=codec, value=codec)
+                if ragged:
+                    view = view._replace(ragged=True, reaches=(Reach(64, 4),))
+                compiled.clear()
+                backend.run(q, view, Options(0.1, 30.0 if mass else None, None, mass))
+                for kernel, result in compiled:
+                    what = {"kernel": kernel, "codec": name, "dtype": str(dtype), "n": n}
+                    spills = {"spilled": spilled(result), "shared": result.metadata.shared}
+                    print(json.dumps(what | spills))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2].split(",")])

@@ -1,0 +1,39 @@
+"""The kernels compile for GPUs that are not here, and fit them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parent.parent / "compiling.py"
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
+
+
+def compiled(*arguments):
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [(90, "bfloat16"), pytest.param(80, "bfloat16,float16,float32", marks=pytest.mark.slow)],
+)
+def test_kernels(capability, dtypes):
+    found = compiled(str(capability), dtypes)
+    assert {"attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
+    assert {x["codec"] for x in found} == {"plain", "int8", "int4", "int4-affine", "fp8"}
+    for kernel in found:
+        assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at least
+        if kernel["n"] == 1:
+            assert kernel["spilled"] <= 16, kernel
