@@ -10,7 +10,9 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-_PARTIAL = ".kvkeep-partial"
+PARTIAL = ".kvkeep-partial"
+"""How the name of what is not whole yet ends."""
+
 _WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second over larger writes to new files
 
 
@@ -39,7 +41,7 @@ def whole_file(path: Path, *, sync: bool) -> Iterator[FileIO]:
         partial.unlink(missing_ok=True)
         raise
     if sync:
-        _sync_directory(path.parent)
+        sync_to_disk(path.parent)
 
 
 def write_all(descriptor: int, data: bytes | memoryview[int]) -> None:
@@ -49,7 +51,8 @@ def write_all(descriptor: int, data: bytes | memoryview[int]) -> None:
         view = view[os.write(descriptor, view[:_WRITTEN_AT_ONCE]) :]
 
 
-def _sync_directory(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Wait until the disk has a file, or what a directory lists."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,7 +63,7 @@ def _sync_directory(path: Path) -> None:
 def _new_partial(directory: Path) -> tuple[int, Path]:
     """A new file, open and locked, as long as it is written."""
     while True:
-        path = directory / f".{uuid.uuid4().hex}{_PARTIAL}"
+        path = directory / f".{uuid.uuid4().hex}{PARTIAL}"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         if _locked(handle) and path.exists():
             return handle, path
@@ -69,7 +72,7 @@ def _new_partial(directory: Path) -> tuple[int, Path]:
 
 def _sweep(directory: Path) -> None:
     """Remove what killed processes left half-written: what nobody has locked."""
-    for partial in directory.glob(f".*{_PARTIAL}"):
+    for partial in directory.glob(f".*{PARTIAL}"):
         with suppress(OSError), open(partial, "rb") as file:
             if _locked(file.fileno()):
                 partial.unlink()

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
+from kvkeep.files import PARTIAL, sync_to_disk
 from kvkeep.finetune import lora
 from kvkeep.headers import typed
 
@@ -27,7 +28,6 @@ VERSION = 1
 OPTIMIZER = "optimizer.safetensors"
 STATE = "kvkeep_finetune.json"
 
-_PARTIAL = ".kvkeep-partial"
 _RANDOM = "random"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -73,7 +73,7 @@ def claimed(out: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"another process is fine-tuning into {out}; wait for it, or give another directory"
             ) from error
-        for left in out.glob(f".*{_PARTIAL}"):  # by a run that was killed
+        for left in out.glob(f".*{PARTIAL}"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
@@ -114,10 +114,10 @@ def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, 
             state.files = {name: _checksum(work / name) for name in (*lora.FILES, OPTIMIZER)}
             (work / STATE).write_text(_sealed(asdict(state)))
             for path in work.iterdir():
-                _sync(path)
-            _sync(work)
+                sync_to_disk(path)
+            sync_to_disk(work)
             work.rename(target)
-            _sync(out)
+            sync_to_disk(out)
         for old in steps_in(out)[:-keep]:
             with _partial(out) as work:  # so that no half of it ever has the name
                 (out / f"checkpoint-{old}").rename(work / "old")
@@ -137,7 +137,7 @@ def save_adapter(out: Path, model: Any) -> None:
         with _partial(out) as work:
             lora.write(model, work)
             for name in lora.FILES:
-                _sync(work / name)
+                sync_to_disk(work / name)
                 (work / name).replace(out / name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -266,17 +266,9 @@ def _checksum(path: Path) -> str:
 @contextmanager
 def _partial(out: Path) -> Iterator[Path]:
     """A directory beside a run's, whose name says that it is not whole; gone at the end."""
-    path = out / f".{os.getpid()}{_PARTIAL}"
+    path = out / f".{os.getpid()}{PARTIAL}"
     path.mkdir()
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
