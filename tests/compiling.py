@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kvkeep.attention.triton as backend
+from kvkeep.append import append
 from kvkeep.attention.options import Options
 from kvkeep.codec import Fp8, Int4, Int8, Plain
 from kvkeep.planes import Reach
@@ -81,6 +82,9 @@ def main(capability, dtypes):
                     view = view._replace(ragged=True, reaches=(Reach(64, 4),))
                 compiled.clear()
                 backend.run(q, view, Options(0.1, 30.0 if mass else None, None, mass))
+                planes, (rows, heads) = view.segments[0].planes, k.shape[:2]
+                cursor = torch.zeros(rows, heads, 1, dtype=torch.int64)
+                append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)
                 for kernel, result in compiled:
                     what = {"kernel": kernel, "codec": name, "dtype": str(dtype), "n": n}
                     spills = {"spilled": spilled(result), "shared": result.metadata.shared}

@@ -31,7 +31,7 @@ def compiled(*arguments):
 )
 def test_kernels(capability, dtypes):
     found = compiled(str(capability), dtypes)
-    assert {"attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
+    assert {"append", "attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
     assert {x["codec"] for x in found} == {"plain", "int8", "int4", "int4-affine", "fp8"}
     for kernel in found:
         assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at least

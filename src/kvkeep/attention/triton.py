@@ -120,7 +120,7 @@ class _Coded(NamedTuple):
     @property
     def wide(self) -> int:
         """Words of a token, padded to what a product takes."""
-        return max(16, _power(self.width // self.parts))
+        return max(16, power_of_two(self.width // self.parts))
 
     @property
     def groups(self) -> int:
@@ -155,7 +155,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         done += piece.splits
     if parts > 1:
         queries = rows * n * query_heads
-        wide = _power(width)
+        wide = power_of_two(width)
         merge.merge[(queries,)](
             out, out_lse, whole, lse, parts, queries, DV=width, WIDE=wide, BLOCK=16, num_warps=4
         )
@@ -227,9 +227,9 @@ class _Call:
         plain = {x.plane.dtype for x in (k, v) if not x.code}
         kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
         lines = self.n * self.group * (self.rows if shared else 1)
-        groups = max(_power(k.groups), _power(v.groups)) if k.code or v.code else 1
-        least = 16 // min(_power(k.groups), _power(v.groups))
-        block_m = max(least, 1, min(_power(lines), 64, _MOST_ROWS // groups))
+        groups = max(power_of_two(k.groups), power_of_two(v.groups)) if k.code or v.code else 1
+        least = 16 // min(power_of_two(k.groups), power_of_two(v.groups))
+        block_m = max(least, 1, min(power_of_two(lines), 64, _MOST_ROWS // groups))
         block_n = 128 if block_m * groups <= 32 and k.code and v.code else 64
         if kind == torch.float32:
             block_n = 32
@@ -245,7 +245,7 @@ class _Call:
         k = piece.k
         return {
             "HEADS": self.heads, "GROUP": self.group, "DK": k.width,
-            "WIDE_K": k.wide, "K_CODE": k.code, "K_PARTS": k.parts, "K_SIZE": k.size, "K_COUNT": k.groups, "K_GROUPS": _power(k.groups),
+            "WIDE_K": k.wide, "K_CODE": k.code, "K_PARTS": k.parts, "K_SIZE": k.size, "K_COUNT": k.groups, "K_GROUPS": power_of_two(k.groups),
             "K_AFFINE": k.affine, "DENSE": self.dense, "REACHES": len(self.view.reaches),
             "SOFTCAP": self.options.softcap is not None, "TYPE": _triton_type(piece.kind),
             "BLOCK_N": piece.block_n,
@@ -282,9 +282,9 @@ class _Call:
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
             self.share.shape[-1], piece.first, piece.first_tile, self.top.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
-            SHARED=piece.shared, DV=v.width, WIDE_V=v.wide, V_CODE=v.code, V_PARTS=v.parts, V_SIZE=v.size, V_COUNT=v.groups, V_GROUPS=_power(v.groups),
+            SHARED=piece.shared, DV=v.width, WIDE_V=v.wide, V_CODE=v.code, V_PARTS=v.parts, V_SIZE=v.size, V_COUNT=v.groups, V_GROUPS=power_of_two(v.groups),
             V_AFFINE=v.affine, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
-            num_warps=4 if piece.block_m * _power(k.groups) <= 64 else 8,
+            num_warps=4 if piece.block_m * power_of_two(k.groups) <= 64 else 8,
             num_stages=_stages(piece), **self._shape(piece),
         )  # fmt: skip
 
@@ -305,7 +305,7 @@ class _Call:
                     seen_row, HEADS=self.heads, GROUP=self.group, TILE=piece.block_n, BLOCK=256,
                 )  # fmt: skip
                 continue
-            groups = _power(piece.k.groups)
+            groups = power_of_two(piece.k.groups)
             block_m = max(16 // groups, min(64, _MOST_ROWS // groups))
             weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
                 piece.q, piece.k.plane, piece.k.scale, piece.k.zero, piece.place, self.where,
@@ -332,7 +332,7 @@ def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
     return plane.view(torch.int16), 2 * each
 
 
-def _power(x: int) -> int:
+def power_of_two(x: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << max(0, x - 1).bit_length()
 

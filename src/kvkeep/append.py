@@ -1,0 +1,126 @@
+"""New tokens into their slots on CUDA: encoded and written by one launch, at a cursor that may be a
+tensor."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import triton
+from kvkeep.codec import Codec
+from kvkeep.planes import POSITION, Planes
+
+_CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
+_MOST_WIDTH = 512
+
+
+def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
+    """Whether the kernel can write these tokens."""
+    there = k.is_cuda or triton.interpreted()
+    known = key_codec.packing in _CODES and value_codec.packing in _CODES
+    floats = k.dtype != torch.float64 and v.dtype != torch.float64
+    return (
+        there
+        and known
+        and floats
+        and max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
+        and (not triton.reason())
+    )
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    planes: Planes,
+    cursor: int | Tensor,
+    key_codec: Codec,
+    value_codec: Codec,
+) -> None:
+    """Write n tokens, and their positions, into planes whose codecs the kernel knows.
+
+    Args:
+        k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
+        position: int32 (n,) or (B, n), or expanded over heads (B, 1|H, n).
+        planes: (B, H|1, S, ...), changed in place.
+        cursor: the slot of the first token; int64 (B|1, H|1, 1) on the device where it differs or
+            changes from step to step.
+    """
+    from kvkeep.kernels.append import append as kernel  # noqa: PLC0415 - Triton may be missing
+
+    rows, heads, n, _ = k.shape
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    position = position.to(torch.int32)
+    if position.dim() == 3:
+        position = position[:, 0]
+    position = position if position.stride(-1) == 1 else position.contiguous()
+    by_row = position.dim() == 2 and position.shape[0] > 1
+    at = cursor if isinstance(cursor, Tensor) else None
+    key = _Plane.of(planes, "k", key_codec, k.shape[3])
+    value = _Plane.of(planes, "v", value_codec, v.shape[3])
+    place = planes[POSITION]
+    kernel[(n, heads, rows)](
+        k, v, position, at, *key.tensors, *value.tensors, place,
+        key.rotation(key_codec), value.rotation(value_codec),
+        *k.stride()[:3], *v.stride()[:3], position.stride(0) if by_row else 0,
+        0 if at is None or at.shape[0] == 1 else at.stride(0),
+        0 if at is None or at.shape[1] == 1 else at.stride(1),
+        0 if isinstance(cursor, Tensor) else cursor,
+        *key.strides, *value.strides, *place.stride(),
+        **key.shape("K"), **value.shape("V"), PLACES=place.shape[1], num_warps=4,
+    )  # fmt: skip
+
+
+class _Plane(NamedTuple):
+    """Where one encoded tensor goes."""
+
+    code: Tensor
+    scale: Tensor
+    zero: Tensor
+    packing: int
+    width: int
+    group: int
+    affine: bool
+    rotated: bool
+
+    @classmethod
+    def of(cls, planes: Planes, name: str, codec: Codec, width: int) -> _Plane:
+        codes = planes[name]
+        scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
+        packing = _CODES[codec.packing or ""]
+        group = int(getattr(codec, "group", width))
+        rotated = bool(getattr(codec, "hadamard", False))
+        own = scale if zero is None else zero
+        return cls(codes, scale, own, packing, width, group, zero is not None, rotated)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.code, self.scale, self.zero
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return *self.code.stride()[:3], *self.scale.stride()[:3]
+
+    def rotation(self, codec: Codec) -> Tensor:
+        """What it is rotated by before; any tensor if it is not."""
+        return _rotation(codec, self.width, self.code.device) if self.rotated else self.code
+
+    def shape(self, name: str) -> dict[str, Any]:
+        groups = -(-self.width // self.group)
+        return {
+            f"{name}_CODE": self.packing, f"{name}_AFFINE": self.affine, f"D{name}": self.width,
+            f"{name}_SIZE": self.group, f"{name}_GROUPS": groups,
+            f"{name}_COUNT": triton.power_of_two(groups),
+            f"WIDE_{name}": max(2, triton.power_of_two(self.width)),
+            f"{name}_ROTATED": self.rotated,
+        }  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor:
+    """What keys of this codec are rotated by, float32 (D, D)."""
+    with torch.inference_mode(False):
+        return codec.rotate(torch.eye(width, device=device))
