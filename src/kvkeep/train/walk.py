@@ -62,12 +62,10 @@ class Walk:
         draws = any(part.training for part in parts.model.modules())
         self._seed = int(torch.randint(2**31, ())) if draws else None
         self._devices = {p.device for p in parts.model.parameters() if not p.is_cpu}
-        self._first = self._lowest_trained()
 
     def forward(self, *, trained: bool = True) -> None:
         """From the tokens to the last layer's outputs; to go back, if it is to be `trained`."""
-        if not trained:
-            self._first = len(self._caches)
+        self._first = self._lowest_trained() if trained else len(self._caches)
         states = []
         for c, columns in enumerate(self.chunks):
             with torch.no_grad(), self._random(c):
