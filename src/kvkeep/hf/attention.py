@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,24 +74,31 @@ def attention_over(original: str) -> AttentionFunction:
             known = None if asked is None else asked.position
             if known is None:
                 known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            step = partial(
-                handed.layer.step, position=known, scale=scale, softcap=softcap, sinks=s_aux
-            )
-            out = _in_one_dtype(step, query, key, value)
+            out = _step(handed.layer, query, key, value, known, scale, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
 
     return attention
 
 
-def _in_one_dtype(step: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Under autocast, which leaves rotated keys as they are, in the dtype it has for torch's own
-    attention."""
+def _step(
+    layer: LayerCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
+    for torch's own attention."""
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return step(q, k, v)
-    dtype = torch.get_autocast_dtype(device)
-    with torch.autocast(device, enabled=False):
-        return step(q.to(dtype), k.to(dtype), v.to(dtype))
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        with torch.autocast(device, enabled=False):
+            return layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+    return layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:
