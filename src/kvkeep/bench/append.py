@@ -7,72 +7,163 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from kvkeep.bench.device import Limits, because, device_named, with_values
 from kvkeep.bench.environment import environment
-from kvkeep.evals.timing import interleaved, median_ratio
+from kvkeep.evals.timing import Timer, interleaved, median_ratio, timer_for
 from kvkeep.layer import LayerCache
 from kvkeep.spec import CacheSpec
 
 HEADS, DIM = 8, 128
-SYSTEMS = {"concat": "keep_all@concat", "growing": "keep_all@growing"}
+LAYOUTS = ("concat", "growing", "fixed")
+_BURST = 10
 
 
 def run(
-    tokens: Sequence[int] = (256, 1024, 2048, 4096),
+    tokens: Sequence[int] | None = None,
     *,
+    device: str | None = None,
+    batches: Sequence[int] | None = None,
+    layouts: Sequence[str] | None = None,
     turns: int = 10,
+    seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time one decode token on a layer that holds `tokens` tokens: f32, B 1, H 8, D 128.
+    """Time one decode token on a layer that holds `tokens` tokens of 8 heads, 128 wide.
+
+    Args:
+        tokens: held when it begins; 256 to 4096 on the CPU, else 512 to 131072.
+        device: to measure on; None: CUDA if there is any. There it is in bfloat16 with 32 query
+            heads, on the CPU in float32 with 8.
+        batches: rows; 1 on the CPU, else 1, 8 and 32.
+        layouts: among `LAYOUTS`; concat and growing on the CPU, else all.
+        seconds: what is not begun by then is skipped.
 
     Returns:
-        `rows`, one per entry of `tokens`: medians in microseconds of the update alone and of the
-        whole step (update, attention, settle), and `update_ratio` and `step_ratio`, the medians
-        of concat / growing pair by pair.
+        `rows`, one per batch and entry of `tokens`: medians in microseconds, as called, of the
+        update alone and of the whole step (update, attention, settle), and `update_ratio` and
+        `step_ratio`, the medians of concat / growing pair by pair. `growth_us` is the time of one
+        growth of growing slots, shared out among the tokens until the next; `winner` is the layout
+        of the least step, that share included. On CUDA also the device's own times
+        (`..._device_us`, `device_winner`), and `skipped`, why something was not measured.
+
+    Raises:
+        UnsupportedError: a device that is not here.
     """
-    rows = []
+    place = device_named(device)
+    on_cpu = place.type == "cpu"
+    tokens = tokens or ((256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072))
+    batches = batches or ((1,) if on_cpu else (1, 8, 32))
+    layouts = layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
+    limits, rows = Limits(place, seconds), []
     with torch.inference_mode():
-        for held in tokens:
-            if progress is not None:
-                progress(f"{held} tokens")
-            update = interleaved({n: _update(s, held) for n, s in SYSTEMS.items()}, turns=turns)
-            step = interleaved({n: _step(s, held) for n, s in SYSTEMS.items()}, turns=turns)
-            row: dict[str, Any] = {"tokens": held}
-            for what, seconds in (("update", update), ("step", step)):
-                for name in SYSTEMS:
-                    row[f"{name}_{what}_us"] = statistics.median(seconds[name]) * 1e6
-                row[f"{what}_ratio"] = median_ratio(seconds["concat"], seconds["growing"])
-            rows.append(row)
+        for batch in batches:
+            for held in tokens:
+                if progress is not None:
+                    progress(f"{held} tokens" + (f", {batch} rows" if batch > 1 else ""))
+                row = {"tokens": held} | ({"rows": batch} if len(batches) > 1 else {})
+                rows.append(row | _Case(place, batch, held).row(layouts, turns, limits))
+    dtype = str(_dtype(place)).removeprefix("torch.")
     return {
         "benchmark": "append",
-        "shape": {"dtype": "float32", "B": 1, "H": HEADS, "D": DIM},
+        "shape": {
+            "dtype": dtype,
+            "B": batches[0] if len(batches) == 1 else list(batches),
+            "Hq": _query_heads(place),
+            "H": HEADS,
+            "D": DIM,
+        },
         "environment": environment(),
         "turns": turns,
-        "rows": rows,
+        "rows": with_values(rows),
     }
 
 
-def _filled(spec: str, held: int) -> LayerCache:
-    layer = CacheSpec.parse(spec).layer()
-    layer.extend(torch.randn(1, HEADS, held, DIM), torch.randn(1, HEADS, held, DIM))
-    layer.settle()
-    return layer
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _token() -> torch.Tensor:
-    return torch.randn(1, HEADS, 1, DIM)
+def _query_heads(device: torch.device) -> int:
+    return HEADS if device.type == "cpu" else 4 * HEADS
 
 
-def _update(spec: str, held: int) -> Callable[[], object]:
-    layer, k, v = _filled(spec, held), _token(), _token()
+class _Case:
+    """One batch and length."""
 
-    def update() -> None:
-        layer.extend(k, v)
+    def __init__(self, device: torch.device, batch: int, held: int) -> None:
+        self.device, self.batch, self.held = device, batch, held
+
+    def row(self, layouts: Sequence[str], turns: int, limits: Limits) -> dict[str, Any]:
+        """What was found, or why nothing was."""
+        try:
+            slots = 2 * self.batch * self.held * HEADS * DIM * _dtype(self.device).itemsize
+            # Each layout's own, what is spare, and what concatenation and growth copy to.
+            skipped = limits.refuse((len(layouts) + 2) * slots)
+            return {"skipped": skipped} if skipped else self._figures(layouts, turns)
+        except Exception as error:
+            if self.device.type == "cpu":
+                raise
+            return {"skipped": because(error)}
+
+    def _figures(self, layouts: Sequence[str], turns: int) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        timers = {"": timer_for(self.device)}
+        if self.device.type == "cuda":
+            timers["_device"] = timer_for(self.device, queued=True)
+        growth = self._growth(timers[""]) if "growing" in layouts else 0.0
+        layers = {layout: self._filled(layout, turns) for layout in layouts}
+        for what in ("update", "step"):
+            for how, timer in timers.items():
+                calls = {n: self._call(what, layer) for n, layer in layers.items()}
+                found = interleaved(calls, turns=turns, burst=_BURST, timer=timer)
+                for layer in layers.values():
+                    layer.crop(self.held - layer.fed)
+                for name in layouts:
+                    row[f"{name}_{what}{how}_us"] = statistics.median(found[name]) * 1e6
+                if not how and {"concat", "growing"} <= set(layouts):
+                    row[f"{what}_ratio"] = median_ratio(found["concat"], found["growing"])
+        row["growth_us"] = growth * 1e6 if "growing" in layouts else None
+        for how in timers:
+            costs = {name: row[f"{name}_step{how}_us"] for name in layouts}
+            if "growing" in costs:
+                costs["growing"] += row["growth_us"]
+            row[f"{how.removeprefix('_')}_winner".lstrip("_")] = min(costs, key=costs.__getitem__)
+        return row
+
+    def _growth(self, timer: Timer) -> float:
+        """Seconds of one growth per token that it makes room for."""
+        shares = []
+        for _ in range(3):
+            layer = self._filled("growing", 0)
+            spare = layer.capacity - layer.length
+            if spare:
+                layer.extend(self._some(spare), self._some(spare))
+                layer.settle()
+            before = layer.capacity
+            took = timer(self._call("update", layer))
+            shares.append(took / (layer.capacity - before))
+        return statistics.median(shares)
+
+    def _filled(self, layout: str, turns: int) -> LayerCache:
+        """A layer that holds `held` tokens; of a fixed one, with room for what is measured."""
+        room = (turns + 2) * _BURST
+        layer = CacheSpec.parse(f"keep_all@{layout}").layer(capacity=self.held + room)
+        layer.extend(self._some(self.held), self._some(self.held))
         layer.settle()
+        return layer
 
-    return update
+    def _some(self, tokens: int, heads: int = HEADS) -> Tensor:
+        shape = (self.batch, heads, tokens, DIM)
+        return torch.randn(shape, dtype=_dtype(self.device), device=self.device)
 
+    def _call(self, what: str, layer: LayerCache) -> Callable[[], object]:
+        q, k, v = self._some(1, _query_heads(self.device)), self._some(1), self._some(1)
 
-def _step(spec: str, held: int) -> Callable[[], object]:
-    layer, q, k, v = _filled(spec, held), _token(), _token(), _token()
-    return lambda: layer.step(q, k, v, scale=DIM**-0.5)
+        def update() -> None:
+            layer.extend(k, v)
+            layer.settle()
+
+        if what == "update":
+            return update
+        return lambda: layer.step(q, k, v, scale=DIM**-0.5)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,29 +12,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.bench import llama_cpp
-from kvkeep.bench.environment import environment, read_bandwidth
-from kvkeep.errors import SpecError
+from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep.bench.environment import environment
+from kvkeep.bench.random_model import RANDOM, random_model
+from kvkeep.bench.systems import (
+    EAGER,
+    LLAMA_CPP,
+    OTHERS,
+    SPEC,
+    STEPS_AHEAD,
+    WAYS,
+    Feed,
+    Systems,
+)
+from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.evals.text import tokens_of_text
-from kvkeep.evals.timing import interleaved, spread
-from kvkeep.hf.attach import attach
-from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
-from kvkeep.hf.models import load
+from kvkeep.evals.timing import interleaved, spread, timer_for
+from kvkeep.hf.decode import DYNAMIC, bytes_per_token
 from kvkeep.spec import CacheSpec
 
-KVKEEP, SPEC = "kvkeep", "keep_all"
-OTHERS = (DYNAMIC, STATIC, llama_cpp.LLAMA_CPP)
+TOLERANCE = 0.1
+"""Largest difference of logits from DynamicCache's, relative to their norm, that rounding to
+bfloat16 in other places explains; and how many standard deviations apart tied logits are."""
+
+STEPS_COMPARED = 6  # of which a graph replays the last
 
 
 def run(
     model: str = "smollm2-135m",
     *,
+    device: str | None = None,
     dtype: str = "bfloat16",
-    contexts: Sequence[int] = (128, 2048, 7936),
+    contexts: Sequence[int] | None = None,
     specs: Sequence[str] = (SPEC,),
-    against: Sequence[str] = (DYNAMIC,),
+    ways: Sequence[str] | None = None,
+    against: Sequence[str] | None = None,
     turns: int = 10,
     burst: int = 4,
+    seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Time single-token steps of a model over contexts of real text, one row.
@@ -42,127 +57,210 @@ def run(
     All systems have the same weights and hold the same tokens, and take turns.
 
     Args:
-        model: a name that `kvkeep models` knows, a directory, or a hub name.
+        model: a name that `kvkeep models` knows, a directory, or a hub name; or "random-1b", random
+            weights in the shape of Llama 3.2 1B, whose caches are filled at random too.
+        device: to measure on; None: CUDA if there is any.
         dtype: of weights and cache.
-        contexts: tokens held when the steps begin; at least two, for a slope.
+        contexts: tokens held when the steps begin; at least two, for a slope. None: 128, 2048 and
+            7936, of a random model 2048, 8192, 32768 and 131072.
         specs: what kvkeep caches keep; each is a system, called "kvkeep" for keep_all, else by both
             names.
+        ways: how kvkeep's steps run: "eager", "graph" (with slots of fixed storage, in a CUDA
+            graph) and "compiled" (as well). None: eager on the CPU, else all.
         against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
-            llama-cpp-python).
+            llama-cpp-python). None: the first on the CPU, else the first two.
         turns, burst: each system makes `turns` + 1 times `burst` steps, the first not counted.
+        seconds: what is not begun by then is skipped.
 
     Returns:
-        `rows` (`system`, `context`, `median_ms`, `spread_ms`), `slope_us_per_token` of each system
-        by least squares, and `bandwidth_floor_us_per_token`: one token's bytes over the read
-        bandwidth measured in this run.
+        `rows` (`system`, `context`, `median_ms`, `spread_ms`; beside hf-dynamic `error`, the
+        largest difference from its logits over a few greedy steps, relative to their norm, and
+        `agrees`, whether that is within `tolerance` and the greedy tokens are the same or tied;
+        `skipped`, why something was not measured), `slope_us_per_token` of each system by least
+        squares, and `bandwidth_floor_us_per_token`: one token's bytes over the bandwidth measured
+        in this run.
 
     Raises:
         SpecError: a system that does not exist.
-        UnsupportedError: llama.cpp is not here, or cannot run this model.
+        UnsupportedError: a device that is not here; or llama.cpp is not, or cannot run this model.
     """
+    place = device_named(device)
+    on_cpu = place.type == "cpu"
+    contexts = contexts or ((2048, 8192, 32768, 131072) if model in RANDOM else (128, 2048, 7936))
+    ways = ways or ((EAGER,) if on_cpu else WAYS)
+    against = ((DYNAMIC,) if on_cpu else OTHERS[:2]) if against is None else against
     for spec in specs:
         CacheSpec.parse(spec)
-    for system in against:
-        if system not in OTHERS:
+    for system, known in [*((x, OTHERS) for x in against), *((x, WAYS) for x in ways)]:
+        if system not in known:
             raise SpecError(
-                f"no system {system!r} to measure against; there is {', '.join(OTHERS)}"
+                f"no system {system!r} to measure against; there is {', '.join(known)}"
+                if known is OTHERS
+                else f"no way {system!r} to run a step; there is {', '.join(known)}"
             )
-    loaded, tokenizer = load(model, dtype)
-    if llama_cpp.LLAMA_CPP in against:
+    limits = Limits(place, seconds)
+    loaded, tokenizer = _loaded(model, dtype, place)
+    if LLAMA_CPP in against:
+        if model in RANDOM:
+            raise UnsupportedError(f"llama.cpp reads a prompt, {model} has none; leave one out")
+        from kvkeep.bench import llama_cpp  # noqa: PLC0415 (it needs packages that may be missing)
+
         llama_cpp.require(loaded)
-    rows, read = [], [read_bandwidth()]
-    steps: dict[tuple[str, int], Callable[[], object]] = {}
+    table = _Table(limits, against, turns, burst)
+    rates = [bandwidth(place)]
     with TemporaryDirectory() as directory:
-        systems = _Systems(loaded, specs, against, Path(directory))
+        systems = Systems(loaded, specs, ways, against, Path(directory))
         for context in contexts:
             _say(progress, f"{context} tokens")
-            ids = tokens_of_text(tokenizer, context + 1)
-            for system, step in systems.steps(ids, context + (turns + 1) * burst).items():
-                steps[system, context] = step
+            ids = None
+            if tokenizer is not None:
+                ids = tokens_of_text(tokenizer, context + 1).to(place)
+            table.prepare(systems, context, ids)
         _say(progress, "steps")
-        # Contexts take turns too, or drift between them would be taken for a slope.
-        for (system, context), seconds in interleaved(steps, turns=turns, burst=burst).items():
-            rows.append(
-                {
-                    "system": system,
-                    "context": context,
-                    "median_ms": statistics.median(seconds) * 1e3,
-                    "spread_ms": spread(seconds) * 1e3,
-                }
-            )
-    read.append(read_bandwidth())
-    bandwidth = statistics.median(read)
+        table.measure()
+    if table.alive:
+        rates.append(bandwidth(place))
+    rate = statistics.median(rate for _, rate in rates)
+    found = with_values(table.rows)
     return {
         "benchmark": "decode",
         "model": model,
         "dtype": dtype,
         "environment": environment(),
-        "rows": rows,
-        "slope_us_per_token": {
-            system: _slope(rows, system) for system in (*map(_named, specs), *against)
-        },
-        "bandwidth_floor_us_per_token": bytes_per_token(loaded) / bandwidth / 1e3,
-        "read_gb_per_s": bandwidth,
+        "rows": found,
+        "tolerance": TOLERANCE,
+        "slope_us_per_token": {name: _slope(found, name) for name in systems.names},
+        "bandwidth_floor_us_per_token": bytes_per_token(loaded) / rate / 1e3,
+        rates[0][0]: rate,
     }
 
 
-class _Systems:
-    """The models to measure, all on the same weights; llama.cpp's file goes into `directory`."""
+def _loaded(model: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """The model and its tokenizer; a random one has none."""
+    if model in RANDOM:
+        return random_model(model, _dtype(dtype), device), None
+    from kvkeep.hf.models import load  # noqa: PLC0415 (it needs packages that may be missing)
 
-    def __init__(
-        self, model: Any, specs: Sequence[str], against: Sequence[str], directory: Path
-    ) -> None:
-        shared = {id(weight): weight for weight in model.parameters()}
-        plain, static = (copy.deepcopy(model, shared) for _ in range(2))
-        attach(model)
-        self.kvkeep = model
-        self.specs = specs
-        self.against = against
-        self.directory = directory
-        self.transformers: dict[str, Callable[..., Any]] = {
-            DYNAMIC: plain,
-            STATIC: torch.compile(static.forward, fullgraph=True, dynamic=False),
-        }
-
-    def steps(self, ids: Tensor, room: int) -> dict[str, Callable[[], object]]:
-        """Feed all of ids (1, n) but the last, and return what feeds the last in each system."""
-        steps: dict[str, Callable[[], object]] = {}
-        full: Any = None
-        for spec in self.specs:
-            cache = self._filled(spec, ids)
-            full = cache if spec == SPEC else full
-            steps[_named(spec)] = _step(self.kvkeep, ids[:, -1:], cache)
-        full = self._filled(SPEC, ids) if full is None and self.against else full
-        for system in self.against:
-            if system == llama_cpp.LLAMA_CPP:
-                steps[system] = llama_cpp.stepper(self.kvkeep, ids, room, self.directory)
-            else:
-                cache = filled_from(full, new_cache(system, self.kvkeep, room))
-                steps[system] = _step(self.transformers[system], ids[:, -1:], cache)
-        return steps
-
-    def _filled(self, spec: str, ids: Tensor) -> Any:
-        cache = new_cache(spec, self.kvkeep)
-        with torch.inference_mode():
-            self.kvkeep(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
-        return cache
+    return load(model, dtype, str(device))
 
 
-def _named(spec: str) -> str:
-    return KVKEEP if spec == SPEC else f"{KVKEEP} {spec}"
+def _dtype(name: str) -> torch.dtype:
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    found = getattr(torch, short.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise SpecError(f"no dtype {name!r}; there is bfloat16, float16, float32")
+    return found
 
 
-def _step(model: Callable[..., Any], token: Tensor, cache: Any) -> Callable[[], object]:
-    def step() -> None:
-        with torch.inference_mode():
-            model(token, past_key_values=cache, logits_to_keep=1)
+class _Table:
+    """The rows, as they come."""
 
-    return step
+    def __init__(self, limits: Limits, against: Sequence[str], turns: int, burst: int) -> None:
+        self.limits, self.against, self.turns, self.burst = limits, against, turns, burst
+        self.rows: list[dict[str, Any]] = []
+        self.alive = True
+        self._steps: dict[tuple[str, int], Callable[[], object]] = {}
+        self._by_step: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def prepare(self, systems: Systems, context: int, ids: Tensor | None) -> None:
+        """A row for each system, and its steps if it has any."""
+        systems.hold(context, ids, context + (self.turns + 1) * self.burst + STEPS_AHEAD)
+        token, tokens = systems.token, [systems.token]
+        feeds: dict[str, Feed] = {}
+        logits: dict[str, list[Tensor]] = {}
+        for name in systems.names:
+            row = self._by_step[name, context] = _row(name, context)
+            self.rows.append(row)
+            if self._allows(row, systems.bytes_of(context)):
+                with self._failing(row):
+                    feeds[name] = systems.feed(name)
+        for name in sorted(feeds, key=lambda name: name != DYNAMIC):  # which chooses the tokens
+            row = self._by_step[name, context]
+            if self._allows(row):
+                with self._failing(row):
+                    logits[name] = followed(feeds[name], tokens, lead=name == DYNAMIC)
+                    self._steps[name, context] = _step(feeds[name], token)
+        for name, mine in logits.items():
+            if mine and DYNAMIC in logits:
+                row = self._by_step[name, context]
+                row["error"], row["agrees"] = compared(mine, logits[DYNAMIC])
+
+    def measure(self) -> None:
+        """Contexts take turns too, or drift between them would be taken for a slope."""
+        steps = {key: self._steps[key] for key in self._by_step if key in self._steps}
+        timed: dict[tuple[str, int], list[float]] = {}
+        with self._failing(*(self._by_step[key] for key in steps)):
+            timer = timer_for(self.limits.device)
+            timed = interleaved(steps, turns=self.turns, burst=self.burst, timer=timer)
+        for key, seconds in timed.items():
+            self._by_step[key]["median_ms"] = statistics.median(seconds) * 1e3
+            self._by_step[key]["spread_ms"] = spread(seconds) * 1e3
+
+    def _allows(self, row: dict[str, Any], needed: int = 0) -> bool:
+        """Whether to go on with a row; which says why not."""
+        row["skipped"] = self.limits.refuse(needed) if self.alive else "the device has failed"
+        return row["skipped"] is None
+
+    @contextmanager
+    def _failing(self, *rows: dict[str, Any]) -> Iterator[None]:
+        """Rows say what failed, and others go on while the device works. On the CPU nothing fails
+        but what is not there."""
+        try:
+            yield
+        except Exception as error:
+            if self.limits.device.type == "cpu" and not isinstance(error, ImportError):
+                raise
+            for row in rows:
+                row["skipped"] = because(error)
+            try:
+                torch.zeros(1, device=self.limits.device).item()
+            except Exception:
+                self.alive = False
+
+
+def _row(system: str, context: int) -> dict[str, Any]:
+    numbers = ("median_ms", "spread_ms", "agrees", "error", "skipped")
+    return {"system": system, "context": context} | dict.fromkeys(numbers)
+
+
+def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:
+    """Logits of a few steps on the host, which are fed `tokens`; who leads appends its own."""
+    found = []
+    for step in range(STEPS_COMPARED):
+        if not lead and step == len(tokens):
+            break  # nobody leads
+        logits = feed(tokens[step])
+        if logits is None:
+            return []
+        # A copy: a graph's next step writes to the same memory.
+        found.append(logits.detach().to("cpu", torch.float32, copy=True))
+        if lead:
+            tokens.append(logits.argmax(dim=-1, keepdim=True))
+    return found
+
+
+STEPS_COMPARED = 6  # of which a graph replays the last
+
+
+def compared(logits: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, bool]:
+    """The largest difference of logits (B, V) from others, step by step and relative to their norm;
+    and whether it is within `TOLERANCE`, and the best of them the best of the others or tied."""
+    error, agrees = 0.0, True
+    for mine, theirs in zip(logits, others, strict=True):
+        error = max(error, float((mine - theirs).norm() / theirs.norm()))
+        chosen = theirs.gather(1, mine.argmax(dim=1, keepdim=True))
+        behind = theirs.amax(dim=1, keepdim=True) - chosen
+        agrees &= bool((behind <= TOLERANCE * theirs.std(dim=1, keepdim=True)).all())
+    return error, agrees and error <= TOLERANCE
+
+
+def _step(feed: Feed, token: Tensor) -> Callable[[], object]:
+    return lambda: feed(token)
 
 
 def _slope(rows: Sequence[dict[str, Any]], system: str) -> float | None:
     """Microseconds per token held, by least squares; None for a single context."""
-    mine = [row for row in rows if row["system"] == system]
+    mine = [row for row in rows if row["system"] == system and row.get("median_ms") is not None]
     if len(mine) < 2:
         return None
     x, y = [row["context"] for row in mine], [row["median_ms"] * 1e3 for row in mine]

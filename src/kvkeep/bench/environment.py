@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-import time
-from importlib.metadata import version
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+import kvkeep
 from kvkeep import library
 
 
@@ -20,16 +21,45 @@ def environment() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "python": platform.python_version(),
-        "kvkeep": version("kvkeep"),
+        "kvkeep": _version("kvkeep") or f"{kvkeep.__version__}, not installed",
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "transformers": _version("transformers") or "none",
+        "triton": _version("triton") or "none",
         "cpu": f"{_processor()}, {os.cpu_count()} cores",
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "native_kernel": library.instructions() or "none",
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": "none" if accelerator is None else str(accelerator),
+    } | (_cuda() if torch.cuda.is_available() else {})
+
+
+def _cuda() -> dict[str, Any]:
+    """The current CUDA device; the driver as far as it says its version."""
+    it = torch.cuda.get_device_properties(torch.cuda.current_device())
+    about = f"capability {it.major}.{it.minor}, {it.total_memory / 2**30:.1f} GiB"
+    return {
+        "accelerator": f"{it.name}, {about}, {it.multi_processor_count} multiprocessors",
+        "cuda": torch.version.cuda or "none",
+        "driver": _driver(),
     }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return told.stdout.strip().partition("\n")[0] or "unknown"
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed: it may be on the path all the same."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -37,15 +67,3 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def read_bandwidth(mebibytes: int = 512) -> float:
-    """GB/s at which all threads together read memory that no processor cache holds: the best of
-    several sums over one large float32 tensor."""
-    x = torch.zeros(mebibytes * 2**18)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        x.sum()
-        best = min(best, time.perf_counter() - start)
-    return x.numel() * 4 / best / 1e9

@@ -4,85 +4,254 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment, View, attend, backends
-from kvkeep.bench.environment import environment, read_bandwidth
+from kvkeep.attention import Backend, Segment, View, attend, backends
+from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep.bench.environment import environment
+from kvkeep.bench.rivals import RIVALS, TORCH, torch_sdpa
 from kvkeep.codec import Plain
-from kvkeep.evals.timing import interleaved, spread
+from kvkeep.errors import SpecError
+from kvkeep.evals.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep.planes import POSITION, joined, plane_bytes
 from kvkeep.spec import CacheSpec
 
-TORCH = "torch-sdpa"
-"""torch's own scaled_dot_product_attention with enable_gqa."""
+
+class _System(NamedTuple):
+    backend: str
+    codec: str
+    mass: bool
+
+
+class _Found(NamedTuple):
+    """What was measured of one system; `skipped` says why something was not."""
+
+    called: Sequence[float] = ()
+    replayed: Sequence[float] = ()
+    error: float | None = None
+    skipped: str | None = None
 
 
 def run(
     *,
+    device: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    rows: int | None = None,
     heads: int = 32,
     kv_heads: int = 8,
     head_dim: int = 128,
     queries: int = 1,
-    lengths: Sequence[int] = (256, 2048, 8192, 32768),
-    codecs: Sequence[str] = (Plain.name,),
+    lengths: Sequence[int] | None = None,
+    codecs: Sequence[str] | None = None,
+    masses: Sequence[bool] | None = None,
+    against: Sequence[str] | None = None,
     turns: int = 10,
+    seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time `attend` on every backend that can, and torch's own function, one row B = 1.
+    """Time `attend` on every backend that can, and attention of others.
 
-    `codecs` are specs of a codec, or of one for keys and one for values ("int8/int4"); all but
-    "plain" are timed on the native backend alone.
+    Args:
+        device: to measure on; None: CUDA if there is any. What is None below depends on it.
+        rows: B; 1 on the CPU, else 8.
+        lengths: tokens held; 256 to 32768 on the CPU, else 2048 to 131072.
+        codecs: specs of a codec, or of one for keys and one for values ("int8/int4"); all but
+            "plain" are timed on the device's own backend alone.
+        masses: whether the mass is asked for; without on the CPU, else both.
+        against: names from `RIVALS`; torch's own on the CPU, else all.
+        seconds: what is not begun by then is skipped.
 
     Returns:
-        `rows`: per backend, codec and length `median_us`, `spread_us` (the middle half's width),
-        and `gb_per_s`, the bytes of all encoded keys and values once over the median; and
-        `read_gb_per_s`, what this machine reads from memory, measured in this run.
+        `rows`: per system and length `median_us` as called, `spread_us` (the middle half's width),
+        `error` (of the output, relative to torch's over what was encoded), and `gb_per_s`, the
+        bytes of all encoded keys and values once over the time. On CUDA also `graph_us`, which is
+        the replay of a CUDA graph and then the time of `gb_per_s`; `of_copy`, that over the
+        device's own copies; and `skipped`, why something was not measured. And `read_gb_per_s`, or
+        `copy_gb_per_s`: what this machine's memory does, measured in this run.
+
+    Raises:
+        SpecError: a codec or another's attention that does not exist.
+        UnsupportedError: a device that is not here.
     """
+    place = device_named(device)
+    on_cpu = place.type == "cpu"
+    rows = rows or (1 if on_cpu else 8)
+    lengths = lengths or ((256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072))
+    codecs = codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
+    masses = masses or ((False,) if on_cpu else (False, True))
+    against = ((TORCH,) if on_cpu else tuple(RIVALS)) if against is None else against
+    for name in against:
+        if name not in RIVALS:
+            raise SpecError(f"no attention {name!r} to measure; there is {', '.join(RIVALS)}")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
-    names = [b.name for b in backends() if b.available and b.name != "reference"]
-    rows, widths = [], {"dtype": str(dtype).removeprefix("torch."), "B": 1, "Hq": heads}
+    limits, table, rates = Limits(place, seconds), [], [bandwidth(place)]
     with torch.inference_mode():
-        read = [read_bandwidth()]
         for length in lengths:
             if progress is not None:
                 progress(f"{length} tokens")
-            q = torch.randn(1, heads, queries, head_dim).to(dtype)
-            k, v = (torch.randn(1, kv_heads, length, head_dim).to(dtype) for _ in range(2))
-            calls: dict[tuple[str, str], Callable[[], object]] = {}
-            sizes: dict[str, int] = {}
-            for codec, spec in specs.items():
-                planes = _planes(spec, k, v)
-                sizes[codec] = plane_bytes(planes)
-                able = names if codec == Plain.name else [n for n in names if n == "native"]
-                calls |= {(name, codec): _attend(name, q, planes, spec) for name in able}
-                if codec == Plain.name:
-                    calls[TORCH, codec] = _torch(q, k, v)
-            # Enough calls for a steady median of the fast ones, few of the slow.
-            burst = max(2, min(20, 200_000 // length))
-            for (name, codec), seconds in interleaved(calls, turns=turns, burst=burst).items():
-                median = statistics.median(seconds)
-                rows.append(
-                    {
-                        "backend": name,
-                        "codec": codec,
-                        "length": length,
-                        "median_us": median * 1e6,
-                        "spread_us": spread(seconds) * 1e6,
-                        "gb_per_s": sizes[codec] / median / 1e9,
-                    }
+            case = _Case(place, limits, specs, masses, against, dtype)
+            shape = (rows, heads, kv_heads, length, head_dim, queries)
+            measured = case.measured(shape, turns)
+            if any(found.called for found in measured.values()):
+                rates.append(bandwidth(place))
+            for system, found in measured.items():
+                table.append(
+                    {"backend": system.backend, "codec": system.codec}
+                    | ({"mass": system.mass} if any(masses) else {})
+                    | {"length": length}
+                    | _figures(found, case.sizes.get(system.codec, 0))
                 )
-            read.append(read_bandwidth())
+    name, rate = rates[0][0], statistics.median(rate for _, rate in rates)
+    if not on_cpu:
+        for row in table:
+            row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
+    named = {"dtype": str(dtype).removeprefix("torch."), "B": rows, "Hq": heads}
     return {
         "benchmark": "op",
-        "shape": {**widths, "H": kv_heads, "D": head_dim, "n": queries},
+        "shape": {**named, "H": kv_heads, "D": head_dim, "n": queries},
         "environment": environment(),
-        "rows": rows,
-        "read_gb_per_s": statistics.median(read),
+        "rows": with_values(table),
+        name: rate,
     }
+
+
+def _figures(found: _Found, size: int) -> dict[str, Any]:
+    called, replayed = (statistics.median(x) if x else None for x in (found.called, found.replayed))
+    best = replayed or called
+    return {
+        "median_us": called and called * 1e6,
+        "spread_us": spread(list(found.called)) * 1e6 if found.called else None,
+        "graph_us": replayed and replayed * 1e6,
+        "gb_per_s": best and size / best / 1e9,
+        "of_copy": None,
+        "error": found.error,
+        "skipped": found.skipped,
+    }
+
+
+class _Case:
+    """One length: its systems, and `sizes`, the bytes of keys and values in each codec."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        limits: Limits,
+        specs: dict[str, CacheSpec],
+        masses: Sequence[bool],
+        against: Sequence[str],
+        dtype: torch.dtype,
+    ) -> None:
+        self.device, self.limits, self.dtype = device, limits, dtype
+        self.specs, self.masses, self.against = specs, masses, against
+        self.sizes: dict[str, int] = {}
+        self._found: dict[_System, _Found] = {}
+
+    def measured(self, shape: tuple[int, ...], turns: int) -> dict[_System, _Found]:
+        """What was found of each system at a shape (B, Hq, H, S, D, n)."""
+        try:
+            self._measure(shape, turns)
+        except Exception as error:
+            if self.device.type == "cpu":
+                raise
+            # After one on a device nothing more may run there: say so, and keep what there is.
+            return {system: _Found(skipped=because(error)) for system in self._systems()}
+        return self._found
+
+    def _measure(self, shape: tuple[int, ...], turns: int) -> None:
+        rows, heads, kv_heads, length, dim, n = shape
+        # Keys and values as given, for others laid out anew, encoded, and while they are encoded.
+        given = 2 * rows * kv_heads * length * dim * self.dtype.itemsize
+        if reason := self.limits.refuse(6 * given):
+            self._found = {system: _Found(skipped=reason) for system in self._systems()}
+            return
+        there: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        q = torch.randn(rows, heads, n, dim, **there)
+        k, v = (torch.randn(rows, kv_heads, length, dim, **there) for _ in range(2))
+        calls = self._calls(q, k, v)
+        # Enough calls for a steady median of the fast ones, few of the slow.
+        burst = max(2, min(20, 200_000 // length))
+        timer, queued = timer_for(self.device), timer_for(self.device, queued=True)
+        called = interleaved(calls, turns=turns, burst=burst, timer=timer)
+        replayed = interleaved(self._replays(calls), turns=turns, burst=burst, timer=queued)
+        for system in calls:
+            self._found[system] = self._found[system]._replace(
+                called=called[system], replayed=replayed.get(system, ())
+            )
+
+    def _systems(self) -> list[_System]:
+        systems = []
+        for codec in self.specs:
+            for mass in self.masses:
+                names = [b.name for b in _able() if self._serves(b, codec, mass)]
+                systems += [_System(name, codec, mass) for name in names]
+            if codec == Plain.name:
+                systems += [_System(name, codec, False) for name in self.against]
+        return systems
+
+    def _serves(self, backend: Backend, codec: str, mass: bool) -> bool:
+        """Whether a backend is measured; which it may still refuse."""
+        own = backend.device == self.device.type
+        if backend.missing() and not (own and self.device.type != "cpu"):
+            return False
+        return own or (backend.device is None and codec == Plain.name and not mass)
+
+    def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> dict[_System, Call]:
+        """The systems that do what they should, each after its first call."""
+        calls: dict[_System, Call] = {}
+        views: dict[str, View] = {}
+        reference: dict[str, Tensor] = {}
+        for codec, spec in self.specs.items():
+            planes = _planes(spec, k, v)
+            self.sizes[codec] = plane_bytes(planes)
+            views[codec] = _view(planes, spec, q.shape[2])
+            held = views[codec].segments[0]
+            reference[codec] = torch_sdpa(q, held.keys(q.dtype), held.values(q.dtype))()
+        for system in self._systems():
+            reason = self.limits.refuse()
+            try:
+                if reason is None:
+                    call = self._call(system, q, k, v, views[system.codec])
+                    error = _difference(call(), reference[system.codec])
+                    calls[system] = call
+                    self._found[system] = _Found(error=error)
+                    continue
+            except Exception as error:  # of any kind: the other systems are measured all the same
+                reason = because(error)
+            self._found[system] = _Found(skipped=reason)
+        return calls
+
+    def _call(
+        self, system: _System, q: Tensor, k: Tensor, v: Tensor, view: View
+    ) -> Callable[[], Tensor]:
+        if system.backend in RIVALS:
+            return RIVALS[system.backend](q, k, v)
+        scale = q.shape[-1] ** -0.5
+        name, mass = system.backend, system.mass
+        return lambda: attend(q, view, scale=scale, backend=name, need_mass=mass)[0]
+
+    def _replays(self, calls: dict[_System, Call]) -> dict[_System, Call]:
+        """Those calls that a CUDA graph can hold."""
+        replays: dict[_System, Call] = {}
+        for system, call in calls.items() if self.device.type == "cuda" else ():
+            try:
+                replays[system] = captured(call)
+            except Exception as error:
+                self._found[system] = self._found[system]._replace(
+                    skipped=f"in a graph: {because(error)}"
+                )
+        return replays
+
+
+def _able() -> list[Backend]:
+    return [backend for backend in backends() if backend.name != "reference"]
+
+
+def _difference(out: Tensor, reference: Tensor) -> float:
+    out, reference = out.float(), reference.float()
+    return float((out - reference).norm() / reference.norm())
 
 
 def _planes(spec: CacheSpec, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -92,20 +261,8 @@ def _planes(spec: CacheSpec, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     return {name: plane.contiguous() for name, plane in encoded.items()}
 
 
-def _attend(
-    backend: str, q: Tensor, planes: dict[str, Tensor], spec: CacheSpec
-) -> Callable[[], object]:
-    n, length = q.shape[2], planes["k"].shape[2]
-    position = torch.arange(length, dtype=torch.int32)
+def _view(planes: dict[str, Tensor], spec: CacheSpec, n: int) -> View:
+    position = torch.arange(planes["k"].shape[2], dtype=torch.int32, device=planes["k"].device)
     planes = {**planes, POSITION: position.view(1, 1, -1)}
     segment = Segment(planes, spec.key_codec, spec.value_codec.for_values())
-    view = View((segment,), position[-n:], ragged=False)
-    scale = q.shape[-1] ** -0.5
-    return lambda: attend(q, view, scale=scale, backend=backend)
-
-
-def _torch(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    attention = torch.nn.functional.scaled_dot_product_attention
-    n, length = q.shape[2], k.shape[2]
-    mask = None if n == 1 else torch.ones(n, length, dtype=torch.bool).tril(length - n)
-    return lambda: attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return View((segment,), position[-n:], ragged=False)

@@ -23,6 +23,9 @@ Model = Annotated[str, typer.Option(help="A model; see `kvkeep models`.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 SpecList = Annotated[str, typer.Option(help="What kvkeep keeps, separated by semicolons.")]
 Turns = Annotated[int, typer.Option(min=1)]
+Device = Annotated[
+    str | None, typer.Option(help="Where to measure, e.g. cpu, cuda; CUDA if there is any.")
+]
 
 bench = typer.Typer(help="Measure kvkeep beside other caches.", no_args_is_help=True)
 
@@ -30,19 +33,34 @@ bench = typer.Typer(help="Measure kvkeep beside other caches.", no_args_is_help=
 @bench.command()
 def append(
     tokens: Annotated[
-        str, typer.Option(help="Tokens held, comma-separated.")
-    ] = "256,1024,2048,4096",
+        str | None,
+        typer.Option(help="Tokens held, comma-separated: 256 to 4096, on CUDA 512 to 131072."),
+    ] = None,
+    device: Device = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Rows, comma-separated: 1, on CUDA 1,8,32.")
+    ] = None,
+    layouts: Annotated[
+        str | None, typer.Option(help="concat, growing, fixed; the first two, on CUDA all.")
+    ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Turns of ten calls each.")] = 20,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """One more token: concatenation against writing in place (f32, B 1, H 8, D 128)."""
+    """One more token: concatenation against writing in place (H 8, D 128)."""
     check_plot(plot)
-    from kvkeep.bench.append import run
+    held, rows = _numbers(tokens), _numbers(batches)
+    with reported(), Working("append") as working:
+        from kvkeep.bench.append import run
 
-    held = whole_numbers(tokens)
-    with Working("append") as working:
-        result = run(held, turns=turns, progress=working)
+        result = run(
+            held,
+            device=device,
+            batches=rows,
+            layouts=_names(layouts),
+            turns=turns,
+            progress=working,
+        )
     _show("Append one token; ratios are concat / growing", result, plot, json)
 
 
@@ -67,72 +85,116 @@ def memory(
 
 @bench.command()
 def op(
+    device: Device = None,
     dtype: Dtype = "bfloat16",
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Batch size: 1, on CUDA 8.", show_default=False)
+    ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     queries: Annotated[int, typer.Option(min=1, help="New tokens in the call.")] = 1,
     lengths: Annotated[
-        str, typer.Option(help="Tokens held, comma-separated.")
-    ] = "256,2048,8192,32768",
+        str | None,
+        typer.Option(help="Tokens held, comma-separated: 256 to 32768, on CUDA 2048 to 131072."),
+    ] = None,
     codecs: Annotated[
-        str, typer.Option(help="Codecs of the slots, or keys/values, comma-separated.")
-    ] = "plain",
+        str | None,
+        typer.Option(
+            help="Codecs of the slots, or keys/values, comma-separated: plain, on CUDA also int8, "
+            "int4 and fp8."
+        ),
+    ] = None,
+    mass: Annotated[
+        bool | None,
+        typer.Option(help="Ask for the attention mass; on CUDA: with and without."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="torch-sdpa, torch-folded, flex, flash-attn, flashinfer; on CUDA all."),
+    ] = None,
     turns: Turns = 10,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Attention alone, on every backend and torch's own function."""
     check_plot(plot)
-    held = whole_numbers(lengths)
+    held = _numbers(lengths)
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    if queries > min(held):
-        raise typer.BadParameter(f"--queries {queries} must be within --lengths {lengths}")
+    if queries > min(held or [256]):
+        raise typer.BadParameter(f"--queries {queries} must be within --lengths {lengths or 256}")
     with reported(), Working("op") as working:
         from kvkeep.bench.op import run
         from kvkeep.hf.models import dtype_named
 
         result = run(
+            device=device,
             dtype=dtype_named(dtype),
+            rows=rows,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             queries=queries,
             lengths=held,
-            codecs=[name.strip() for name in codecs.split(",")],
+            codecs=_names(codecs),
+            masses=None if mass is None else [mass],
+            against=_names(against),
             turns=turns,
             progress=working,
         )
     title = f"Attention of {queries} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; "
-    _show(title + f"memory reads at {result['read_gb_per_s']:.0f} GB/s", result, plot, json)
+    reads = result.get("read_gb_per_s")
+    does = f"reads at {reads:.0f}" if reads else f"copies at {result['copy_gb_per_s']:.0f}"
+    _show(title + f"memory {does} GB/s", result, plot, json)
 
 
 @bench.command()
 def decode(
-    model: Model = "smollm2-135m",
+    model: Annotated[
+        str, typer.Option(help="A model; see `kvkeep models`. Or random-1b, with random weights.")
+    ] = "smollm2-135m",
+    device: Device = None,
     dtype: Dtype = "bfloat16",
-    contexts: Annotated[str, typer.Option(help="Tokens fed, comma-separated.")] = "128,2048,7936",
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens fed, comma-separated: 128,2048,7936; of a random model 2048 to 131072."
+        ),
+    ] = None,
     specs: SpecList = "keep_all",
+    ways: Annotated[
+        str | None,
+        typer.Option(
+            help="How kvkeep's steps run: eager, graph, compiled (in a CUDA graph too); "
+            "comma-separated. Eager, on CUDA all."
+        ),
+    ] = None,
     against: Annotated[
-        str, typer.Option(help="hf-dynamic, hf-static (compiled), llama.cpp; comma-separated.")
-    ] = "hf-dynamic",
+        str | None,
+        typer.Option(
+            help="hf-dynamic, hf-static (compiled), llama.cpp; comma-separated. The first, on "
+            "CUDA the first two."
+        ),
+    ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Turns of four steps each.")] = 10,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Steps of a real model at several contexts; the slope is what a cache costs per token."""
     check_plot(plot)
-    held = whole_numbers(contexts)
+    held = _numbers(contexts)
     with reported(), Working("decode") as working:
         from kvkeep.bench.decode import run
 
         result = run(
             model,
+            device=device,
             dtype=dtype,
             contexts=held,
             specs=listed(specs, ";"),
-            against=listed(against, ","),
+            ways=_names(ways),
+            against=_names(against),
             turns=turns,
             progress=working,
         )
@@ -307,9 +369,30 @@ def train(
     _show(title, result, None, json)
 
 
+def _numbers(text: str | None) -> list[int] | None:
+    """`whole_numbers`, where they are given."""
+    return None if text is None else whole_numbers(text)
+
+
+def _names(text: str | None) -> list[str] | None:
+    """Comma-separated names, where they are given."""
+    return None if text is None else listed(text, ",")
+
+
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     if plot is not None:
-        draw(title, result["rows"], plot)
+        draw(title, _drawn(result["rows"]), plot)
     print_table(title, result["rows"], stderr=json)
     if json:
         print_json(result)
+
+
+def _drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with one name each, of all that is text, and numbers."""
+    drawn = []
+    for row in (row for row in rows if not row.get("skipped")):
+        named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
+        named += ["mass"] if row.get("mass") else []
+        figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
+        drawn.append(({"system": " ".join(named)} if named else {}) | figures)
+    return drawn or rows

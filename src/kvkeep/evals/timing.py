@@ -5,13 +5,100 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 System = TypeVar("System", bound=Hashable)
 
+Call = Callable[[], object]
+Timer = Callable[[Call], float]
+"""Makes a call, and says how many seconds it took."""
+
+_CACHES = 256 << 20  # bytes; more than a device's last cache holds
+_FEWEST_CYCLES, _MOST_CYCLES = 1 << 17, 1 << 24  # of a device's clock: 0.1 to 10 ms
+
+
+def on_host(call: Call) -> float:
+    """Seconds by the host's clock, for calls that are over when they return."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Events:
+    """Seconds by a CUDA device's own events.
+
+    Before each call a buffer larger than the device's caches is written, so that a call finds
+    nothing in them.
+
+    Args:
+        queued: whether the device is kept busy until all of the call waits behind, so that the time
+            is the device's own. Otherwise it is idle when the call begins, and the time is what a
+            caller waits, with all launches.
+        cuda: what `torch.cuda` is.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        queued: bool = False,
+        caches: int = _CACHES,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        self._cuda, self._queued, self._cycles = cuda, queued, _FEWEST_CYCLES
+        self._scratch = torch.empty(caches, dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Call) -> float:
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        self._scratch.fill_(1)
+        if self._queued:
+            self._cuda._sleep(self._cycles)
+        else:
+            self._cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        if self._queued and start.query():  # the device did not wait for long enough
+            self._cycles = min(2 * self._cycles, _MOST_CYCLES)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def timer_for(device: torch.device, *, queued: bool = False) -> Timer:
+    """What measures calls on a device; `queued` as for `Events`."""
+    return Events(device, queued=queued) if device.type == "cuda" else on_host
+
+
+def captured(call: Call) -> Call:
+    """A call as a CUDA graph: what it does on the device, without its launches.
+
+    Raises what the call does when it cannot be captured.
+    """
+    stream: Any = torch.cuda.Stream
+    aside = stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):  # what is made once is made before
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(inputs: Call = call) -> None:  # they must live as long as the graph
+        graph.replay()
+
+    return replay
+
 
 def interleaved(
-    systems: Mapping[System, Callable[[], object]], *, turns: int = 10, burst: int = 10
+    systems: Mapping[System, Call],
+    *,
+    turns: int = 10,
+    burst: int = 10,
+    timer: Timer = on_host,
 ) -> dict[System, list[float]]:
     """Seconds of each call. The systems take turns, so that drift hits them alike, and each turn
     is a burst of calls, so that none is timed with the caches another one left; the first turn of
@@ -20,9 +107,7 @@ def interleaved(
     for turn in range(turns + 1):
         for name, call in systems.items():
             for _ in range(burst):
-                start = time.perf_counter()
-                call()
-                elapsed = time.perf_counter() - start
+                elapsed = timer(call)
                 if turn:
                     seconds[name].append(elapsed)
     return seconds

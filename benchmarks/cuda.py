@@ -1,0 +1,100 @@
+"""The measurements of benchmarks/cuda.sh, one a process: needs torch, transformers and kvkeep's
+source, but neither its command line nor an install.
+
+    python benchmarks/cuda.py op --out op-cuda.json      # and: append, decode
+    python benchmarks/cuda.py table op-cuda.json ...     # what was found, in short
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# The shortest and the longest first: what comes last may find no time left.
+LENGTHS = (2048, 131072, 32768, 8192)
+
+TINY: dict[str, dict[str, Any]] = {
+    "op": {"lengths": (64, 128), "heads": 4, "kv_heads": 2, "head_dim": 64, "turns": 1},
+    "append": {"tokens": (16, 32), "batches": (1, 2), "turns": 1},
+    "decode": {"model": "random-tiny", "contexts": (16, 32), "turns": 1},
+}
+FULL: dict[str, dict[str, Any]] = {
+    "op": {"lengths": LENGTHS},
+    "append": {},
+    "decode": {"model": "random-1b", "contexts": LENGTHS},
+}
+EVERYTHING: dict[str, dict[str, Any]] = {  # what is measured on CUDA without being asked for
+    "op": {
+        "masses": (False, True),
+        "against": ("torch-sdpa", "torch-folded", "flex", "flash-attn", "flashinfer"),
+    },
+    "append": {"layouts": ("concat", "growing", "fixed")},
+    "decode": {"ways": ("eager", "graph", "compiled"), "against": ("hf-dynamic", "hf-static")},
+}
+LEFT_OUT = ("skipped", "_ratio", "_update_us", "_update_device_us")  # of the tables
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=["op", "append", "decode", "table"])
+    parser.add_argument("files", nargs="*", type=Path, help="for table")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--device", help="CUDA if there is any, else cpu")
+    parser.add_argument("--seconds", type=float, help="what is not begun by then is skipped")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test of the script")
+    options = parser.parse_args()
+    if options.name == "table":
+        for file in options.files:
+            say(table(json.loads(file.read_text())) if file.exists() else f"no {file.name}")
+        return
+    sizes = (TINY if options.tiny else FULL)[options.name] | EVERYTHING[options.name]
+    run = import_module(f"kvkeep.bench.{options.name}").run  # other benchmarks' imports may fail
+    result = run(**sizes, device=options.device, seconds=options.seconds, progress=say)
+    if options.out is not None:
+        options.out.write_text(json.dumps(result) + "\n")
+    say(table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result as lines of text, the reasons of what is missing below."""
+    machine = result["environment"]
+    lines = [f"{result['benchmark']}: {machine['accelerator']}, torch {machine['torch']}"]
+    lines += [f"{name} {value:.1f}" for name, value in result.items() if name.endswith("gb_per_s")]
+    rows = result["rows"]
+    columns = [name for name in (rows[0] if rows else ()) if not name.endswith(LEFT_OUT)]
+    measured = [[cell(row[name]) for name in columns] for row in rows if has_figures(row)]
+    widths = [max(map(len, column)) for column in zip(columns, *measured, strict=True)]
+    for row in [columns, *measured]:
+        lines.append(" ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+    for row in rows:
+        if row.get("skipped"):
+            known = [str(x) for x in row.values() if x is not None and not isinstance(x, float)]
+            lines.append("skipped: " + ", ".join(known))
+    return "\n".join(lines)
+
+
+def has_figures(row: dict[str, Any]) -> bool:
+    """Whether anything was measured."""
+    return any(isinstance(value, float) for value in row.values())
+
+
+def cell(value: Any) -> str:
+    """Three significant digits."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
+
+
+def say(text: str) -> None:
+    """A line that is seen at once, whatever ends this process."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

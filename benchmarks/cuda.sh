@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Every measurement and test that needs a GPU, in one call of nine minutes at most:
+#
+#     benchmarks/cuda.sh OUTDIR
+#
+# writes {op,append,decode}-cuda.json and a log of each part to OUTDIR, and prints a table last. It
+# runs on the source tree: kvkeep need not be installed. Each part has its own limit, so one that
+# hangs or fails costs the others nothing. PYTHON chooses the interpreter; DEVICE=cpu TINY=1 try
+# the script itself; PARTS="op decode" leaves out others.
+set -u
+out=${1:?usage: benchmarks/cuda.sh OUTDIR}
+mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+python=${PYTHON:-$(command -v python3 || command -v python)}
+device=${DEVICE:-cuda}
+parts=" ${PARTS:-tests op append decode memcheck} "
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+failed=0
+
+# part NAME SECONDS COMMAND...: its output goes to a log; interrupted first, so that it can tell.
+part() {
+  local name=$1 limit=$2 begun=$SECONDS status
+  shift 2
+  [[ $parts == *" $name "* ]] || return 0
+  timeout --signal=INT --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1
+  status=$?
+  echo "== $name: exit $status after $((SECONDS - begun)) s; $(tail -n 1 "$out/$name.log" | cut -c -150)"
+  ((status == 0)) || failed=1
+}
+
+# bench NAME SECONDS: stops beginning things in time to write down what there is.
+bench() {
+  part "$1" "$2" "$python" benchmarks/cuda.py "$1" --out "$out/$1-cuda.json" --device "$device" \
+    --seconds $(($2 * 7 / 10)) ${TINY:+--tiny}
+}
+
+# Without the conftest.py above tests/, which tests the documents and needs packages for that.
+pytest=(-m pytest --confcutdir=tests -p no:cacheprovider -q)
+"$python" -c "import xdist" 2>/dev/null && side=(-n 8) || side=()
+tests=(tests/attention/test_triton.py tests/test_conformance.py)
+[[ -n ${TINY:-} ]] && tests=(tests/bench/test_device.py) && pytest+=(-k limits)
+[[ -z ${TINY:-} && -e tests/hf/test_graphed.py ]] && tests+=(tests/hf/test_graphed.py)
+
+part tests 105 "$python" "${pytest[@]}" "${side[@]}" "${tests[@]}"
+bench op 115
+bench append 65
+bench decode 175
+if command -v compute-sanitizer >/dev/null; then
+  part memcheck 50 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "$python" "${pytest[@]}" -x -k codes tests/attention/test_triton.py
+elif [[ $parts == *" memcheck "* ]]; then
+  echo "== memcheck: there is no compute-sanitizer"
+fi
+
+for name in op append decode; do
+  [[ $parts == *" $name "* ]] && "$python" benchmarks/cuda.py table "$out/$name-cuda.json"
+done
+exit "$failed"

@@ -1,0 +1,65 @@
+"""Models with random weights and caches with random content: as fast as trained ones, and here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kvkeep.cache import Cache
+
+RANDOM: dict[str, dict[str, int]] = {
+    "random-1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1 << 18,
+    },
+    "random-tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "max_position_embeddings": 1 << 12,
+    },
+}
+"""Shapes of Llama models by name; the first is that of Llama 3.2 1B."""
+
+_SHARP = 3.0
+"""Factor on random keys, so that attention singles out a few of them and a wrong one shows."""
+
+
+def random_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A Llama of a shape in `RANDOM`, its weights drawn on the device."""
+    # Imported by name, when such a model is asked for: nothing else here needs transformers.
+    transformers: Any = import_module("transformers")
+    config = transformers.LlamaConfig(**RANDOM[name], tie_word_embeddings=True)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def fill(cache: Any, model: Any, tokens: int) -> Any:
+    """Put `tokens` random keys and values, the same in every cache of this model, into each layer
+    of an empty cache, kvkeep's or transformers'; returns it."""
+    config = model.config
+    generator = torch.Generator(model.device).manual_seed(0)
+    there: dict[str, Any] = {"generator": generator, "device": model.device, "dtype": model.dtype}
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    for index in range(config.num_hidden_layers):
+        k, v = torch.randn(shape, **there) * _SHARP, torch.randn(shape, **there)
+        if isinstance(cache, Cache):
+            layer = cache.layers[index]
+            layer.extend(k, v)
+            layer.settle()
+        else:
+            cache.update(k, v, index)
+    return cache

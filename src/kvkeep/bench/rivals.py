@@ -1,0 +1,129 @@
+"""Attention of others over plain keys and values, to be measured beside `attend`.
+
+Each takes q (B, Hq, n, D) and k, v (B, H, S, D) whose last n slots are the queries' own, and
+returns a call that gives (B, Hq, n, D); what can be done before is not in the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedError
+
+Attention = Callable[[], Tensor]
+
+TORCH = "torch-sdpa"
+"""torch's own scaled_dot_product_attention with enable_gqa."""
+
+_PAGE = 16
+
+
+def torch_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """`TORCH`."""
+    mask = _mask(q, k)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def torch_folded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """torch's attention with the queries of a group folded into the query axis."""
+    folded, group = q.reshape(len(q), k.shape[1], -1, q.shape[3]), q.shape[1] // k.shape[1]
+    mask = _mask(q, k)
+    mask = None if mask is None else mask.repeat(group, 1)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attention(folded, k, v, attn_mask=mask).view(q.shape)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """FlexAttention, compiled for these shapes."""
+    it: Any = import_module("torch.nn.attention.flex_attention")
+    n, past = q.shape[2], k.shape[2] - q.shape[2]
+    seen = None
+    if n > 1:
+
+        def causal(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+            return slot <= query + past
+
+        seen = it.create_block_mask(causal, None, None, n, k.shape[2], device=q.device)
+    attention = _compiled(it.flex_attention)
+    return lambda: attention(q, k, v, block_mask=seen, enable_gqa=True)
+
+
+@cache
+def _compiled(attention: Any) -> Any:
+    torch._dynamo.reset()  # so that other measurements' graphs do not count against its limit
+    return torch.compile(attention, dynamic=False)
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """The package flash-attn: its attention over a cache, of the version for this GPU."""
+    module = next((name for name in ("flash_attn_interface", "flash_attn") if find_spec(name)), "")
+    if not module:
+        raise UnsupportedError("flash-attn is not installed")
+    attend = import_module(module).flash_attn_with_kvcache
+    own, keys, values = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    held = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
+
+    def call() -> Tensor:
+        out = attend(own, keys, values, cache_seqlens=held, causal=True)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+    return call
+
+
+def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """The package FlashInfer: decoding over pages, which lie in order here."""
+    if not find_spec("flashinfer"):
+        raise UnsupportedError("flashinfer is not installed")
+    (rows, query_heads, n, dim), (heads, slots) = q.shape, k.shape[1:3]
+    if n > 1 or slots % _PAGE:
+        raise UnsupportedError(
+            f"{n} queries over {slots} slots: it is measured for one, over pages of {_PAGE}"
+        )
+    each = slots // _PAGE
+    pages = [
+        x.view(rows, heads, each, _PAGE, dim).transpose(1, 2).reshape(-1, heads, _PAGE, dim)
+        for x in (k, v)
+    ]
+    there: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
+    room = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+        room, "HND", use_tensor_cores=query_heads // heads >= 4
+    )
+    wrapper.plan(
+        torch.arange(rows + 1, **there) * each,
+        torch.arange(rows * each, **there),
+        torch.full((rows,), _PAGE, **there),
+        query_heads,
+        heads,
+        dim,
+        _PAGE,
+        q_data_type=q.dtype,
+    )
+    own, held = q[:, :, 0].contiguous(), tuple(pages)
+    return lambda: wrapper.run(own, held).unsqueeze(2)
+
+
+RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor], Attention]] = {
+    TORCH: torch_sdpa,
+    "torch-folded": torch_folded,
+    "flex": flex,
+    "flash-attn": flash_attn,
+    "flashinfer": flashinfer,
+}
+
+
+def _mask(q: Tensor, k: Tensor) -> Tensor | None:
+    """Who sees what: bool (n, S), or None for one query, which sees all."""
+    n, slots = q.shape[2], k.shape[2]
+    if n == 1:
+        return None
+    return torch.ones(n, slots, dtype=torch.bool, device=q.device).tril(slots - n)

@@ -1,0 +1,144 @@
+"""Models that decode side by side on the same weights, each through a cache of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.bench.random_model import fill
+from kvkeep.hf.attach import attach
+from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
+
+Feed = Callable[[Tensor], Tensor | None]
+"""Feeds one token (1, 1) and gives the logits (1, V), if the system shows them."""
+
+KVKEEP, SPEC = "kvkeep", "keep_all"
+LLAMA_CPP = "llama.cpp"
+OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
+EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
+WAYS = (EAGER, GRAPH, COMPILED)
+STEPS_AHEAD = 64
+"""Slots for steps that are not measured: compared, or made before a graph is captured."""
+
+
+def named(spec: str, way: str = EAGER) -> str:
+    """What a kvkeep cache that runs in a way is called."""
+    name = KVKEEP if spec == SPEC else f"{KVKEEP} {spec}"
+    return {EAGER: name, GRAPH: f"{name}, graph", COMPILED: f"{name}, compiled, graph"}[way]
+
+
+class Systems:
+    """The models to measure; `hold` says what all systems hold from then on.
+
+    Args:
+        directory: where llama.cpp's file goes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        specs: Sequence[str],
+        ways: Sequence[str],
+        against: Sequence[str],
+        directory: Path,
+    ) -> None:
+        shared = {id(weight): weight for weight in model.parameters()}
+        plain, static = (copy.deepcopy(model, shared) for _ in range(2))
+        attach(model)
+        self.kvkeep, self.directory = model, directory
+        self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
+        self.names = (*self._ours, *against)
+        # Each context and each system is a compilation of one function.
+        torch._dynamo.config.recompile_limit = 64
+        mode = "reduce-overhead" if model.device.type == "cuda" else None
+        self._transformers: dict[str, Callable[..., Any]] = {
+            DYNAMIC: plain,
+            STATIC: torch.compile(static.forward, fullgraph=True, dynamic=False, mode=mode),
+        }
+
+    def hold(self, tokens: int, ids: Tensor | None, room: int) -> None:
+        """What the next systems hold: `tokens` of ids (1, tokens + 1), whose last is fed in each
+        step, or random keys and values; with room for `room` tokens."""
+        self._held, self._ids, self._room = tokens, ids, room
+        self._full: Any = None
+        self.token = self._any if ids is None else ids[:, -1:]
+
+    def bytes_of(self, context: int) -> int:
+        """What a system needs beside what is there: its slots, and those that it copies to."""
+        return 2 * context * bytes_per_token(self.kvkeep)
+
+    def feed(self, name: str) -> Feed:
+        """What feeds a token to a system that holds what it should. All feeds are made before the
+        first is used, for the one of `SPEC` may be what others are copied from."""
+        if name == LLAMA_CPP:
+            return self._llama_cpp()
+        if name in self._transformers:
+            cache = self._theirs(new_cache(name, self.kvkeep, self._room))
+            return _fed(self._transformers[name], cache)
+        spec, way = self._ours[name]
+        if way == EAGER:
+            return _fed(self.kvkeep, self._whole() if spec == SPEC else self._filled(spec))
+        fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
+        graphed = import_module("kvkeep.hf.graphed").Graphed
+        step = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)
+
+        def feed(token: Tensor) -> Tensor:
+            with torch.inference_mode():
+                logits: Tensor = step(token)
+            return logits
+
+        return feed
+
+    def _filled(self, spec: str) -> Any:
+        """A kvkeep cache that holds the prompt."""
+        cache = new_cache(spec, self.kvkeep)
+        if self._ids is None:
+            return fill(cache, self.kvkeep, self._held)
+        if spec.startswith(f"{SPEC}@"):
+            cache.restore(self._whole().snapshot())
+            return cache
+        with torch.inference_mode():
+            self.kvkeep(self._ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def _whole(self) -> Any:
+        """The cache of `SPEC`."""
+        if self._full is None:
+            self._full = self._filled(SPEC)
+        return self._full
+
+    def _theirs(self, cache: Any) -> Any:
+        """One of transformers, which gets what kvkeep computed."""
+        if self._ids is None:
+            return fill(cache, self.kvkeep, self._held)
+        return filled_from(self._whole(), cache)
+
+    def _llama_cpp(self) -> Feed:
+        llama_cpp = import_module("kvkeep.bench.llama_cpp")
+        assert self._ids is not None
+        step = llama_cpp.stepper(self.kvkeep, self._ids, self._room, self.directory)
+
+        def feed(token: Tensor) -> None:
+            step()
+
+        return feed
+
+
+def _fed(model: Callable[..., Any], cache: Any) -> Feed:
+    begin_step: Any = torch.compiler.cudagraph_mark_step_begin
+
+    def feed(token: Tensor) -> Tensor:
+        begin_step()
+        with torch.inference_mode():
+            out = model(token, past_key_values=cache, logits_to_keep=1)
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    return feed
