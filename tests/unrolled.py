@@ -1,15 +1,35 @@
-"""Gradients by plain autograd, with everything in memory: what `kvkeep.train` is held to."""
+"""Gradients by plain autograd, with everything in memory: what `kvkeep.train` is held to, and the
+models and texts of its tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from families import tiny
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 import kvkeep
 from kvkeep.train import replaying
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float64, **overrides: Any):
+    """Its loss is that of a model which knows little, so that no gradient vanishes."""
+    model = tiny(family, **overrides).to(dtype)
+    for weight in model.parameters():
+        weight.data.mul_(0.5)
+    return model
+
+
+def adapted(model: Any, **options: Any):
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the gradients of lora_A
+            weight.data.normal_(0, 0.1)
+    return model
 
 
 def texts(rows: int, tokens: int, *, pads: tuple[int, ...] = (), side: str = "left", seed: int = 0):
