@@ -36,7 +36,6 @@ class Bulk:
         self.value_codec = value_codec
         self.storage = storage
         self.block = key_codec.block
-        self.tail = max(key_codec.tail, value_codec.tail)
         self._frozen = Past()
 
     @property
@@ -70,7 +69,7 @@ class Bulk:
 
     def whole(self, tokens: int) -> int:
         """How many of `tokens` tokens are encoded when they have settled."""
-        return max(0, tokens - self.tail) // self.block * self.block
+        return whole(tokens, self.key_codec, self.value_codec)
 
     def take_oldest(self, tail: Storage) -> None:
         """Encode the oldest tokens of `tail`, as many as do not stay there."""
@@ -121,6 +120,12 @@ class Bulk:
     def _runs(self) -> list[Planes]:
         own = [self.storage.read()] if self.storage.length else []
         return [*(run.planes for run in self._frozen.runs), *own]
+
+
+def whole(tokens: int, *codecs: Codec) -> int:
+    """How many of `tokens` tokens codecs of equal block encode; the rest stays plain."""
+    block, tail = codecs[0].block, max(codec.tail for codec in codecs)
+    return max(0, tokens - tail) // block * block
 
 
 def filled(x: Tensor, position: Tensor, block: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.bulk import filled
+from kvkeep.bulk import filled, whole
 from kvkeep.layer import LayerCache
 from kvkeep.offload import Kept, Offload
 from kvkeep.planes import along_slots
@@ -135,8 +135,7 @@ class Slots:
     def _encode(self, undo: _Undo) -> _Undo:
         """Encode the oldest tokens that are not, as `Bulk` does; nothing goes."""
         codecs = self._layer.key_codec, self._layer.value_codec
-        block, tail = codecs[0].block, max(codec.tail for codec in codecs)
-        count = max(0, self.length - self._encoded - tail) // block * block
+        count = whole(self.length - self._encoded, *codecs)
         if not count:
             return undo
         place = self.past.position.clone()
@@ -147,7 +146,7 @@ class Slots:
             plain = buffer[:, :, self._encoded : self._encoded + count]
             at = self.past.position[:, :, self._encoded : self._encoded + count]
             kept.append(self._store.put(plain.clone()))  # for it is written to
-            plain.copy_(codec.decode(codec.encode(filled(plain, at, block)), plain.dtype))
+            plain.copy_(codec.decode(codec.encode(filled(plain, at, codec.block)), plain.dtype))
         self._encoded += count
         return undo._replace(encoded=tuple(kept))
 
