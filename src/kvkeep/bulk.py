@@ -32,6 +32,12 @@ class Bulk:
                 f"codecs {key_codec.name}/{value_codec.name} encode a prompt after it was attended "
                 f"to, for which {storage.name} storage has no room; use @growing"
             )
+        if not storage.lasting:
+            raise SpecError(
+                f"codecs {key_codec.name}/{value_codec.name} keep the newest tokens beside their "
+                f"blocks, and of {storage.name} storage one at a time can be read; use int4, or "
+                "@growing"
+            )
         self.key_codec = key_codec
         self.value_codec = value_codec
         self.storage = storage

@@ -55,6 +55,7 @@ class Cache:
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers: list[LayerCache] = list(layers)
+        self._share()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -197,7 +198,14 @@ class Cache:
         """A cache in the same state, which shares the frozen slots."""
         other = copy(self)
         other.layers = [layer.fork() for layer in self.layers]
+        other._share()
         return other
+
+    def _share(self) -> None:
+        """Let the layers' storages share what they need one after another."""
+        common: dict[str, Any] = {}
+        for layer in self.layers:
+            layer.storage.share(common)
 
     def _between_forwards(self, doing: str) -> None:
         fed = {layer.fed for layer in self.layers}

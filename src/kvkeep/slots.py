@@ -296,11 +296,12 @@ class LayerSlots:
         """Everything held, by where it lies: planes to be copied."""
         found: dict[str, Planes] = {}
         if self.ragged is not None:
-            return {f"head.{i}": head.read() for i, head in enumerate(self.ragged.heads)}
+            return {f"head.{i}": head.resting() for i, head in enumerate(self.ragged.heads)}
         if self.bulk is not None and self.bulk.length:
             found["bulk"] = self.bulk.read(self.rows)
         if self._settled:
-            found["slots"] = self._as_one(self._runs)
+            frozen = self.frozen.runs
+            found["slots"] = self._as_one(self._runs) if frozen else self.storage.resting()
         if self.aside is not None:
             found["aside"] = self.aside
         return found
@@ -309,6 +310,9 @@ class LayerSlots:
         """Hold copies of what `parts` of a layer like this one gave."""
         self.reset()
         self.rows = rows
+        for name, planes in parts.items():  # which may have rested on several devices
+            device = planes[POSITION].device
+            parts = {**parts, name: {n: planes[n].to(device) for n in planes}}
         if self.ragged is not None:
             self.ragged.load([parts[f"head.{i}"] for i in range(len(parts))])
         if self.bulk is not None and "bulk" in parts:
@@ -346,11 +350,12 @@ class LayerSlots:
     def freeze(self) -> None:
         """Make what is held immutable, so that forks share it; new tokens go behind it.
 
-        Not what a fork copies: heads of different lengths, the tail of blocks, what is aside.
+        Not what a fork copies: heads of different lengths, the tail of blocks, what is aside, what
+        lies on the host.
         """
         if self.bulk is not None:
             self.bulk.freeze()
-        elif self.ragged is None and self.storage.length:
+        elif self.ragged is None and self.storage.length and self.storage.lasting:
             self.frozen.add(self.storage.read(), self._own)
             self.storage = self._blank.behind(self.frozen.length)
 
@@ -358,9 +363,10 @@ class LayerSlots:
         """The same slots, of which the frozen ones are shared."""
         other = copy(self)
         if self.ragged is None:
-            other.storage = deepcopy(self.storage)
+            other.storage, other._blank = deepcopy((self.storage, self._blank))
         else:
-            other.storage = other.ragged = self.ragged.another()
+            other._blank = deepcopy(self._blank)
+            other.storage = other.ragged = PerHead(other._blank)
             other.ragged.load([head.read() for head in self.ragged.heads])
         other.bulk = None if self.bulk is None else self.bulk.fork()
         other.aside = deepcopy(self.aside)

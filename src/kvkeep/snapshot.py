@@ -179,13 +179,13 @@ class Saved:
                 f"{self.path} holds {len(self.header.layers)} layers, the cache {len(cache.layers)}"
             )
         states = [
-            self._state(index, layer, header).to(device or torch.device("cpu"))
+            self._state(index, layer, header)
             for index, (layer, header) in enumerate(
                 zip(cache.layers, self.header.layers, strict=True)
             )
         ]
         for layer, state in zip(cache.layers, states, strict=True):
-            layer.restore(state)
+            layer.restore(state.to(device or torch.device("cpu")))
         cache.routed = self.header.routed
 
     def _state(self, index: int, layer: LayerCache, header: LayerHeader) -> LayerState:

@@ -4,9 +4,10 @@ from kvkeep.storage.base import Storage
 from kvkeep.storage.concat import Concat
 from kvkeep.storage.fixed import Fixed
 from kvkeep.storage.growing import Growing
+from kvkeep.storage.host import Host
 from kvkeep.storage.per_head import PerHead
 
-STORAGES: dict[str, type[Storage]] = {s.name: s for s in (Growing, Fixed, Concat)}
+STORAGES: dict[str, type[Storage]] = {s.name: s for s in (Growing, Fixed, Concat, Host)}
 """Name in a spec -> class; its constructor's parameters are the spec's options."""
 
-__all__ = ["STORAGES", "Concat", "Fixed", "Growing", "PerHead", "Storage"]
+__all__ = ["STORAGES", "Concat", "Fixed", "Growing", "Host", "PerHead", "Storage"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ class Storage(ABC):
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through what was stored."""
+    lasting: ClassVar[bool] = True
+    """Whether what was read stays until this storage changes, whatever is read of others: then it
+    can be frozen, and attended to together with slots of another storage."""
 
     limit: int | None = None
     """Most slots this storage can ever hold; None: as many as memory allows."""
@@ -70,6 +73,11 @@ class Storage(ABC):
     def read(self) -> Planes:
         """All slots in use: (B, H|1, length, ...); views that the next change may overwrite."""
 
+    def resting(self) -> Planes:
+        """Like `read`, but where the slots lie while they are not attended to, on whatever device:
+        to be copied or saved. Valid until this storage changes."""
+        return self.read()
+
     @abstractmethod
     def evict(self, victims: Tensor) -> None:
         """Free the slots `victims`, int64 (B|1, H|1, c), no repeats; `length` falls by c.
@@ -92,6 +100,10 @@ class Storage(ABC):
     def behind(self, slots: int) -> Storage:
         """A new, empty storage for what follows `slots` slots that lie elsewhere."""
         return self.another()
+
+    def share(self, common: dict[str, Any]) -> None:  # noqa: B027
+        """Take part in what the storages of one cache share, kept in `common` by name: by default
+        in nothing."""
 
     def adopt(self, planes: Planes, length: int) -> None:
         """Use these planes, (B, H|1, limit, ...), of which `length` slots are in use.

@@ -79,21 +79,15 @@ class Buffer(Storage):
         return Front(self._planes, self._length)
 
     def evict(self, victims: Tensor) -> None:
-        kept = self._length - victims.shape[2]
         plane = next(iter(self._planes.values()))
         if LIBRARY is not None and plane.is_cpu:
             self._evict_in_one_call(LIBRARY, victims.contiguous())
             return
-        # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the
-        # victims sorted, and the slots behind `kept` sorted survivors first, hole i takes
-        # survivor i; what is left over pairs freed slots with freed slots, which harms nobody.
-        holes = victims.sort(dim=2).values
-        freed = marked(victims, self._length)[:, :, kept:]
-        movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
+        holes, movers = moves(victims, self._length)
         for plane in self._planes.values():
             moved = plane.gather(2, along_slots(movers, plane))
             plane.scatter_(2, along_slots(holes, plane), moved)
-        self._length = kept
+        self._length -= victims.shape[2]
 
     def _evict_in_one_call(self, library: CDLL, victims: Tensor) -> None:
         heads = max(plane.shape[1] for plane in self._planes.values())
@@ -251,6 +245,18 @@ class Buffer(Storage):
                     self._move(name, plane, capacity)
                 except SHORTAGE:  # it stays as large as it is, and is used as if it were not
                     self._planes[name] = plane.narrow(2, 0, capacity)
+
+
+def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """How to evict from `length` slots: slots `movers` go to the slots `holes`, both like
+    `victims`, (B|1, H|1, c)."""
+    # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the victims
+    # sorted, and the slots behind `kept` sorted survivors first, hole i takes survivor i; what is
+    # left over pairs freed slots with freed slots, which harms nobody.
+    kept = length - victims.shape[2]
+    freed = marked(victims, length)[:, :, kept:]
+    movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
+    return victims.sort(dim=2).values, movers
 
 
 def device_of(planes: Planes) -> torch.device:

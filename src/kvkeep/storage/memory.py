@@ -18,6 +18,11 @@ on the CPU."""
 
 _PAGES_WORTH_MAPPING = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
 
+REMEDY = (
+    "use a policy with a budget, such as h2o:4096, or a codec (+int8 halves bfloat16, +int4 "
+    "quarters it)"
+)
+
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor for a cache to fill from the front.
@@ -57,9 +62,8 @@ def out_of_memory(slots: int, needed: int, held: int, device: torch.device) -> O
     free = free_bytes(device)
     return OutOfMemoryError(
         f"{slots} slots of a layer need {needed} bytes on {device}, where "
-        f"{'too few' if free is None else free} are free and its live slots hold {held}; use a "
-        "policy with a budget, such as h2o:4096, a codec (+int8 halves bfloat16, +int4 quarters "
-        "it)" + ("" if device.type == "cpu" else ", or keep the slots in host memory by @host")
+        f"{'too few' if free is None else free} are free and its live slots hold {held}; {REMEDY}"
+        + ("" if device.type == "cpu" else ", or keep the slots in host memory by @host")
     )
 
 

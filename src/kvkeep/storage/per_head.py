@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ class Padded(Planes):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._whole:
-            planes = [planes[name] for planes in self._heads]
-            rows, _, _, *rest = planes[0].shape
-            longest = max(plane.shape[2] for plane in planes)
-            shape = (rows, len(planes), longest, *rest)
-            whole = planes[0].new_full(shape, -1 if name == POSITION else 0)
-            for head, plane in enumerate(planes):
-                whole[:, head : head + 1, : plane.shape[2]] = plane
+            first = self._heads[0][name]
+            longest = max(map(slot_count, self._heads))
+            shape = (first.shape[0], len(self._heads), longest, *first.shape[3:])
+            whole = first.new_full(shape, -1 if name == POSITION else 0)
+            for head, planes in enumerate(self._heads):  # of which one may be read at a time
+                whole[:, head : head + 1, : slot_count(planes)] = planes[name]
             self._whole[name] = whole
         return self._whole[name]
 
@@ -131,6 +130,9 @@ class PerHead(Storage):
 
     def reset(self) -> None:
         self.heads = ()
+
+    def share(self, common: dict[str, Any]) -> None:
+        self._each.share(common)
 
     def another(self) -> PerHead:
         return PerHead(self._each)
