@@ -22,6 +22,7 @@ def test_exported_names():
         "CacheSpec",
         "CacheStats",
         "CapacityError",
+        "Graphed",
         "KVKeepError",
         "LayerCache",
         "OutOfMemoryError",

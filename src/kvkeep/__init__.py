@@ -1,7 +1,7 @@
 """kvkeep: the KV cache for PyTorch language models.
 
 Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used,
-`Cache`, `PrefixStore` and the functions but `attend` with transformers, the others with torch only.
+`Cache`, `Graphed`, `PrefixStore` and the functions but `attend` with transformers, the others with torch only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.hf.cache import Cache
     from kvkeep.hf.export import export
     from kvkeep.hf.fingerprint import fingerprint
+    from kvkeep.hf.graphed import Graphed
     from kvkeep.hf.saved import load
     from kvkeep.layer import LayerCache
     from kvkeep.program import Program
@@ -40,6 +41,7 @@ __all__ = [
     "CacheSpec",
     "CacheStats",
     "CapacityError",
+    "Graphed",
     "KVKeepError",
     "LayerCache",
     "OutOfMemoryError",
@@ -64,6 +66,7 @@ _HOME = {
     "CacheSpec": "kvkeep.spec",
     "CacheStats": "kvkeep.cache",
     "CapacityError": "kvkeep.errors",
+    "Graphed": "kvkeep.hf.graphed",
     "KVKeepError": "kvkeep.errors",
     "LayerCache": "kvkeep.layer",
     "PrefixStore": "kvkeep.store.prefix",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import count
 from typing import Any, Protocol, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -16,9 +16,16 @@ from torch import Tensor
 from kvkeep.errors import StateError
 from kvkeep.layer import LayerCache
 
+_CPU = torch.device("cpu")
+_GONE = "this graph was given a cache that is gone, or from another process"
+
 
 class Traced(Protocol):
     """What a graph may ask of a layer; in it, tensors are symbols."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it does so outside of compiled graphs too."""
 
     def fed(self) -> Tensor:
         """Columns the layer was fed, int64 ()."""
@@ -40,16 +47,75 @@ class Traced(Protocol):
         """`LayerCache.step`; position as from `next_positions`."""
 
 
-_layers: WeakValueDictionary[int, LayerCache] = WeakValueDictionary()
+class Steps(Protocol):
+    """What a ticket leads to."""
+
+    def fed(self) -> int | Tensor:
+        """Columns fed."""
+
+    def next_positions(
+        self, n: int, real: Tensor | None = None, device: torch.device = _CPU
+    ) -> Tensor:
+        """See `Traced`."""
+
+    def in_graph(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `Traced.step`."""
+
+
+class OfLayer:
+    """A layer's steps, from a graph, which does not keep it."""
+
+    def __init__(self, layer: LayerCache) -> None:
+        self._known = ref(layer)
+
+    @property
+    def _layer(self) -> LayerCache:
+        layer = self._known()
+        if layer is None:
+            raise StateError(_GONE)
+        return layer
+
+    def fed(self) -> int:
+        """See `Steps`."""
+        return self._layer.fed
+
+    def next_positions(
+        self, n: int, real: Tensor | None = None, device: torch.device = _CPU
+    ) -> Tensor:
+        """See `Steps`."""
+        if real is not None and bool(real.all()):
+            position = self._layer.next_positions(n, device)
+        else:
+            position = self._layer.next_positions(n, device, real)
+        return position.view(-1, n) if real is None else position.expand(real.shape)
+
+    def in_graph(self, *arguments: Any) -> Tensor:
+        """See `Steps`."""
+        q, k, v, position, scale, softcap, sinks = arguments
+        return run(self._layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+
+
+_steps: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count(1)
 
 
 class Ticket:
-    """Leads to a layer of this process, as long as it lives."""
+    """Leads to the steps of a layer of this process, as long as they live."""
 
-    def __init__(self, layer: LayerCache) -> None:
+    on_device = False
+
+    def __init__(self, steps: Steps) -> None:
         number = next(_numbers)
-        _layers[number] = layer
+        _steps[number] = steps
         with torch.inference_mode(False):
             self.number = torch.tensor([number])
 
@@ -66,17 +132,25 @@ class Ticket:
         return cast(Tensor, step(self.number, *arguments))
 
 
-def _layer(ticket: Tensor) -> LayerCache:
-    layer = _layers.get(int(ticket))
-    if layer is None:
-        raise StateError("this graph was given a cache that is gone, or from another process")
-    return layer
+class LayerTicket(Ticket):
+    """Leads to a layer."""
+
+    def __init__(self, layer: LayerCache) -> None:
+        self._of = OfLayer(layer)
+        super().__init__(self._of)
+
+
+def _led_to(ticket: Tensor) -> Steps:
+    steps: Steps | None = _steps.get(int(ticket))
+    if steps is None:
+        raise StateError(_GONE)
+    return steps
 
 
 @torch.library.custom_op("kvkeep::fed", mutates_args=("ticket",))
 def fed(ticket: Tensor) -> Tensor:
     """`Ticket.fed`. (It is said to change the ticket to keep its place in the graph.)"""
-    return torch.tensor(_layer(ticket).fed)
+    return torch.as_tensor(_led_to(ticket).fed()).clone()
 
 
 @fed.register_fake
@@ -87,12 +161,7 @@ def _(ticket: Tensor) -> Tensor:
 @torch.library.custom_op("kvkeep::next_positions", mutates_args=("ticket",))
 def next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
     """`Ticket.next_positions`."""
-    layer = _layer(ticket)
-    if real is not None and bool(real.all()):
-        position = layer.next_positions(n, device)
-    else:
-        position = layer.next_positions(n, device, real)
-    return (position.view(-1, n) if real is None else position.expand(real.shape)).clone()
+    return _led_to(ticket).next_positions(n, real, device).clone()
 
 
 @next_positions.register_fake
@@ -112,8 +181,7 @@ def step(
     sinks: Tensor | None,
 ) -> Tensor:
     """`Ticket.step`."""
-    layer = _layer(ticket)
-    return run(layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+    return _led_to(ticket).in_graph(q, k, v, position, scale, softcap, sinks).contiguous()
 
 
 def run(

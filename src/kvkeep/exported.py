@@ -63,6 +63,8 @@ class LayerTensors(nn.Module):
         UnsupportedError: its state does not fit tensors of a fixed shape.
     """
 
+    on_device = False
+
     def __init__(self, description: Description, like: LayerCache) -> None:
         super().__init__()
         layer = description.build()

@@ -13,7 +13,6 @@ from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
-from kvkeep.frozen import Run
 from kvkeep.ledger import LayerState, Ledger
 from kvkeep.planes import POSITION, limits, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
@@ -101,7 +100,7 @@ class LayerCache:
         # What no query from here on can reach makes room first: the ring of a window.
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
-        self._slots.add(k, v, self._own_planes(k, v, position))
+        self._slots.add(k, v, self.own_planes(k, v, position))
         if self._ledger.like is None:
             self._ledger.like = (empty_like(k), empty_like(v))
         self._chunk = position
@@ -234,11 +233,6 @@ class LayerCache:
         self._ledger = ledger
         self._slots.adopt(ledger, **slots)
 
-    @property
-    def frozen(self) -> list[Run]:
-        """The slots that forks share, the oldest first."""
-        return self._slots.frozen.runs
-
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""
         self._slots.freeze()
@@ -291,6 +285,11 @@ class LayerCache:
         return self._ledger.pads is not None
 
     @property
+    def slots(self) -> LayerSlots:
+        """What is held, and where it lies."""
+        return self._slots
+
+    @property
     def storage(self) -> Storage:
         """Where the slots lie that are this layer's own."""
         return self._slots.storage
@@ -336,7 +335,7 @@ class LayerCache:
                         "+plain@concat, or torch.no_grad()"
                     )
 
-    def _own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
+    def own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
         """The planes of new tokens beside keys and values."""
         policy, (rows, heads, n, _) = self.policy, k.shape
         planes: dict[str, Tensor] = {}
@@ -353,7 +352,7 @@ class LayerCache:
         ragged = self.padded or self.policy.ragged or self._slots.frozen.hides  # empty slots
         return View(self._slots.segments(), position, ragged, tuple(reaches))
 
-    def _seeing(self, observation: Observation | None) -> Observation:
+    def seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""
         return (observation or Observation())._replace(
             position=self._chunk,
@@ -371,7 +370,7 @@ class LayerCache:
         observes = observation is not None and policy.observes
         if not observes and count <= 0:
             return
-        planes, seen = self._slots.rewritable(), self._seeing(observation)
+        planes, seen = self._slots.rewritable(), self.seeing(observation)
         if observes:
             with torch.inference_mode():  # in place, whatever mode the planes were made in
                 policy.observe(planes, seen)

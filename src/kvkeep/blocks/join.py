@@ -66,7 +66,9 @@ def place(
         ledger = Ledger()
         ledger.columns, ledger.like = columns, parts[0][0].ledger.like
         ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart
-        runs = [_moved(run, by, rotaries[index]) for part, by in parts for run in part.frozen]
+        runs = [
+            _moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
+        ]
         layer.adopt(ledger, frozen=runs)
     result.routed = texts[0][0].routed if texts else None
     return result

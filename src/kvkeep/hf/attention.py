@@ -67,7 +67,7 @@ def attention_over(original: str) -> AttentionFunction:
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or handed.traced.on_device:
             position = attention_mask.flatten(1)
             out = handed.traced.step(query, key, value, position, scale, softcap, s_aux)
         else:

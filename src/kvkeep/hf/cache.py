@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
 from kvkeep import snapshot
-from kvkeep.compiled import Ticket, Traced
+from kvkeep.compiled import LayerTicket, Traced
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.figures import promised_bytes
 from kvkeep.hf.adapters import Takeover
@@ -296,7 +296,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     def _issue_tickets(self) -> None:
         """For layers that are not those the tickets were made for."""
         self._handed = None
-        self._traced: list[Traced] = [Ticket(layer) for layer in self.layers]
+        self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
 
     def restore(self, snapshot: core.Snapshot) -> None:
         """See `kvkeep.cache.Cache.restore`."""

@@ -1,0 +1,175 @@
+"""Graphed: a model's decode step over a cache, as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, Self, SupportsIndex
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import decoder_config, is_routed
+from kvkeep.resident import Resident
+
+_EAGER_STEPS = 2
+"""Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""
+
+
+class Graphed:
+    """Decode steps of one token a row, whose whole state stays on the device.
+
+    On CUDA the first two steps run as they are, the third is captured as a CUDA graph, and from
+    then on a step is one launch. Elsewhere all run as they are. Nothing waits for the device.
+
+    Args:
+        model: attached, see `kvkeep.attach`.
+        cache: holds a prompt, in fixed storage; it is lent until `close`.
+        compile: compile the model by `torch.compile` too, which joins its small operations.
+
+    Raises:
+        StateError: the model is not attached, or the cache is empty or lent already.
+        SpecError, UnsupportedError: a layer needs the host between steps; nothing is changed.
+
+    Use it as a context manager, or `close` it: the cache then holds all tokens that were fed.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, *, compile: bool = False) -> None:
+        if not is_routed(decoder_config(model.config)):
+            raise StateError("the model is not attached; call kvkeep.attach(model) first")
+        if isinstance(cache.layers, _Lent):
+            raise StateError(f"the cache {cache.layers.why}")
+        if not cache.fed:
+            raise StateError("the cache is empty; feed the prompt through the model first")
+        device = model.device
+        if any(layer.slots.segments()[-1].position.device != device for layer in cache.layers):
+            raise UnsupportedError("a cache on several devices; graphed steps need one")
+        self.model, self.cache = model, cache
+        self._layers = cache.layers
+        with torch.inference_mode(False):
+            self._columns = torch.tensor(cache.fed, device=device)
+            self._token = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
+        self._residents = [Resident(layer, self._columns) for layer in self._layers]
+        self._forward: Callable[..., Any] = model
+        if compile:
+            self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+        self._steps = 0
+        self._whole = True  # whether all layers were fed alike
+        self._tickets, cache._traced = cache._traced, list(self._residents)
+        self._lend()
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Feed one token a row, int64 (B, 1); returns the logits (B, V) of the next.
+
+        Raises:
+            ShapeError: other than one token for each row.
+            CapacityError: the cache is full; nothing was fed.
+            StateError: it was closed.
+        """
+        if not isinstance(self.cache.layers, _Lent):
+            raise StateError("these steps were closed; make new ones: Graphed(model, cache)")
+        if input_ids.shape != self._token.shape:
+            raise ShapeError(
+                f"token ids {tuple(input_ids.shape)}: one for each row, {tuple(self._token.shape)}"
+            )
+        if not self._whole:
+            raise StateError("a step was interrupted: close() these, and feed the prompt again")
+        for resident in self._residents:
+            resident.require(1)
+        self._whole = False
+        with torch.inference_mode():
+            self._token.copy_(input_ids)
+            if self._token.is_cuda and self._steps >= _EAGER_STEPS:
+                logits = self._replayed()
+            else:
+                logits = self._run()
+        self._steps += 1
+        for resident in self._residents:
+            resident.count(1)
+        self._whole = True
+        return logits
+
+    def close(self) -> None:
+        """Give the cache back, with all that was fed; empty, if a step was interrupted. The graph
+        is freed."""
+        if not isinstance(self.cache.layers, _Lent):
+            return
+        self._graph = self._logits = None
+        self.cache.layers, self.cache._traced = self._layers, self._tickets
+        with torch.inference_mode():
+            for resident in self._residents:
+                resident.settle()
+        if not self._whole:
+            self.cache.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> Tensor:
+        """One step, launched operation by operation."""
+        position = self._residents[0].next_positions(1).expand(len(self._token), 1)
+        with self._borrowed():
+            logits: Tensor = self._forward(
+                input_ids=self._token,
+                attention_mask=position[:, None, None],
+                position_ids=position.to(torch.int64),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).logits[:, -1]
+        self._columns.add_(1)
+        return logits
+
+    def _replayed(self) -> Tensor:
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._logits = self._run()
+            self._graph = graph  # capturing runs nothing
+        assert self._logits is not None
+        self._graph.replay()
+        return self._logits.clone()
+
+    def _lend(self) -> None:
+        self.cache.layers = _Lent("is lent to graphed steps; close() them first")
+
+    @contextmanager
+    def _borrowed(self) -> Any:
+        """The layers, for the model's own calls."""
+        self.cache.layers = self._layers
+        try:
+            yield
+        finally:
+            self._lend()
+
+
+class _Lent(list[Any]):
+    """Layers that are not there for the time being."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why = why
+
+    def _raise(self) -> Any:
+        raise StateError(f"the cache {self.why}")
+
+    def __iter__(self) -> Any:
+        self._raise()
+
+    def __len__(self) -> int:
+        self._raise()
+        return 0
+
+    def __bool__(self) -> bool:
+        self._raise()
+        return False
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        self._raise()

@@ -1,0 +1,211 @@
+"""Resident: a layer's decode step whose whole state is tensors where its slots are.
+
+Nothing in a step is known to the host: the cursor, what is held and what goes are tensors, so that
+a CUDA graph of one step serves all that follow. A slot that is freed is the next one written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvkeep.append import able, append
+from kvkeep.attention import Options, Segment, View, dispatch
+from kvkeep.compiled import Ticket, step
+from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
+from kvkeep.layer import LayerCache
+from kvkeep.planes import POSITION, Reach, along_slots, joined, unsliced
+from kvkeep.policy import Need, Observation
+
+_CPU = torch.device("cpu")
+
+
+class Resident:
+    """Steps of one token a row through a layer that holds a prompt, until it is `settle`d.
+
+    Args:
+        layer: of fixed storage; it is not to be used in the meantime.
+        columns: tokens it was fed, int64 () on the device, which all layers of a model share and
+            who makes the steps increases.
+
+    Raises:
+        StateError: the layer holds no prompt.
+        SpecError: its storage has no slot for a token beside the budget.
+        UnsupportedError: its state does not fit tensors of a fixed shape.
+    """
+
+    on_device = True
+
+    def __init__(self, layer: LayerCache, columns: Tensor) -> None:
+        policy, storage = layer.policy, layer.storage
+        _require_fitting(layer)
+        self._layer, self._columns = layer, columns
+        self._fed, self._held = layer.fed, storage.length
+        self._ledger = layer.ledger
+        self._pads = self._ledger.pads
+        self._whole = dict(unsliced(storage.read()))
+        capacity = next(iter(self._whole.values())).shape[2]
+        self._evicts = policy.budget is not None
+        self._slots = capacity
+        if policy.budget is not None:
+            self._slots = policy.budget + (policy.reach is None)
+        if self._slots > capacity:
+            raise SpecError(
+                f"policy {policy.name} needs {self._slots} slots for a step, but the storage is "
+                f"fixed at {capacity}; use @fixed:{self._slots} or more"
+            )
+        self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._whole.items()}
+        with torch.inference_mode():  # in place, whatever mode the planes were made in
+            for name, plane in self._planes.items():
+                plane[:, :, self._held :] = -1 if name == POSITION else 0
+        place = self._planes[POSITION]
+        with torch.inference_mode(False):
+            self._used = torch.tensor(self._held, dtype=torch.int32, device=place.device)
+            self._hole = torch.full((1, 1, 1), self._held, device=place.device)
+            self._memory = {name: x.clone() for name, x in self._ledger.memory.items()}
+        if self._evicts:
+            rows, heads = place.shape[:2]
+            self._hole = self._hole.expand(rows, heads, 1).clone()
+            self._free(Observation())
+        self._past = layer.slots.segments()[:-1]
+        reaches = [] if policy.reach is None else [policy.reach]
+        if layer.window is not None and Reach(layer.window) not in reaches:
+            reaches.append(Reach(layer.window))
+        self._reaches = tuple(reaches)
+        used = None if self._evicts else self._used
+        self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
+        self._ticket = Ticket(self)
+
+    def require(self, n: int) -> None:
+        """Raise CapacityError when n more tokens do not fit."""
+        if not self._evicts and self._held + n > self._slots:
+            raise CapacityError(
+                f"{self._held + n} slots needed, but this cache is fixed at {self._slots}; use "
+                f"@fixed:{2 * self._slots}, or a policy that evicts, such as window"
+            )
+
+    def count(self, n: int) -> None:
+        """Tell that n tokens were fed, whoever made the steps."""
+        self._fed += n
+        self._held = min(self._held + n, self._slots - self._evicts)
+
+    def fed(self) -> Tensor:
+        """Columns it was fed, int64 () on the device."""
+        return self._columns
+
+    def next_positions(
+        self, n: int, real: Tensor | None = None, device: torch.device = _CPU
+    ) -> Tensor:
+        """Positions of the next n tokens, int32 (1, n), or (B, n) where rows have padding."""
+        after = self._columns + torch.arange(n, device=self._columns.device)
+        if self._pads is not None:
+            after = after - self._pads[:, None]
+        return after.view(-1, n).to(torch.int32)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`LayerCache.step` of one token a row, with position int32 (1|B, 1)."""
+        if torch.compiler.is_compiling():
+            number = self._ticket.number
+            return cast(Tensor, step(number, q, k, v, position, scale, softcap, sinks))
+        if k.shape[2] != 1:
+            raise UnsupportedError(
+                f"{k.shape[2]} tokens in a step on the device; feed one, or settle() first"
+            )
+        layer = self._layer
+        chunk = position[0] if self._pads is None else position
+        own = layer.own_planes(k, v, chunk)
+        self._write(k, v, own)
+        if not self._evicts:
+            self._used.add_(1)
+        view = View((*self._past, self._segment), chunk, True, self._reaches)
+        needed, observed = Need.MASS in layer.policy.needs, layer.policy.observed
+        out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
+        if self._evicts:
+            self._free(Observation(mass, position=chunk, queries=q.detach(), scale=scale))
+        else:
+            self._hole.add_(1)
+        return out
+
+    in_graph = step
+
+    def settle(self) -> None:
+        """Give the layer its slots back, with those that are empty freed."""
+        layer, ledger = self._layer, self._ledger
+        ledger.columns, ledger.memory = self._fed, self._memory
+        if not self._evicts:
+            layer.adopt(ledger, planes=self._whole, length=self._held)
+            return
+        ledger.floor = self._fed
+        layer.adopt(ledger, planes=self._whole, length=self._slots)
+        empty = self._slots - self._held
+        if empty:
+            live = (self._planes[POSITION] >= 0).to(torch.uint8)
+            layer.storage.evict(live.argsort(dim=2, stable=True)[:, :, :empty])
+
+    def _write(self, k: Tensor, v: Tensor, own: dict[str, Tensor]) -> None:
+        layer, planes = self._layer, dict(own)
+        if k.is_cuda and able(k, v, layer.key_codec, layer.value_codec):
+            position = planes.pop(POSITION)
+            append(
+                k, v, position, self._planes, self._hole, layer.key_codec, layer.value_codec
+            )  # fmt: skip
+        else:
+            keys, values = layer.key_codec.encode(k), layer.value_codec.encode(v)
+            planes |= joined(keys, "k") | joined(values, "v")
+        for name, new in planes.items():
+            plane = self._planes[name]
+            hole = self._hole if plane.shape[1] > 1 else self._hole[:, :1]
+            index = along_slots(hole, plane)
+            plane.scatter_(2, index, new.expand(index.shape))
+
+    def _free(self, observation: Observation) -> None:
+        """Let the policy look, and empty the slot of the next token: the least valuable one."""
+        layer, policy = self._layer, self._layer.policy
+        newest = self._columns.to(torch.int64).view(1, 1, 1)
+        if observation.position is None:
+            newest = newest - 1
+        if self._pads is not None:
+            newest = newest - self._pads[:, None, None]
+        rows = self._planes[POSITION].shape[0]
+        state = dict(self._memory)
+        seen = layer.seeing(observation)._replace(
+            position=observation.position, newest=newest.expand(rows, 1, 1), state=state
+        )
+        with torch.inference_mode():
+            if observation.position is not None and policy.observes:
+                policy.observe(self._planes, seen)
+                for name, held in self._memory.items():
+                    held.copy_(state[name])
+            victims = policy.victims(1, self._planes, seen)
+            self._hole.copy_(victims)
+            self._planes[POSITION].scatter_(2, self._hole, -1)
+
+
+def _require_fitting(layer: LayerCache) -> None:
+    policy: Any = layer.policy
+    if layer.limit is None:
+        raise SpecError(
+            f"{layer.storage.name} storage can move its slots; a step on the device needs fixed "
+            "storage, such as keep_all@fixed:4096"
+        )
+    if not layer.fed or not layer.storage.length:
+        raise StateError("the cache holds no prompt of its own: feed one before")
+    if layer.record_past:
+        raise StateError("the cache waits for a crop; crop() or reset() it before")
+    blocks = layer.key_codec.block > 1
+    if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.evicted is not None:
+        what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
+        raise UnsupportedError(
+            f"{what} needs the host between steps; take another, such as h2o:1024+int8@fixed:2048"
+        )

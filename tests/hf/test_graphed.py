@@ -1,0 +1,210 @@
+"""Steps whose state stays on the device say what ordinary steps say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, tiny
+
+import kvkeep
+from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
+from kvkeep.hf.graphed import Graphed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECS = [
+    "keep_all@fixed:80",
+    "keep_all+int8@fixed:80",
+    "keep_all+int4:affine=1/fp8@fixed:80",
+    "window:16@fixed",
+    "window:9,sinks=3+int8@fixed:40",
+    "h2o:16@fixed:40",
+    "h2o:24,recent=4+int8@fixed",
+    "qh2o:16+int4@fixed:40",
+    "tova:12@fixed:30",
+    "snapkv:20,window=8@fixed:40",
+    "knorm:16@fixed:40",
+    "random:16@fixed:40",
+]
+
+
+def prompt(model, rows, tokens):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, model.config.vocab_size, (rows, tokens), generator=generator)
+    return ids.to(DEVICE)
+
+
+def held(cache):
+    """Of each layer, row and head the positions held."""
+    found = [layer.positions().tolist() for layer in cache.layers]
+    return [[[sorted(p for p in head if p >= 0) for head in row] for row in x] for x in found]
+
+
+def alike(cache, expected):
+    """The same is held, but for what the next query cannot reach."""
+    for mine, other in zip(cache.layers, expected.layers, strict=True):
+        if other.policy.reach is not None:
+            other._evict(other.length - other.reachable)
+        assert mine.length == other.length
+    assert held(cache) == held(expected)
+
+
+def feed(model, cache, ids, mask=None):
+    """Logits of new tokens, whose positions do not count padding."""
+    places = None
+    if mask is not None:
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    with torch.inference_mode():
+        return model(
+            ids, attention_mask=mask, position_ids=places, past_key_values=cache
+        ).logits  # fmt: skip
+
+
+def fed(model, spec, ids, mask=None):
+    cache = kvkeep.Cache(model, spec)
+    return cache, feed(model, cache, ids, mask)[:, -1].argmax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("length", [5, 25])
+@pytest.mark.parametrize("padded", [False, True])
+def test_as_ordinary_steps(spec, length, padded):
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    ids = prompt(model, 3, length)
+    mask = None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        mask[2, :4] = 0
+    expected, token = fed(model, spec, ids, mask)
+    cache, same = fed(model, spec, ids, mask)
+    assert same.equal(token)
+    with Graphed(model, cache) as step:
+        for _ in range(14):
+            if mask is not None:
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            ordinary = feed(model, expected, token, mask)[:, -1]
+            logits = step(token)
+            torch.testing.assert_close(logits, ordinary, atol=2e-5, rtol=1e-4)
+            token = logits.argmax(-1, keepdim=True)
+    assert cache.fed == expected.fed == length + 14
+    assert cache.seen.equal(expected.seen)
+    alike(cache, expected)
+    for tokens in (token, ids):  # the cache goes on as any other
+        if mask is not None:
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        ordinary, mine = (feed(model, x, tokens, mask) for x in (expected, cache))
+        torch.testing.assert_close(mine, ordinary, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "deepseek-v3"])
+@pytest.mark.parametrize("spec", ["keep_all@fixed:80", "h2o:12@fixed:40"])
+def test_families(family, spec):
+    model = tiny(family).to(DEVICE)
+    kvkeep.attach(model)
+    ids = prompt(model, 2, 9)
+    expected, token = fed(model, spec, ids)
+    cache, _ = fed(model, spec, ids)
+    with Graphed(model, cache) as step:
+        for _ in range(12):
+            with torch.inference_mode():
+                ordinary = model(token, past_key_values=expected).logits[:, -1]
+            logits = step(token)
+            torch.testing.assert_close(logits, ordinary, atol=2e-5, rtol=1e-4)
+            token = logits.argmax(-1, keepdim=True)
+    alike(cache, expected)
+
+
+@pytest.mark.parametrize("spec", ["keep_all+int8@fixed:80", "h2o:12@fixed:40"])
+def test_compiled(spec):
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    ids = prompt(model, 2, 9)
+    expected, token = fed(model, spec, ids)
+    cache, _ = fed(model, spec, ids)
+    with Graphed(model, cache, compile=True) as step:
+        for _ in range(6):
+            with torch.inference_mode():
+                ordinary = model(token, past_key_values=expected).logits[:, -1]
+            logits = step(token)
+            torch.testing.assert_close(logits, ordinary, atol=2e-5, rtol=1e-4)
+            token = logits.argmax(-1, keepdim=True)
+    alike(cache, expected)
+
+
+def test_behind_frozen_slots():
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    ids = prompt(model, 1, 9)
+    cache, token = fed(model, "keep_all@fixed:80", ids)
+    frozen = cache.freeze()
+    mine, other = frozen.fork(rows=3), frozen.fork(rows=3)
+    token = token.repeat(3, 1)
+    with torch.inference_mode():
+        for fork in (mine, other):
+            logits = model(token, past_key_values=fork).logits[:, -1]
+    with Graphed(model, mine) as step:
+        for _ in range(5):
+            token = logits.argmax(-1, keepdim=True)
+            logits = step(token)
+            with torch.inference_mode():
+                ordinary = model(token, past_key_values=other).logits[:, -1]
+            torch.testing.assert_close(logits, ordinary, atol=2e-5, rtol=1e-4)
+
+
+def test_bad_input():
+    model = tiny("llama").to(DEVICE)
+    ids = prompt(model, 2, 9)
+    empty = kvkeep.Cache(model, "keep_all@fixed:12")
+    with pytest.raises(StateError, match="is not attached"):
+        Graphed(model, empty)
+    kvkeep.attach(model)
+    with pytest.raises(StateError, match="feed the prompt"):
+        Graphed(model, empty)
+    for spec, error, match in (
+        ("keep_all", SpecError, "growing storage can move its slots"),
+        ("h2o:12@fixed:12", SpecError, "use @fixed:13 or more"),
+        ("kivi", SpecError, "growing"),
+        ("adakv(knorm:12)", SpecError, "per_head"),
+        ("expected_attention:12@fixed:40", UnsupportedError, "policy expected_attention needs"),
+    ):
+        spec = "keep_all+kivi" if spec == "kivi" else spec
+        cache, _ = fed(model, spec, ids)
+        with pytest.raises(error, match=match):
+            Graphed(model, cache)
+        assert cache.fed == 9  # and is not lent
+    cache, token = fed(model, "keep_all@fixed:12", ids)
+    step = Graphed(model, cache)
+    with pytest.raises(StateError, match="lent to graphed steps"):
+        cache.crop(-1)
+    with pytest.raises(StateError, match="lent to graphed steps"):
+        Graphed(model, cache)
+    with pytest.raises(StateError, match="lent to graphed steps"), torch.inference_mode():
+        model(token, past_key_values=cache)
+    with pytest.raises(ShapeError, match=r"\(2, 2\): one for each row, \(2, 1\)"):
+        step(token.repeat(1, 2))
+    for _ in range(3):
+        step(token)
+    with pytest.raises(CapacityError, match="13 slots needed, but this cache is fixed at 12"):
+        step(token)
+    step.close()
+    step.close()
+    assert cache.fed == cache.length == 12
+    with pytest.raises(StateError, match="make new ones"):
+        step(token)
+
+
+def test_an_interrupted_step(monkeypatch):
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    cache, token = fed(model, "h2o:12@fixed:40", prompt(model, 2, 20))
+    step = Graphed(model, cache)
+    step(token)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(token)
+    hook.remove()
+    with pytest.raises(StateError, match="interrupted"):
+        step(token)
+    step.close()
+    assert cache.fed == 0
