@@ -11,10 +11,45 @@ from torch import Tensor
 
 from kvkeep.attention import triton
 from kvkeep.codec import Codec
-from kvkeep.planes import POSITION, Planes
+from kvkeep.planes import POSITION, Planes, along_slots, joined
 
 _CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
 _MOST_WIDTH = 512
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    own: Planes,
+    planes: Planes,
+    key_codec: Codec,
+    value_codec: Codec,
+    cursor: Tensor | None = None,
+) -> None:
+    """Encode n new tokens and write them, with the planes `own` beside keys and values.
+
+    Args:
+        k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
+        own: (B, H|1, n, ...), the positions among them.
+        planes: changed in place; the tokens' own slots (B, H|1, n, ...), or with a `cursor` all.
+        cursor: the slot of a single token, int64 (B|1, H|1, 1).
+    """
+    if k.is_cuda and able(k, v, key_codec, value_codec):
+        append(k, v, own[POSITION], planes, 0 if cursor is None else cursor, key_codec, value_codec)
+        own = {name: plane for name, plane in own.items() if name != POSITION}
+    elif cursor is None:
+        key_codec.encode_into(k, planes, "k")
+        value_codec.encode_into(v, planes, "v")
+    else:
+        keys, values = joined(key_codec.encode(k), "k"), joined(value_codec.encode(v), "v")
+        own = {**own, **keys, **values}
+    for name, new in own.items():
+        if cursor is None:
+            planes[name].copy_(new)
+        else:
+            plane = planes[name]
+            index = along_slots(cursor if plane.shape[1] > 1 else cursor[:, :1], plane)
+            plane.scatter_(2, index, new.expand(index.shape))
 
 
 def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
@@ -22,13 +57,8 @@ def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     there = k.is_cuda or triton.interpreted()
     known = key_codec.packing in _CODES and value_codec.packing in _CODES
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
-    return (
-        there
-        and known
-        and floats
-        and max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
-        and (not triton.reason())
-    )
+    fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
+    return there and known and floats and fits and not triton.reason()
 
 
 def append(

@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvkeep.append import able, append
+from kvkeep.append import write
 from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.compiled import Ticket, step
 from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
 from kvkeep.layer import LayerCache
-from kvkeep.planes import POSITION, Reach, along_slots, joined, unsliced
+from kvkeep.planes import POSITION, Reach, unsliced
 from kvkeep.policy import Need, Observation
 
 _CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ class Resident:
         layer = self._layer
         chunk = position[0] if self._pads is None else position
         own = layer.own_planes(k, v, chunk)
-        self._write(k, v, own)
+        write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._hole)
         if not self._evicts:
             self._used.add_(1)
         view = View((*self._past, self._segment), chunk, True, self._reaches)
@@ -152,22 +152,6 @@ class Resident:
         if empty:
             live = (self._planes[POSITION] >= 0).to(torch.uint8)
             layer.storage.evict(live.argsort(dim=2, stable=True)[:, :, :empty])
-
-    def _write(self, k: Tensor, v: Tensor, own: dict[str, Tensor]) -> None:
-        layer, planes = self._layer, dict(own)
-        if k.is_cuda and able(k, v, layer.key_codec, layer.value_codec):
-            position = planes.pop(POSITION)
-            append(
-                k, v, position, self._planes, self._hole, layer.key_codec, layer.value_codec
-            )  # fmt: skip
-        else:
-            keys, values = layer.key_codec.encode(k), layer.value_codec.encode(v)
-            planes |= joined(keys, "k") | joined(values, "v")
-        for name, new in planes.items():
-            plane = self._planes[name]
-            hole = self._hole if plane.shape[1] > 1 else self._hole[:, :1]
-            index = along_slots(hole, plane)
-            plane.scatter_(2, index, new.expand(index.shape))
 
     def _free(self, observation: Observation) -> None:
         """Let the policy look, and empty the slot of the next token: the least valuable one."""

@@ -8,6 +8,7 @@ from copy import copy, deepcopy
 import torch
 from torch import Tensor
 
+from kvkeep.append import write
 from kvkeep.attention import Segment
 from kvkeep.bulk import Bulk
 from kvkeep.codec import Codec, Plain
@@ -159,15 +160,12 @@ class LayerSlots:
         """Put new tokens behind all others, with the planes `own` beside keys and values; aside,
         if they do not fit."""
 
-        def write(slots: Planes) -> None:
-            self._new_key.encode_into(k, slots, "k")
-            self._new_value.encode_into(v, slots, "v")
-            for name, plane in own.items():
-                slots[name].copy_(plane)
+        def put(slots: Planes) -> None:
+            write(k, v, own, slots, self._new_key, self._new_value)
 
         self.rows, n = k.shape[0], k.shape[2]
         fits = self.limit is None or self._settled + n <= self.limit
-        if self.aside is None and fits and self.storage.append_in_place(n, write):
+        if self.aside is None and fits and self.storage.append_in_place(n, put):
             return
         planes = self.encoded(k, v) | dict(own)
         if self.aside is not None:

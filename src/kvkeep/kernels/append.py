@@ -49,15 +49,18 @@ def _codes(x, scale, zero, d, CODE: tl.constexpr, AFFINE: tl.constexpr, COUNT: t
 
 
 @triton.jit
-def _rotated(X, at, d, ROTATION, D: tl.constexpr, WHOLE: tl.constexpr, ROTATED: tl.constexpr):
+def _rotated(X, at, d, ROTATION, D: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr):
     """Elements d of a token in float32, rotated by ROTATION (D, D) if there is one."""
     if not ROTATED:
         return tl.load(X + at + d, mask=d < D, other=0.0).to(tl.float32)
-    i = tl.arange(0, WHOLE)
-    x = tl.load(X + at + i, mask=i < D, other=0.0).to(tl.float32)
-    mask = (i < D)[:, None] & (d < D)[None, :]
-    r = tl.load(ROTATION + i[:, None] * D + d[None, :], mask=mask, other=0.0)
-    return tl.sum(x[:, None] * r, axis=0)
+    y = tl.zeros((WIDE,), tl.float32)
+    for first in range(0, D, 16):  # as many rows as registers hold
+        i = first + tl.arange(0, 16)
+        x = tl.load(X + at + i, mask=i < D, other=0.0).to(tl.float32)
+        mask = (i < D)[:, None] & (d < D)[None, :]
+        r = tl.load(ROTATION + i[:, None] * D + d[None, :], mask=mask, other=0.0)
+        y += tl.sum(x[:, None] * r, axis=0)
+    return y
 
 
 @triton.jit
@@ -71,12 +74,12 @@ def _write(X, PLANE, SCALE, ZERO, ROTATION, at, to, to_scale, CODE: tl.constexpr
     else:
         parts: tl.constexpr = 2 if CODE == _INT4 else 1
         d = parts * tl.arange(0, WHOLE // parts)
-        x = _rotated(X, at, d, ROTATION, D, WHOLE, ROTATED)
+        x = _rotated(X, at, d, ROTATION, D, WHOLE // parts, ROTATED)
         high = _extreme(x, d, D, COUNT, SIZE)
         low = -_extreme(-x, d, D, COUNT, SIZE)
         odd = x
         if CODE == _INT4:
-            odd = _rotated(X, at, d + 1, ROTATION, D, WHOLE, ROTATED)
+            odd = _rotated(X, at, d + 1, ROTATION, D, WHOLE // parts, ROTATED)
             high = tl.maximum(high, _extreme(odd, d + 1, D, COUNT, SIZE))
             low = tl.minimum(low, -_extreme(-odd, d + 1, D, COUNT, SIZE))
         bad = _of_groups_bad(x, odd, d, COUNT, SIZE)
