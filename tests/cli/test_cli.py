@@ -149,7 +149,7 @@ def test_models_fetch_of_an_unknown_one():
 
 def test_doctor():
     report = last_line(run("doctor", "--json"))
-    assert [b["backend"] for b in report["backends"]] == ["native", "sdpa", "reference"]
+    assert [b["backend"] for b in report["backends"]] == ["native", "triton", "sdpa", "reference"]
     assert report["threads"] >= 1
     assert "reference" in run("doctor").stdout
 
