@@ -27,6 +27,7 @@ from kvkeep.testing import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, HEADS, DIM = 24, 2, 8
 SPECS = list(conformance_specs())
 PADDING = {"none": [], "left": [(0, 0, 5)], "middle": [(0, 9, 12), (1, 20, 24)]}
@@ -92,16 +93,18 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         if evicts:
             before = live_tokens(layer) if start else [[([], k, v)] * HEADS] * 2
             live = [[set(place) for place, _, _ in row] for row in before]
-        view = layer.extend(k[:, :, part], v[:, :, part], given)
+        queries, *new = (x[:, :, part].to(DEVICE) for x in (q, k, v))
+        view = layer.extend(*new, None if given is None else given.to(DEVICE))
         # What attention reads is what was encoded; of a block, that is another thing each time.
-        keys, values = encoded(layer, k[:, :, part], v[:, :, part])
+        keys, values = encoded(layer, *new)
         # Where a backend refuses a call, the one that attend chooses answers for it.
         named = next(b for b in backends() if b.name == backend)
         options = Options(0.4, need_mass=need, observed=layer.policy.observed)
-        refused = not named.available or named.refuses(q[:, :, part], view, options)
+        refused = not named.available or named.refuses(queries, view, options)
         chosen = None if refused else backend
-        out, mass = dispatch(q[:, :, part], view, options, chosen)
-        layer.settle(Observation(mass, queries=q[:, :, part]))
+        out, mass = dispatch(queries, view, options, chosen)
+        out = out.cpu()
+        layer.settle(Observation(mass, queries=queries))
         oracle.step(q[:, :, part], k[:, :, part], v[:, :, part], position, scale=0.4)
         if layer.key_codec.block == 1:
             expected = stored.step(q[:, :, part], keys, values, position, scale=0.4, live=live)
@@ -116,8 +119,8 @@ def encoded(layer, k, v):
     """What the codecs make of keys and values."""
     pairs = (layer.key_codec, k), (layer.value_codec, v)
     if layer.key_codec.block > 1:
-        return k, v
-    return (codec.decode(codec.encode(x), torch.float64) for codec, x in pairs)
+        return k.cpu(), v.cpu()
+    return (codec.decode(codec.encode(x), torch.float64).cpu() for codec, x in pairs)
 
 
 @dataclass(frozen=True)

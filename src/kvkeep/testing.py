@@ -197,13 +197,14 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
             assert sum(len(place) for place, _, _ in heads[b]) <= budget * len(heads[b])
 
 
-def check_policy(spec: str) -> None:
+def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
     """What every policy must do, with every codec and storage it goes with, for two rows of which
     one has padding: attend to what was kept and to the chunk, keep its budget, move each token's
     planes together, and decide for each row as if it were alone.
 
     Args:
         spec: the policy's part of a spec, with a budget of at most 16 tokens.
+        device: where the slots lie.
 
     Raises:
         SpecError: no such policy, or it goes with no codec and storage.
@@ -218,13 +219,15 @@ def check_policy(spec: str) -> None:
                 layers = [CacheSpec.parse(parts).layer(capacity=64) for _ in range(3)]
             except SpecError:
                 continue
-            _check_rows(*layers)
+            _check_rows(*layers, device=torch.device(device))
             checked += 1
     if not checked:
         raise SpecError(f"{spec} goes with no codec and storage")
 
 
-def _check_rows(both: LayerCache, padded: LayerCache, other: LayerCache) -> None:
+def _check_rows(
+    both: LayerCache, padded: LayerCache, other: LayerCache, *, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(0)
     pads, heads, width = 5, 2, 16
     oracle = OracleLayer(reach=both.policy.reach)
@@ -240,7 +243,8 @@ def _check_rows(both: LayerCache, padded: LayerCache, other: LayerCache) -> None
         position = position.clamp(min=-1)
         start += n
         live = [[set(place) for place, _, _ in row] for row in live_tokens(both)] or None
-        out = both.step(q, k, v, position, scale=0.25)
+        there = [x.to(device) for x in (q, k, v, position)]
+        out = both.step(*there, scale=0.25).cpu()
         expected = oracle.step(
             q, k, v, position, scale=0.25, live=live if both.policy.reach is None else None
         )
@@ -251,28 +255,30 @@ def _check_rows(both: LayerCache, padded: LayerCache, other: LayerCache) -> None
         for row, alone in enumerate((padded, other)):
             real = position[row] >= 0
             if real.any():
-                own = [x[row : row + 1, :, real] for x in (q, k, v)]
-                alone.step(own[0], own[1], own[2], position[row, real], scale=0.25)
+                own = [x[row : row + 1, :, real].to(device) for x in (q, k, v)]
+                place = position[row, real].to(device)
+                alone.step(own[0], own[1], own[2], place, scale=0.25)
                 places = [sorted(place) for place, _, _ in live_tokens(alone)[0]]
                 together = [sorted(place) for place, _, _ in live_tokens(both)[row]]
                 assert places == together, f"row {row} keeps {together}, alone {places}"
 
 
 def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]]]:
-    """Of each row and head: live positions, and their keys and values in float64, all segments
-    one after the other."""
+    """Of each row and head: live positions, and their keys and values in float64 on the CPU, all
+    segments one after the other."""
     if layer._ledger.like is None:
         return []
     rows, heads = layer._ledger.like[0].shape[:2]
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
     for segment in layer._slots.segments():
-        keys, values = segment.keys(torch.float64), segment.values(torch.float64)
+        keys, values = segment.keys(torch.float64).cpu(), segment.values(torch.float64).cpu()
+        position = segment.position.cpu()
         own = range(heads) if segment.head is None else [segment.head]
         for b in range(rows):
             i = min(b, keys.shape[0] - 1)  # all rows may share one
             for at, h in enumerate(own):
-                place = segment.position[i, at % segment.position.shape[1]]
+                place = position[i, at % position.shape[1]]
                 live = place >= 0
                 found[b][h].append((place[live], keys[i, at, live], values[i, at, live]))
     return [[_joined(parts) for parts in row] for row in found]
