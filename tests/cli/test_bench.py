@@ -30,9 +30,15 @@ def _model(smollm2):
 
 
 def test_append():
-    result = last_line(run("append", "--tokens", "8,16", "--turns", "1", "--json"))
+    options = ("--device", "cpu", "--tokens", "8,16", "--turns", "1", "--json")
+    result = last_line(run("append", *options))
     assert [row["tokens"] for row in result["rows"]] == [8, 16]
     assert all(row["update_ratio"] > 0 and row["step_ratio"] > 0 for row in result["rows"])
+    assert result["shape"] == {"dtype": "float32", "B": 1, "Hq": 8, "H": 8, "D": 128}
+    chosen = ("--batches", "1,2", "--layouts", "growing,fixed")
+    rows = last_line(run("append", *options, *chosen))["rows"]
+    assert [(row["tokens"], row["rows"]) for row in rows] == [(8, 1), (16, 1), (8, 2), (16, 2)]
+    assert all(row["fixed_step_us"] > 0 and "update_ratio" not in row for row in rows)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
@@ -102,8 +108,8 @@ def test_reuse():
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])
 def test_op(dtype, queries):
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--queries", str(queries))
-    options = ("--dtype", dtype, *shape, "--lengths", "16,300", "--turns", "1", "--json")
-    result = last_line(run("op", *options))
+    sizes = ("--lengths", "16,300", "--turns", "1", "--device", "cpu")
+    result = last_line(run("op", "--dtype", dtype, *shape, *sizes, "--json"))
     assert {"sdpa", "torch-sdpa"} <= {row["backend"] for row in result["rows"]}
     assert {row["length"] for row in result["rows"]} == {16, 300}
     for row in result["rows"]:
@@ -116,7 +122,7 @@ def test_op(dtype, queries):
 @pytest.mark.skipif(not native.available, reason=native.reason)
 def test_op_of_codecs():
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "100")
-    options = ("--codecs", "plain,int8,int8/int4", "--turns", "1", "--json")
+    options = ("--codecs", "plain,int8,int8/int4", "--turns", "1", "--device", "cpu", "--json")
     rows = last_line(run("op", *shape, *options))["rows"]
     sizes = {  # of 2 heads x 100 slots
         row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 200
@@ -127,9 +133,28 @@ def test_op_of_codecs():
     assert [row["codec"] for row in rows if row["backend"] != "native"] == ["plain", "plain"]
 
 
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_op_with_the_mass():
+    options = ("--heads", "8", "--rows", "2", "--lengths", "300", "--turns", "1", "--device", "cpu")
+    rows = last_line(run("op", "--mass", "--against", "torch-folded", *options, "--json"))["rows"]
+    assert [(row["backend"], row["mass"]) for row in rows] == [
+        ("native", True),
+        ("torch-folded", False),
+    ]
+
+
+def test_decode_with_random_weights():
+    sizes = ("--model", "random-tiny", "--contexts", "8,20", "--turns", "1")
+    result = run("decode", *sizes, "--device", "cpu", "--ways", "eager,graph")
+    assert result.exit_code == 0
+    assert "microseconds per token held: kvkeep" in result.stdout
+    assert "kvkeep, graph" in result.stdout
+
+
 @pytest.mark.usefixtures("_model")
 def test_decode():
-    options = ("--dtype", "bf16", "--contexts", "8,200", "--turns", "1", "--json")
+    options = ("--dtype", "bf16", "--contexts", "8,200", "--turns", "1", "--device", "cpu")
+    options += ("--json",)
     result = last_line(run("decode", *options))
     assert [(row["system"], row["context"]) for row in result["rows"]] == [
         ("kvkeep", 8),
@@ -148,8 +173,8 @@ def test_decode():
 
 @pytest.mark.usefixtures("_model")
 def test_decode_of_several_specs():
-    options = ("--contexts", "20", "--turns", "1", "--specs", "h2o:8+int8;keep_all", "--json")
-    rows = last_line(run("decode", *options))["rows"]
+    specs = ("--specs", "h2o:8+int8;keep_all", "--device", "cpu")
+    rows = last_line(run("decode", "--contexts", "20", "--turns", "1", *specs, "--json"))["rows"]
     assert [row["system"] for row in rows] == ["kvkeep h2o:8+int8", "kvkeep", "hf-dynamic"]
 
 
@@ -165,8 +190,13 @@ def test_prefill():
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_plot(tmp_path, suffix):
     picture = tmp_path / f"append.{suffix}"
-    assert run("append", "--tokens", "8,16", "--turns", "1", "--plot", str(picture)).exit_code == 0
+    options = ("--device", "cpu", "--turns", "1", "--plot", str(picture))
+    assert run("append", "--tokens", "8,16", *options).exit_code == 0
     assert picture.read_bytes().startswith((b"\x89PNG", b"<?xml"))
+    picture.unlink()
+    others = ("--against", "torch-sdpa,flashinfer")  # one of which may be missing
+    assert run("op", "--lengths", "16,32", *others, *options).exit_code == 0
+    assert picture.exists()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +211,10 @@ def test_a_plot(tmp_path, suffix):
         (("op", "--plot", "x.foo"), "end it in one of"),
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),
+        (("op", "--device", "abacus"), "no device 'abacus' here"),
+        (("op", "--against", "abacus"), "no attention 'abacus' to measure"),
         (("decode", "--against", "vllm"), "no system 'vllm'"),
+        (("decode", "--ways", "fast"), "no way 'fast'"),
         (("decode", "--specs", "h3o:5"), "did you mean 'h2o'"),
         (("prefill", "--lengths", ""), "whole numbers"),
         (("prefill", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),

@@ -176,7 +176,7 @@ class _Table:
                     feeds[name] = systems.feed(name)
         for name in sorted(feeds, key=lambda name: name != DYNAMIC):  # which chooses the tokens
             row = self._by_step[name, context]
-            if self._allows(row):
+            if self._allows(row, seconds=systems.seconds_of(name)):
                 with self._failing(row):
                     logits[name] = followed(feeds[name], tokens, lead=name == DYNAMIC)
                     self._steps[name, context] = _step(feeds[name], token)
@@ -196,9 +196,10 @@ class _Table:
             self._by_step[key]["median_ms"] = statistics.median(seconds) * 1e3
             self._by_step[key]["spread_ms"] = spread(seconds) * 1e3
 
-    def _allows(self, row: dict[str, Any], needed: int = 0) -> bool:
+    def _allows(self, row: dict[str, Any], needed: int = 0, seconds: float = 0.0) -> bool:
         """Whether to go on with a row; which says why not."""
-        row["skipped"] = self.limits.refuse(needed) if self.alive else "the device has failed"
+        failed = None if self.alive else "the device has failed"
+        row["skipped"] = failed or self.limits.refuse(needed, seconds)
         return row["skipped"] is None
 
     @contextmanager

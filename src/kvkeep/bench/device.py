@@ -44,10 +44,13 @@ class Limits:
         self.device, self.seconds = device, seconds
         self._start = time.monotonic()
 
-    def refuse(self, needed: int = 0) -> str | None:
-        """Why a part that needs so many bytes is skipped, or None."""
-        if self.seconds is not None and time.monotonic() - self._start > self.seconds:
-            return f"the {self.seconds:.0f} s of this run are over; give it more"
+    def refuse(self, needed: int = 0, seconds: float = 0.0) -> str | None:
+        """Why a part that needs so many bytes, and about so many seconds, is skipped, or None."""
+        if self.seconds is not None:
+            left = max(0.0, self.seconds - (time.monotonic() - self._start))
+            if left <= seconds:
+                wanted = f"; this takes about {seconds:.0f}" if seconds else ""
+                return f"{left:.0f} s of {self.seconds:.0f} are left{wanted}; give it more"
         free = free_bytes(self.device)
         if free is not None and needed > free // 2:
             return f"needs {needed} bytes, more than half of the {free} that are free"

@@ -26,6 +26,8 @@ WAYS = (EAGER, GRAPH, COMPILED)
 STEPS_AHEAD = 64
 """Slots for steps that are not measured: compared, or made before a graph is captured."""
 
+_COMPILING = 40.0
+
 
 def named(spec: str, way: str = EAGER) -> str:
     """What a kvkeep cache that runs in a way is called."""
@@ -69,6 +71,11 @@ class Systems:
         self._held, self._ids, self._room = tokens, ids, room
         self._full: Any = None
         self.token = self._any if ids is None else ids[:, -1:]
+
+    def seconds_of(self, name: str) -> float:
+        """About how long the first steps of a system take at most."""
+        way = self._ours[name][1] if name in self._ours else name
+        return _COMPILING if way in (COMPILED, STATIC) else 0.0
 
     def bytes_of(self, context: int) -> int:
         """What a system needs beside what is there: its slots, and those that it copies to."""
