@@ -15,12 +15,13 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from attending import dense, qkv
+from attending import dense, qkv, segment
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kvkeep.attention.triton as backend
 from kvkeep.append import append
+from kvkeep.attention import Rotation, View
 from kvkeep.attention.options import Options
 from kvkeep.codec import Fp8, Int4, Int8, Plain
 from kvkeep.planes import Reach
@@ -61,6 +62,17 @@ def spilled(kernel):
     return sum(map(int, re.search(r"STACK:(\d+).*LOCAL:(\d+)", used).groups()))
 
 
+def everything(view, q, k, v, codec):
+    """Empty slots, reaches, a length on the device, and a segment that all rows share."""
+    (own,) = view.segments
+    own = own._replace(used=torch.tensor(2000, dtype=torch.int32))
+    turned = Rotation(7, torch.ones(64))
+    shared = segment(k, v, torch.arange(k.shape[2]), turned, codec, codec)
+    rows = view.position.expand(len(q), -1)
+    reaches = (Reach(64, 4), Reach(900), Reach(99, 0, 3, 9))
+    return View((shared, own), rows, True, reaches)
+
+
 def main(capability, dtypes):
     triton.runtime.driver.set_active(Driver(capability))
     compiled = []
@@ -75,13 +87,15 @@ def main(capability, dtypes):
     backend._processors = lambda device: 132
     for name, codec in CODECS.items():
         for dtype in dtypes:
-            for n, mass, ragged in ((1, False, False), (1, True, True), (600, True, False)):
-                q, k, v = qkv(heads=8, group=4, slots=2048, n=n, width=128, dtype=dtype)
+            for n, rich in ((1, False), (1, True), (600, False), (600, True)):
+                q, k, v = qkv(rows=2, heads=8, group=4, slots=2048, n=n, width=128, dtype=dtype)
                 view = dense(k, v, n, key=codec, value=codec)
-                if ragged:
-                    view = view._replace(ragged=True, reaches=(Reach(64, 4),))
+                options = Options(0.1)
+                if rich:
+                    view = everything(view, q, k[:1], v[:1], codec)
+                    options = Options(0.1, 30.0, torch.randn(32), True, 3)
                 compiled.clear()
-                backend.run(q, view, Options(0.1, 30.0 if mass else None, None, mass))
+                backend.run(q, view, options)
                 planes, (rows, heads) = view.segments[0].planes, k.shape[:2]
                 cursor = torch.zeros(rows, heads, 1, dtype=torch.int64)
                 append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)

@@ -70,8 +70,9 @@ def test_append(
         for name, x in expected.items()
     }
     planes[POSITION] = torch.full((rows, heads if per_head else 1, slots), -1, dtype=torch.int32)
-    at = torch.randint(0, slots - n, (rows if cursor in ("row", "head") else 1,
-                                      heads if cursor == "head" and per_head else 1, 1))  # fmt: skip
+    own_rows = rows if cursor in ("row", "head") else 1
+    own_heads = heads if cursor == "head" and per_head else 1
+    at = torch.randint(0, slots - n, (own_rows, own_heads, 1))
     first = 3 if cursor == "number" else at
     there = {name: x.to(DEVICE) for name, x in planes.items()}
     append(

@@ -92,16 +92,17 @@ def append(
     key = _Plane.of(planes, "k", key_codec, k.shape[3])
     value = _Plane.of(planes, "v", value_codec, v.shape[3])
     place = planes[POSITION]
-    kernel[(n, heads, rows)](
-        k, v, position, at, *key.tensors, *value.tensors, place,
-        key.rotation(key_codec), value.rotation(value_codec),
-        *k.stride()[:3], *v.stride()[:3], position.stride(0) if by_row else 0,
-        0 if at is None or at.shape[0] == 1 else at.stride(0),
-        0 if at is None or at.shape[1] == 1 else at.stride(1),
-        0 if isinstance(cursor, Tensor) else cursor,
-        *key.strides, *value.strides, *place.stride(),
-        **key.shape("K"), **value.shape("V"), PLACES=place.shape[1], num_warps=4,
-    )  # fmt: skip
+    with triton.on_device_of(k):
+        kernel[(n, heads, rows)](
+            k, v, position, at, *key.tensors, *value.tensors, place,
+            key.rotation(key_codec), value.rotation(value_codec),
+            *k.stride()[:3], *v.stride()[:3], position.stride(0) if by_row else 0,
+            0 if at is None or at.shape[0] == 1 else at.stride(0),
+            0 if at is None or at.shape[1] == 1 else at.stride(1),
+            0 if isinstance(cursor, Tensor) else cursor,
+            *key.strides, *value.strides, *place.stride(),
+            **key.shape("K"), **value.shape("V"), PLACES=place.shape[1], num_warps=4,
+        )  # fmt: skip
 
 
 class _Plane(NamedTuple):

@@ -154,8 +154,8 @@ def dispatch(
             candidate.device not in (None, q.device.type) or candidate.yields(q, view, options)
         ):
             continue
-        reason = candidate.missing() or candidate.refuses(q, view, options)
-        if reason is None:
+        reason = candidate.refuses(q, view, options) or candidate.missing()
+        if not reason:
             return candidate.run(q, view, options)
         if backend is not None:
             raise UnsupportedError(f"backend {backend!r}: {reason}; use backend=None")

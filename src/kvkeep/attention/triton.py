@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ def reason() -> str:
         return ""
     if not torch.cuda.is_available():
         return "no CUDA device"
+    if torch.version.hip is not None:
+        return "the kernels hold instructions of NVIDIA's processors, and this is ROCm"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
         found, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
@@ -59,8 +62,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     """Why the kernels cannot do this call, or None."""
     if not q.is_cuda and not (q.is_cpu and interpreted()):
         return "the Triton kernels run on CUDA"
-    if why := reason():
-        return why
+    if torch.compiler.is_compiling():
+        return "the Triton kernels are launched from a step that is not traced"
     if q.dtype not in _TYPES:
         return f"the Triton kernels compute in float32, which is too little for {q.dtype}"
     if len(view.reaches) > _MOST_REACHES:
@@ -118,14 +121,19 @@ class _Coded(NamedTuple):
         return cls(plane, scale, own_zero, code, parts, width, size, zero is not None)
 
     @property
-    def wide(self) -> int:
-        """Words of a token, padded to what a product takes."""
-        return max(16, power_of_two(self.width // self.parts))
-
-    @property
     def groups(self) -> int:
         """Groups of elements with a scale of their own."""
         return -(-self.width // self.size)
+
+    def shape(self, name: str) -> dict[str, Any]:
+        """What a kernel is compiled for."""
+        return {
+            f"{name}_CODE": self.code, f"{name}_PARTS": self.parts, f"{name}_SIZE": self.size,
+            f"{name}_COUNT": self.groups, f"{name}_GROUPS": power_of_two(self.groups),
+            f"{name}_AFFINE": self.affine, f"D{name}": self.width,
+            # Words of a token, padded to what a product takes.
+            f"WIDE_{name}": max(16, power_of_two(self.width // self.parts)),
+        }  # fmt: skip
 
     def strides(self, shared: bool) -> tuple[int, ...]:
         """Row, head and slot, of the codes and of the scales."""
@@ -136,6 +144,16 @@ class _Coded(NamedTuple):
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
+    with on_device_of(q):
+        return _run(q, view, options)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Where Triton is to launch: it takes the current device's stream."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
     from kvkeep.kernels import merge
 
     rows, query_heads, n, _ = q.shape
@@ -224,31 +242,28 @@ class _Call:
         q = _along_width(q)
         slots = segment.slots
         shared = k.plane.shape[0] != self.rows
+        place = segment.position if segment.key_codec.block > 1 else planes[POSITION]
         plain = {x.plane.dtype for x in (k, v) if not x.code}
         kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
-        lines = self.n * self.group * (self.rows if shared else 1)
-        groups = max(power_of_two(k.groups), power_of_two(v.groups)) if k.code or v.code else 1
-        least = 16 // min(power_of_two(k.groups), power_of_two(v.groups))
-        block_m = max(least, 1, min(power_of_two(lines), 64, _MOST_ROWS // groups))
-        block_n = 128 if block_m * groups <= 32 and k.code and v.code else 64
-        if kind == torch.float32:
-            block_n = 32
+        lines = self.n * self.group * (self.rows if shared else 1)  # queries of a kv head
+        few, many = sorted((power_of_two(k.groups), power_of_two(v.groups)))
+        exact = kind == torch.float32  # on no tensor core, so by few queries at a time
+        most = min(16 if exact else 64, _MOST_ROWS // many)
+        block_m = max(16 // few, min(power_of_two(lines), most), 1)
+        block_n = 32 if exact else 128 if k.code and v.code and block_m * many <= 16 else 64
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
         return _Piece(
-            segment, q, k, v, segment.position if segment.key_codec.block > 1 else planes[POSITION], shared, slots,
+            segment, q, k, v, place, shared, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
             _splits(pairs, -(-slots // block_n), _processors(self.q.device)), first, tiles,
         )  # fmt: skip
 
     def _shape(self, piece: _Piece) -> dict[str, Any]:
         """What a kernel is compiled for."""
-        k = piece.k
         return {
-            "HEADS": self.heads, "GROUP": self.group, "DK": k.width,
-            "WIDE_K": k.wide, "K_CODE": k.code, "K_PARTS": k.parts, "K_SIZE": k.size, "K_COUNT": k.groups, "K_GROUPS": power_of_two(k.groups),
-            "K_AFFINE": k.affine, "DENSE": self.dense, "REACHES": len(self.view.reaches),
-            "SOFTCAP": self.options.softcap is not None, "TYPE": _triton_type(piece.kind),
-            "BLOCK_N": piece.block_n,
+            "HEADS": self.heads, "GROUP": self.group, "DENSE": self.dense,
+            "REACHES": len(self.view.reaches), "SOFTCAP": self.options.softcap is not None,
+            "TYPE": _triton_type(piece.kind), "BLOCK_N": piece.block_n, **piece.k.shape("K"),
         }  # fmt: skip
 
     def _limits(self) -> tuple[int, ...]:
@@ -282,10 +297,9 @@ class _Call:
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
             self.share.shape[-1], piece.first, piece.first_tile, self.top.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
-            SHARED=piece.shared, DV=v.width, WIDE_V=v.wide, V_CODE=v.code, V_PARTS=v.parts, V_SIZE=v.size, V_COUNT=v.groups, V_GROUPS=power_of_two(v.groups),
-            V_AFFINE=v.affine, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
+            SHARED=piece.shared, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
             num_warps=4 if piece.block_m * power_of_two(k.groups) <= 64 else 8,
-            num_stages=_stages(piece), **self._shape(piece),
+            num_stages=_stages(piece), **self._shape(piece), **v.shape("V"),
         )  # fmt: skip
 
     def mass(self, lse: Tensor) -> Tensor:

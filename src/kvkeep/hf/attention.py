@@ -67,9 +67,10 @@ def attention_over(original: str) -> AttentionFunction:
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
-        if torch.compiler.is_compiling() or handed.traced.on_device:
+        traced = handed.traced  # None in training, whose steps are no layer's
+        if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
             position = attention_mask.flatten(1)
-            out = handed.traced.step(query, key, value, position, scale, softcap, s_aux)
+            out = traced.step(query, key, value, position, scale, softcap, s_aux)
         else:
             known = None if asked is None else asked.position
             if known is None:

@@ -14,6 +14,7 @@ from kvkeep.kernels.codes import INT4, PLAIN, numbers, product, within
 
 _PLAIN, _INT4 = tl.constexpr(PLAIN), tl.constexpr(INT4)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_CENTRE = tl.constexpr(24.0)  # of 4-bit codes that come 16 too large
 
 
 @triton.jit
@@ -84,10 +85,11 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale
         s = tl.reshape(s, (GROUPS, BLOCK_M, BLOCK_N))
         ks = _scales(KS, slot, here, ks_slot, COUNT, GROUPS)
         if CODE == _INT4:
-            s -= (16.0 if AFFINE else 24.0) * q_sum[:, :, None]
+            s -= _CENTRE * q_sum[:, :, None]
         s *= ks[:, None, :]
         if AFFINE:
-            s += q_sum[:, :, None] * _scales(KZ, slot, here, ks_slot, COUNT, GROUPS)[:, None, :]
+            middle = _scales(KZ, slot, here, ks_slot, COUNT, GROUPS) + 8.0 * ks
+            s += q_sum[:, :, None] * middle[:, None, :]
         s = tl.sum(s, axis=0)
     s *= scale
     if SOFTCAP:
@@ -219,7 +221,7 @@ def attend(
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     weight = tl.zeros((V_GROUPS * BLOCK_M,), tl.float32)  # of 4-bit values, for what is too large
-    zeros = tl.zeros((V_GROUPS, BLOCK_M), tl.float32)
+    middles = tl.zeros((V_GROUPS, BLOCK_M), tl.float32)
     at_mass = ((row * HEADS + head) * n + token) * GROUP + query_head % GROUP
 
     for first in tl.range(start, stop, BLOCK_N):
@@ -265,16 +267,16 @@ def attend(
         if V_CODE == _INT4:
             weight = weight * fades + tl.sum(scaled.to(tl.float32), axis=1)
         if V_AFFINE:
-            vz = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS)
-            zeros = zeros * fade[None, :] + tl.sum(p[None, :, :] * vz[:, None, :], axis=2)
+            middle = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS) + 8.0 * vs
+            middles = middles * fade[None, :] + tl.sum(p[None, :, :] * middle[:, None, :], axis=2)
 
     some = total != 0  # NaN goes on
     norm = tl.where(some, 1.0 / total, 0.0)
     at = (((first_part + split) * rows + row) * n + token) * (HEADS * GROUP) + query_head
     tl.store(LSE + at, tl.where(some, top + tl.log2(total), -float("inf")), mask=real)
-    more = weight * -(16.0 if V_AFFINE else 24.0)
+    more = weight * -_CENTRE
     if V_AFFINE:
-        more += tl.reshape(zeros, (V_GROUPS * BLOCK_M,))
+        more += tl.reshape(middles, (V_GROUPS * BLOCK_M,))
     OUT += at[:, None] * DV
     _store(OUT, acc0, more, norm, real, 0, V_PARTS, V_CODE, V_GROUPS, V_SIZE, DV, WIDE_V, BLOCK_M)
     if V_PARTS > 1:
