@@ -132,7 +132,9 @@ class Resident:
         needed, observed = Need.MASS in layer.policy.needs, layer.policy.observed
         out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
         if self._evicts:
-            self._free(Observation(mass, position=chunk, queries=q.detach(), scale=scale))
+            # One position for all rows, which says that each was fed one real token.
+            one = position.flatten()[:1]
+            self._free(Observation(mass, position=one, queries=q.detach(), scale=scale))
         else:
             self._hole.add_(1)
         return out

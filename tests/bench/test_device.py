@@ -16,11 +16,11 @@ import torch
 
 from kvkeep.bench import append, decode, device, environment, op, rivals
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
-from kvkeep.bench.random_model import fill, random_model
 from kvkeep.bench.systems import named
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.decode import DYNAMIC, STATIC, new_cache
+from kvkeep.hf.random_model import fill, random_model
 
 CPU = torch.device("cpu")
 # A device on which nothing can be computed, as CUDA is after a failure.

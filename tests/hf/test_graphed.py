@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep
 from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.graphed import Graphed
+from kvkeep.policy import ranking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = [
@@ -208,3 +210,35 @@ def test_an_interrupted_step(monkeypatch):
         step(token)
     step.close()
     assert cache.fed == 0
+
+
+class Recording(TorchDispatchMode):
+    """The operations that bring a number, or a shape that depends on numbers, to the host."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.waited = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.split(".")[0] in self.WAITS or func.__name__.startswith("item"):
+            self.waited.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_nothing_waits_for_the_device(monkeypatch, spec, padded):
+    monkeypatch.setattr(ranking, "LIBRARY", None)  # the choice as other devices make it
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    ids = prompt(model, 2, 25)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    cache, token = fed(model, spec, ids, mask if padded else None)
+    with Graphed(model, cache) as step:
+        step(token)
+        with Recording() as recorded:
+            step(token)
+    assert recorded.waited == []

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep.bench.environment import environment
-from kvkeep.bench.random_model import RANDOM, random_model
 from kvkeep.bench.systems import (
     EAGER,
     LLAMA_CPP,
@@ -29,6 +28,7 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.evals.text import tokens_of_text
 from kvkeep.evals.timing import interleaved, spread, timer_for
 from kvkeep.hf.decode import DYNAMIC, bytes_per_token
+from kvkeep.hf.random_model import RANDOM, random_model
 from kvkeep.spec import CacheSpec
 
 TOLERANCE = 0.1

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.bench.random_model import fill
 from kvkeep.hf.attach import attach
 from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
+from kvkeep.hf.random_model import fill
 
 Feed = Callable[[Tensor], Tensor | None]
 """Feeds one token (1, 1) and gives the logits (1, V), if the system shows them."""

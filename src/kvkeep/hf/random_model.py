@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvkeep.cache import Cache
 
-RANDOM: dict[str, dict[str, int]] = {
+RANDOM: dict[str, dict[str, Any]] = {
     "random-1b": {
         "num_hidden_layers": 16,
         "hidden_size": 2048,
@@ -39,11 +39,9 @@ _SHARP = 3.0
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A Llama of a shape in `RANDOM`, its weights drawn on the device."""
-    # Imported by name, when such a model is asked for: nothing else here needs transformers.
-    transformers: Any = import_module("transformers")
-    config = transformers.LlamaConfig(**RANDOM[name], tie_word_embeddings=True)
+    config = LlamaConfig(**RANDOM[name], tie_word_embeddings=True)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
 
 
