@@ -22,13 +22,44 @@ from kvkeep.policy import Need, Observation
 _CPU = torch.device("cpu")
 
 
+class Cursors:
+    """Where exact layers write their next token. Layers that hold as many share a cursor, so that a
+    step of a model moves it once.
+
+    Args:
+        columns: tokens fed, int64 () on the device.
+    """
+
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def at(self, held: int) -> tuple[Tensor, Tensor]:
+        """The slot of the next token, int64 (1, 1, 1), and how many slots are in use with it, int32
+        (), of layers that hold `held` slots now."""
+        if held not in self._held:
+            device = self.columns.device
+            with torch.inference_mode(False):
+                self._held[held] = (
+                    torch.full((1, 1, 1), held, device=device),
+                    torch.tensor(held + 1, dtype=torch.int32, device=device),
+                )
+        return self._held[held]
+
+    def advance(self) -> None:
+        """All layers were fed one token a row."""
+        self.columns.add_(1)
+        for pair in self._held.values():
+            for number in pair:
+                number.add_(1)
+
+
 class Resident:
     """Steps of one token a row through a layer that holds a prompt, until it is `settle`d.
 
     Args:
         layer: of fixed storage; it is not to be used in the meantime.
-        columns: tokens it was fed, int64 () on the device, which all layers of a model share and
-            who makes the steps increases.
+        cursors: those of the model's layers, which who makes the steps advances.
 
     Raises:
         StateError: the layer holds no prompt.
@@ -38,10 +69,10 @@ class Resident:
 
     on_device = True
 
-    def __init__(self, layer: LayerCache, columns: Tensor) -> None:
+    def __init__(self, layer: LayerCache, cursors: Cursors) -> None:
         policy, storage = layer.policy, layer.storage
         _require_fitting(layer)
-        self._layer, self._columns = layer, columns
+        self._layer, self._columns = layer, cursors.columns
         self._fed, self._held = layer.fed, storage.length
         self._ledger = layer.ledger
         self._pads = self._ledger.pads
@@ -60,21 +91,21 @@ class Resident:
         with torch.inference_mode():  # in place, whatever mode the planes were made in
             for name, plane in self._planes.items():
                 plane[:, :, self._held :] = -1 if name == POSITION else 0
-        place = self._planes[POSITION]
         with torch.inference_mode(False):
-            self._used = torch.tensor(self._held, dtype=torch.int32, device=place.device)
-            self._hole = torch.full((1, 1, 1), self._held, device=place.device)
             self._memory = {name: x.clone() for name, x in self._ledger.memory.items()}
+        used = None
         if self._evicts:
-            rows, heads = place.shape[:2]
-            self._hole = self._hole.expand(rows, heads, 1).clone()
+            heads = self._planes[POSITION].shape[1]
+            with torch.inference_mode(False):
+                self._hole = self._columns.new_zeros(layer.ledger.rows, heads, 1)
             self._free(Observation())
+        else:
+            self._hole, used = cursors.at(self._held)
         self._past = layer.slots.segments()[:-1]
         reaches = [] if policy.reach is None else [policy.reach]
         if layer.window is not None and Reach(layer.window) not in reaches:
             reaches.append(Reach(layer.window))
         self._reaches = tuple(reaches)
-        used = None if self._evicts else self._used
         self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
         self._ticket = Ticket(self)
 
@@ -126,8 +157,6 @@ class Resident:
         chunk = position[0] if self._pads is None else position
         own = layer.own_planes(k, v, chunk)
         write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._hole)
-        if not self._evicts:
-            self._used.add_(1)
         view = View((*self._past, self._segment), chunk, True, self._reaches)
         needed, observed = Need.MASS in layer.policy.needs, layer.policy.observed
         out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
@@ -135,8 +164,6 @@ class Resident:
             # One position for all rows, which says that each was fed one real token.
             one = position.flatten()[:1]
             self._free(Observation(mass, position=one, queries=q.detach(), scale=scale))
-        else:
-            self._hole.add_(1)
         return out
 
     in_graph = step

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
-from kvkeep.resident import Resident
+from kvkeep.resident import Cursors, Resident
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""
@@ -50,9 +50,9 @@ class Graphed:
         self.model, self.cache = model, cache
         self._layers = cache.layers
         with torch.inference_mode(False):
-            self._columns = torch.tensor(cache.fed, device=device)
+            self._cursors = Cursors(torch.tensor(cache.fed, device=device))
             self._token = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
-        self._residents = [Resident(layer, self._columns) for layer in self._layers]
+        self._residents = [Resident(layer, self._cursors) for layer in self._layers]
         self._forward: Callable[..., Any] = model
         if compile:
             self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
@@ -124,7 +124,7 @@ class Graphed:
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, -1]
-        self._columns.add_(1)
+        self._cursors.advance()
         return logits
 
     def _replayed(self) -> Tensor:
