@@ -15,6 +15,7 @@ from kvkeep.planes import POSITION, Planes, along_slots, joined
 
 _CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
 _MOST_WIDTH = 512
+_DEVICES = ("cuda",)  # where the kernel is the better way
 
 
 def write(
@@ -34,7 +35,7 @@ def write(
         planes: changed in place; the tokens' own slots (B, H|1, n, ...), or with a `cursor` all.
         cursor: the slot of a single token, int64 (B|1, H|1, 1).
     """
-    if k.is_cuda and able(k, v, key_codec, value_codec):
+    if k.device.type in _DEVICES and able(k, v, key_codec, value_codec):
         append(k, v, own[POSITION], planes, 0 if cursor is None else cursor, key_codec, value_codec)
         own = {name: plane for name, plane in own.items() if name != POSITION}
     elif cursor is None:

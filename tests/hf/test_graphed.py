@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep
+import kvkeep.append
+from kvkeep import attention
+from kvkeep.attention import triton
 from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.graphed import Graphed
 from kvkeep.policy import ranking
@@ -210,6 +215,43 @@ def test_an_interrupted_step(monkeypatch):
         step(token)
     step.close()
     assert cache.fed == 0
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Every step as on CUDA: by the Triton kernels, which the interpreter runs on the CPU."""
+    if triton.reason():
+        pytest.skip(triton.reason())
+    kernels = next(b for b in attention.backends() if b.name == "triton")
+    table = (replace(kernels, device=None), *attention.backends())
+    monkeypatch.setattr(attention, "_TABLE", table)
+    monkeypatch.setattr(kvkeep.append, "_DEVICES", ("cpu", "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("llama", "keep_all@fixed:20"),
+        ("llama", "h2o:6+int8@fixed:20"),
+        ("gpt-oss", "keep_all+int4@fixed:20"),
+    ],
+)
+def test_by_the_kernels(request, family, spec):
+    model = tiny(family).to(DEVICE)
+    kvkeep.attach(model)
+    ids = prompt(model, 2, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected, token = fed(model, spec, ids, mask)
+    found = []
+    for _ in range(3):
+        mask = torch.cat([mask, mask[:, -1:]], dim=1)
+        found.append(feed(model, expected, token, mask)[:, -1])
+    request.getfixturevalue("by_kernels")
+    cache, _ = fed(model, spec, ids, mask[:, :8])
+    with Graphed(model, cache) as step:
+        for logits in found:
+            torch.testing.assert_close(step(token), logits, atol=1e-3, rtol=1e-3)
 
 
 class Recording(TorchDispatchMode):
