@@ -147,3 +147,14 @@ def call(
     sinks = random(heads * group).float() if with_sinks else None
     q = random(rows, heads * group, n, width)
     return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed)
+
+
+def lain(x):
+    """The same numbers wherever planes lie: with spare slots behind, heads inside slots, rows of
+    odd addresses, in wider slots, and along a width whose stride is not 1."""
+    count = x.shape[2]
+    yield torch.cat([x, torch.full_like(x, 77)], dim=2)[:, :, :count]
+    yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+    yield torch.cat([x, x], dim=3)[..., : x.shape[3]]
+    yield x.transpose(2, 3).contiguous().transpose(2, 3)

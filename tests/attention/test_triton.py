@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, exactly, qkv, segment
+from attending import FEATURES, KINDS, call, dense, exactly, lain, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,24 +82,9 @@ def test_where_slots_lie(key, value, n):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
     q, k, v = qkv(rows=2, slots=40, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
-
-    def in_buffer(x):
-        return torch.cat([x, torch.full_like(x, 77)], dim=2)[:, :, :40]
-
-    def heads_inside(x):
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-    def unaligned(x):
-        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
-
-    def wide(x):
-        return torch.cat([x, x], dim=3)[..., : x.shape[3]]
-
-    def backwards(x):  # a width whose stride is not 1
-        return x.transpose(2, 3).contiguous().transpose(2, 3)
-
-    for place in (in_buffer, heads_inside, unaligned, wide, backwards):
-        planes = {n: p if n == POSITION else place(p) for n, p in whole.planes.items()}
+    kinds = [name for name in whole.planes if name != POSITION]
+    for places in zip(*(lain(whole.planes[name]) for name in kinds), strict=True):
+        planes = {**whole.planes, **dict(zip(kinds, places, strict=True))}
         check(q, View((whole._replace(planes=planes),), torch.arange(40)[-n:], False), Options(0.2))
 
 
