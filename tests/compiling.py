@@ -84,7 +84,7 @@ def main(capability, dtypes):
 
     JITFunction.run = only_compile
     backend.reason = lambda: ""
-    backend._processors = lambda device: 132
+    backend.tiles.processors = lambda device: 132
     for name, codec in CODECS.items():
         for dtype in dtypes:
             for n, rich in ((1, False), (1, True), (600, False), (600, True)):

@@ -3,13 +3,14 @@ tensor."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import triton
+from kvkeep.attention.tiles import power_of_two
 from kvkeep.codec import Codec
 from kvkeep.planes import POSITION, Planes, along_slots, joined
 
@@ -35,7 +36,7 @@ def write(
         planes: changed in place; the tokens' own slots (B, H|1, n, ...), or with a `cursor` all.
         cursor: the slot of a single token, int64 (B|1, H|1, 1).
     """
-    if k.device.type in _DEVICES and able(k, v, key_codec, value_codec):
+    if k.device.type in _DEVICES and able(k, v, key_codec, value_codec) and _side_by_side(planes):
         append(k, v, own[POSITION], planes, 0 if cursor is None else cursor, key_codec, value_codec)
         own = {name: plane for name, plane in own.items() if name != POSITION}
     elif cursor is None:
@@ -106,6 +107,19 @@ def append(
         )  # fmt: skip
 
 
+def _side_by_side(planes: Planes) -> bool:
+    """Whether zeros lie as their scales do, and every slot in one piece."""
+    return all(
+        plane.stride(-1) == 1 or plane.shape[-1] == 1
+        for name, plane in planes.items()
+        if plane.dim() == 4
+    ) and all(
+        planes[name].stride() == planes[name.replace("_zero", "_scale")].stride()
+        for name in planes
+        if name.endswith("_zero")
+    )
+
+
 class _Plane(NamedTuple):
     """Where one encoded tensor goes."""
 
@@ -145,13 +159,13 @@ class _Plane(NamedTuple):
         return {
             f"{name}_CODE": self.packing, f"{name}_AFFINE": self.affine, f"D{name}": self.width,
             f"{name}_SIZE": self.group, f"{name}_GROUPS": groups,
-            f"{name}_COUNT": triton.power_of_two(groups),
-            f"WIDE_{name}": max(2, triton.power_of_two(self.width)),
+            f"{name}_COUNT": power_of_two(groups),
+            f"WIDE_{name}": max(2, power_of_two(self.width)),
             f"{name}_ROTATED": self.rotated,
         }  # fmt: skip
 
 
-@lru_cache(maxsize=32)
+@cache  # for good: graphs hold its address
 def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor:
     """What keys of this codec are rotated by, float32 (D, D)."""
     with torch.inference_mode(False):

@@ -17,6 +17,7 @@ from kvkeep.errors import StateError
 from kvkeep.layer import LayerCache
 
 _CPU = torch.device("cpu")
+ON_HOST = (torch.Tag.cudagraph_unsafe,)  # what a replay would leave out
 _GONE = "this graph was given a cache that is gone, or from another process"
 
 
@@ -147,7 +148,7 @@ def _led_to(ticket: Tensor) -> Steps:
     return steps
 
 
-@torch.library.custom_op("kvkeep::fed", mutates_args=("ticket",))
+@torch.library.custom_op("kvkeep::fed", mutates_args=("ticket",), tags=ON_HOST)
 def fed(ticket: Tensor) -> Tensor:
     """`Ticket.fed`. (It is said to change the ticket to keep its place in the graph.)"""
     return torch.as_tensor(_led_to(ticket).fed()).clone()
@@ -158,7 +159,7 @@ def _(ticket: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("kvkeep::next_positions", mutates_args=("ticket",))
+@torch.library.custom_op("kvkeep::next_positions", mutates_args=("ticket",), tags=ON_HOST)
 def next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
     """`Ticket.next_positions`."""
     return _led_to(ticket).next_positions(n, real, device).clone()
@@ -169,7 +170,7 @@ def _(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tens
     return torch.empty((1, n) if real is None else real.shape, dtype=torch.int32, device=device)
 
 
-@torch.library.custom_op("kvkeep::step", mutates_args=("ticket",))
+@torch.library.custom_op("kvkeep::step", mutates_args=("ticket",), tags=ON_HOST)
 def step(
     ticket: Tensor,
     q: Tensor,

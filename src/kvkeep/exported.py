@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvkeep.chunk import empty_like
-from kvkeep.compiled import run
+from kvkeep.compiled import ON_HOST, run
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.figures import slot_planes
 from kvkeep.layer import LayerCache
@@ -111,7 +111,7 @@ def _described(text: str) -> tuple[Description, list[str]]:
     return Description(**fields), names
 
 
-@torch.library.custom_op("kvkeep::step_in", mutates_args=("state",))
+@torch.library.custom_op("kvkeep::step_in", mutates_args=("state",), tags=ON_HOST)
 def step_in(
     state: Sequence[Tensor],
     text: str,

@@ -70,23 +70,17 @@ class Resident:
     on_device = True
 
     def __init__(self, layer: LayerCache, cursors: Cursors) -> None:
-        policy, storage = layer.policy, layer.storage
-        _require_fitting(layer)
+        require_fitting(layer)
+        policy = layer.policy
+        self._evicts = policy.budget is not None
+        if self._evicts:
+            layer.slots.thaw()  # what forks share cannot be evicted
         self._layer, self._columns = layer, cursors.columns
-        self._fed, self._held = layer.fed, storage.length
+        self._fed, self._held = layer.fed, layer.storage.length
         self._ledger = layer.ledger
         self._pads = self._ledger.pads
-        self._whole = dict(unsliced(storage.read()))
-        capacity = next(iter(self._whole.values())).shape[2]
-        self._evicts = policy.budget is not None
-        self._slots = capacity
-        if policy.budget is not None:
-            self._slots = policy.budget + (policy.reach is None)
-        if self._slots > capacity:
-            raise SpecError(
-                f"policy {policy.name} needs {self._slots} slots for a step, but the storage is "
-                f"fixed at {capacity}; use @fixed:{self._slots} or more"
-            )
+        self._whole = dict(unsliced(layer.storage.read()))
+        self._slots = _slots_of(layer)
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._whole.items()}
         with torch.inference_mode():  # in place, whatever mode the planes were made in
             for name, plane in self._planes.items():
@@ -205,7 +199,15 @@ class Resident:
             self._planes[POSITION].scatter_(2, self._hole, -1)
 
 
-def _require_fitting(layer: LayerCache) -> None:
+def _slots_of(layer: LayerCache) -> int:
+    """How many slots a step needs: with a budget one for the token that comes, where it is not the
+    policy that says how far a query sees."""
+    policy, storage = layer.policy, layer.storage
+    return storage.capacity if policy.budget is None else policy.budget + (policy.reach is None)
+
+
+def require_fitting(layer: LayerCache) -> None:
+    """Raise what `Resident` raises, before anything is changed."""
     policy: Any = layer.policy
     if layer.limit is None:
         raise SpecError(
@@ -214,11 +216,17 @@ def _require_fitting(layer: LayerCache) -> None:
         )
     if not layer.fed or not layer.storage.length:
         raise StateError("the cache holds no prompt of its own: feed one before")
-    if layer.record_past:
+    if layer.record_past or layer.slots.aside is not None:
         raise StateError("the cache waits for a crop; crop() or reset() it before")
     blocks = layer.key_codec.block > 1
     if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.evicted is not None:
         what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
         raise UnsupportedError(
             f"{what} needs the host between steps; take another, such as h2o:1024+int8@fixed:2048"
+        )
+    slots = _slots_of(layer)
+    if slots > layer.limit:
+        raise SpecError(
+            f"policy {policy.name} needs {slots} slots for a step, but the storage is fixed at "
+            f"{layer.limit}; use @fixed:{slots} or more"
         )

@@ -224,7 +224,7 @@ class LayerSlots:
         if self.ragged is not None:
             self.ragged.drop(victims)
             return
-        self._thaw()
+        self.thaw()
         if self.aside is None:
             self.storage.evict(victims)
             return
@@ -284,7 +284,7 @@ class LayerSlots:
 
     def reset(self) -> None:
         """Free every slot."""
-        self._thaw(keep=False)
+        self.thaw(keep=False)
         self.aside = None
         self.storage.reset()
         if self.bulk is not None:
@@ -371,7 +371,7 @@ class LayerSlots:
         other.frozen = self.frozen.fork()
         return other
 
-    def _thaw(self, *, keep: bool = True) -> None:
+    def thaw(self, *, keep: bool = True) -> None:
         """Take an own copy of what is shared, or give it up."""
         if not self.frozen.runs:
             return

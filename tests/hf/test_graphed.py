@@ -116,7 +116,12 @@ def test_families(family, spec):
         for _ in range(12):
             with torch.inference_mode():
                 ordinary = model(token, past_key_values=expected).logits[:, -1]
-            logits = step(token)
+            try:
+                logits = step(token)
+            except UnsupportedError:  # in float32 torch asks the host how many tokens an expert has
+                assert DEVICE == "cuda"
+                assert family in ("mixtral", "qwen3-moe", "gpt-oss")
+                pytest.skip("a mixture of experts that no graph can hold")
             torch.testing.assert_close(logits, ordinary, atol=2e-5, rtol=1e-4)
             token = logits.argmax(-1, keepdim=True)
     alike(cache, expected)
@@ -157,6 +162,34 @@ def test_behind_frozen_slots():
             with torch.inference_mode():
                 ordinary = model(token, past_key_values=other).logits[:, -1]
             torch.testing.assert_close(logits, ordinary, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["h2o:16@fixed:80", "knorm:12@fixed:80", "window:12@fixed:80"])
+def test_a_policy_evicts_from_slots_that_were_frozen(spec):
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    cache, token = fed(model, spec, prompt(model, 1, 9))
+    frozen = cache.freeze()
+    mine, other = frozen.fork(), frozen.fork()
+    for fork in (mine, other):
+        feed(model, fork, token)
+    with Graphed(model, mine) as step:
+        for _ in range(12):
+            ordinary = feed(model, other, token)[:, -1]
+            torch.testing.assert_close(step(token), ordinary, atol=2e-5, rtol=1e-4)
+            token = ordinary.argmax(-1, keepdim=True)
+    alike(mine, other)
+    assert frozen.fork().fed == 9
+
+
+def test_a_layer_that_does_not_fit_leaves_the_others():
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    cache, _ = fed(model, ["window:9@fixed", "keep_all"], prompt(model, 1, 16))
+    before = held(cache)
+    with pytest.raises(SpecError, match="growing"):
+        Graphed(model, cache)
+    assert held(cache) == before
 
 
 def test_bad_input():

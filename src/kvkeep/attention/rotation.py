@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvkeep.rotary import Rotary
 
@@ -28,8 +29,29 @@ class Rotation:
 
     def turn(self, q: Tensor) -> Tensor:
         """R(-offset) applied to q (..., D), computed in at least float32; a copy."""
-        return Rotary(self.inv_freq, self.interleaved).turn(q, torch.tensor(-self.offset))
+        return self._turned(q, -self.offset)
 
     def turned_keys(self, k: Tensor) -> Tensor:
         """R(offset) applied to k (..., D): the keys as they are where they now stand; a copy."""
-        return Rotary(self.inv_freq, self.interleaved).turn(k, torch.tensor(self.offset))
+        return self._turned(k, self.offset)
+
+    def _turned(self, x: Tensor, by: int) -> Tensor:
+        frequencies = _there(self.inv_freq, x.device)
+        distance = torch.full((), by, dtype=torch.int64, device=x.device)  # written there, not sent
+        return Rotary(frequencies, self.interleaved).turn(x, distance)
+
+
+_moved = WeakTensorKeyDictionary()  # frequencies -> the same by device
+
+
+def _there(inv_freq: Tensor, device: torch.device) -> Tensor:
+    """Frequencies on a device; sent once, for each step would wait for it."""
+    if inv_freq.device == device:
+        return inv_freq
+    if inv_freq not in _moved:
+        _moved[inv_freq] = {}
+    known: dict[torch.device, Tensor] = _moved[inv_freq]
+    if device not in known:
+        with torch.inference_mode(False):
+            known[device] = inv_freq.to(device)
+    return known[device]

@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention import tiles
 from kvkeep.attention.options import Options
+from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.chunk import wants_gradients
 from kvkeep.planes import POSITION, Planes, Reach, unsliced
@@ -26,6 +28,7 @@ _CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
 
 _MOST_WIDTH = 256
 _MOST_REACHES = 3
+_MOST_PAIRS = 65535
 _OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
 _SHARED_WEIGHTS = 64
 """Most queries of a group (n * G) whose weights are written down for the mass, instead of being
@@ -68,6 +71,9 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return f"the Triton kernels compute in float32, which is too little for {q.dtype}"
     if len(view.reaches) > _MOST_REACHES:
         return f"the Triton kernels know {_MOST_REACHES} limits of who sees what, not more"
+    pairs = q.shape[0] * unsliced(view.segments[-1].planes)["k"].shape[1]
+    if pairs > _MOST_PAIRS:
+        return f"a CUDA launch takes {_MOST_PAIRS} rows x kv heads, these are {pairs}"
     for segment in view.segments:
         k, v = (unsliced(segment.planes)[name] for name in ("k", "v"))
         widths = q.shape[3], segment.value_width
@@ -213,21 +219,21 @@ class _Call:
         self.where = view.position.to(torch.int32).contiguous()
         self.apart = options.need_mass and self.group * self.n > _SHARED_WEIGHTS
         self.pieces: list[_Piece] = []
-        first = tiles = 0
+        first = first_tile = 0
         for index, segment in enumerate(view.segments):
-            piece = self._piece(segment, first, tiles, index == len(view.segments) - 1)
+            piece = self._piece(segment, first, first_tile, index == len(view.segments) - 1)
             self.pieces.append(piece)
             first += piece.slots
-            tiles += -(-piece.slots // piece.block_n)
+            first_tile += -(-piece.slots // piece.block_n)
         self.share = self.top = q
         if options.need_mass and not self.apart:
             lines = (self.rows, self.heads, self.n * self.group)
             # In half precision where all else is: the weights are written and read once more.
             half = q.dtype != torch.float32
             self.share = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
-            self.top = q.new_empty((*lines, tiles), dtype=torch.float32)
+            self.top = q.new_empty((*lines, first_tile), dtype=torch.float32)
 
-    def _piece(self, segment: Segment, first: int, tiles: int, own: bool) -> _Piece:
+    def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = unsliced(segment.planes)
         q = self.q if segment.rotation is None else segment.queries(self.q)
         if segment.key_codec.packing in _CODES:
@@ -251,11 +257,14 @@ class _Call:
         most = min(16 if exact else 64, _MOST_ROWS // many)
         block_m = max(16 // few, min(power_of_two(lines), most), 1)
         block_n = 32 if exact else 128 if k.code and v.code and block_m * many <= 16 else 64
+        if tiles.small(self.q.device) and max(k.width, v.width) > 128:
+            block_m, block_n = max(16 // few, min(block_m, 32 // many), 1), 32
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
         return _Piece(
             segment, q, k, v, place, shared, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
-            _splits(pairs, -(-slots // block_n), _processors(self.q.device)), first, tiles,
+            tiles.splits(pairs, -(-slots // block_n), tiles.processors(self.q.device)),
+            first, first_tile,
         )  # fmt: skip
 
     def _shape(self, piece: _Piece) -> dict[str, Any]:
@@ -285,8 +294,8 @@ class _Call:
         k, v, options = piece.k, piece.v, self.options
         lines = self.n * self.group * (self.rows if piece.shared else 1)
         grid = (
-            piece.splits,
             -(-lines // piece.block_m),
+            piece.splits,
             self.heads * (1 if piece.shared else self.rows),
         )
         attend.attend[grid](
@@ -299,7 +308,8 @@ class _Call:
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
             SHARED=piece.shared, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
             num_warps=4 if piece.block_m * power_of_two(k.groups) <= 64 else 8,
-            num_stages=_stages(piece), **self._shape(piece), **v.shape("V"),
+            num_stages=tiles.stages(piece.block_n, k.plane, v.plane),
+            **self._shape(piece), **v.shape("V"),
         )  # fmt: skip
 
     def mass(self, lse: Tensor) -> Tensor:
@@ -344,50 +354,6 @@ def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
     if any(x % 2 for x in places):
         return plane, each
     return plane.view(torch.int16), 2 * each
-
-
-def power_of_two(x: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << max(0, x - 1).bit_length()
-
-
-def _stages(piece: _Piece) -> int:
-    """Tiles under way at once, as far as they fit an SM's shared memory."""
-    tile = piece.block_n * (
-        piece.k.plane.shape[3] * piece.k.plane.itemsize
-        + piece.v.plane.shape[3] * piece.v.plane.itemsize
-    )
-    return max(2, min(4, _TILES_BYTES // max(1, tile)))
-
-
-_TILES_BYTES = 96 << 10  # of the smallest shared memory here, so that more than one program fits
-
-
-@lru_cache(maxsize=4096)
-def _splits(pairs: int, tiles: int, processors: int) -> int:
-    """Splits that keep all processors equally busy, each with a few tiles at least.
-
-    Programs run in waves of as many as fit; the time is that of the waves, and each program's own
-    start.
-    """
-    at_once = 2 * processors
-    most = max(1, min(tiles // _FEWEST_TILES, -(-4 * at_once // pairs), 128))
-
-    def time(splits: int) -> float:
-        waves = -(-pairs * splits // at_once)
-        return waves * (-(-tiles // splits) + 1)
-
-    return min(range(1, most + 1), key=lambda splits: (time(splits), splits))
-
-
-_FEWEST_TILES = 4
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _triton_type(dtype: torch.dtype) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def hadamard(x: Tensor) -> Tensor:
     return x.to(dtype) @ _matrix(x.shape[-1], dtype, x.device)
 
 
-@lru_cache(maxsize=32)
+@cache  # for good: CUDA graphs hold its address
 def _matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     block = width & -width
     with torch.inference_mode(False):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
-from kvkeep.resident import Cursors, Resident
+from kvkeep.resident import Cursors, Resident, require_fitting
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""
@@ -48,6 +48,8 @@ class Graphed:
         if any(layer.slots.segments()[-1].position.device != device for layer in cache.layers):
             raise UnsupportedError("a cache on several devices; graphed steps need one")
         self.model, self.cache = model, cache
+        for layer in cache.layers:
+            require_fitting(layer)
         self._layers = cache.layers
         with torch.inference_mode(False):
             self._cursors = Cursors(torch.tensor(cache.fed, device=device))
@@ -128,14 +130,34 @@ class Graphed:
         return logits
 
     def _replayed(self) -> Tensor:
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+        with torch.cuda.device(self._token.device):
+            if self._graph is None:
+                self._capture()
+            assert self._graph is not None
+            assert self._logits is not None
+            self._graph.replay()
+            return self._logits.clone()
+
+    def _capture(self) -> None:
+        """Record a step, which runs nothing.
+
+        Raises:
+            UnsupportedError: the model asks the host for something, which no graph can hold.
+        """
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of this device, which the default one may not be
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._logits = self._run()
-            self._graph = graph  # capturing runs nothing
-        assert self._logits is not None
-        self._graph.replay()
-        return self._logits.clone()
+        except Exception as error:
+            torch.cuda.set_stream(before)  # torch leaves the other when a capture fails
+            self._whole, self.cache._handed = True, None
+            reason = " ".join(str(error).split())[:200]
+            raise UnsupportedError(
+                f"{type(self.model).__name__} cannot be captured as a CUDA graph: {reason}; this "
+                "token was not fed: close() these steps and call the model itself"
+            ) from error
+        self._graph = graph
 
     def _lend(self) -> None:
         self.cache.layers = _Lent("is lent to graphed steps; close() them first")

@@ -130,7 +130,8 @@ def append(
 
     Grid: (n, H, B). CURSOR int64 (B|1, H|1), or None for 0; PLACES: heads of the plane of positions.
     """
-    token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    token, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     slot = (first + token).to(tl.int64)
     if CURSOR is not None:
         slot += tl.load(CURSOR + row * cursor_row + head * cursor_head)

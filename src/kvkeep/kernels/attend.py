@@ -41,7 +41,7 @@ def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl
     """Queries (GROUPS * BLOCK_M, WIDE): once for each group of elements with a scale, with zeros in
     all other groups, so that one product gives the part of each group."""
     d = FIRST + STEP * tl.arange(0, WIDE)
-    at = row * q_row + query_head * q_head + token * q_token
+    at = row * q_row + query_head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
     q = tl.load(Q + at[:, None] + d[None, :], mask=real[:, None] & (d < DK)[None, :], other=0.0)
     if GROUPS == 1:
         return q.to(TYPE)
@@ -178,21 +178,21 @@ def attend(
 ):  # fmt: skip
     """One split of the slots, for one tile of queries.
 
-    Grid: (splits, tiles of queries, B * H; or H when the segment is SHARED by all rows). Codes lie
+    Grid: (tiles of queries, splits, B * H; or H when the segment is SHARED by all rows). Codes lie
     in words of PARTS elements, which are as many products: a word is never taken apart in memory.
 
     Writes OUT (parts, B, n, Hq, DV) and LSE (parts, B, n, Hq), in units of log 2, of its part; with
     MASS also the weights SHARE (B, H, n * GROUP, mass_slots), each relative to the greatest score so
     far, which is TOP (B, H, n * GROUP, tops).
     """
-    split, block, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, token, query_head, real = _places(block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M)
     q0, q1, q2, q3, q_sum = _query_parts(
         Q, row, token, query_head, real, q_row, q_head, q_token, K_CODE, K_PARTS, K_GROUPS, K_SIZE,
         DK, WIDE_K, BLOCK_M, TYPE,
     )  # fmt: skip
     owner = (pair * 0 if SHARED else pair // HEADS).to(tl.int64)
-    head = pair if SHARED else pair % HEADS
+    head = (pair if SHARED else pair % HEADS).to(tl.int64)
     K += owner * k_row + head * k_head
     V += owner * v_row + head * v_head
     KS += owner * ks_row + head * ks_head

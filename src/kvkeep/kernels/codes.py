@@ -82,6 +82,9 @@ PTX = {
 """What makes codes into numbers, by how they are encoded and the type wanted, for each part."""
 
 
+_WRITTEN = tl.constexpr(repr(sorted(PTX.items())))  # for the key of compiled kernels: see `numbers`
+
+
 @triton.constexpr_function
 def _ptx(code, part, wanted):  # type: ignore[no-untyped-def]
     return PTX[code, wanted][part]
@@ -97,6 +100,7 @@ def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
     if CODE == _PLAIN_CODE:
         return words.to(TYPE)
     if _TRANSLATED:
+        tl.static_assert(_WRITTEN != "")  # so that other instructions make another kernel
         if words.dtype == tl.int16:
             if TYPE == tl.bfloat16:
                 return tl.inline_asm_elementwise(

@@ -28,7 +28,7 @@ def weigh(
     (B, n, Hq), in units of log 2. Writes MASS (B, H, mass_slots) from `mass_first` on.
     """
     pair = tl.program_id(1)
-    row, head = (pair // HEADS).to(tl.int64), pair % HEADS
+    row, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
     K += row * owned * k_row + head * k_head
     KS += row * owned * ks_row + head * ks_head
     KZ += row * owned * ks_row + head * ks_head

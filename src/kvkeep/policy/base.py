@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class Observation(NamedTuple):
         return (self.position >= 0).sum(dim=1)[:, None, None]
 
 
-@lru_cache
+@cache  # for good: CUDA graphs hold its address
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.zeros((), dtype=dtype, device=device)

@@ -56,7 +56,8 @@ class SnapKV(Scored):
                 mass = self._pooled(mass, planes[POSITION], seen.newest)
         else:
             fed = fed.clamp(max=self.window)
-            if bool((fed == self.window).any()):
+            assert seen.position is not None
+            if seen.position.shape[-1] >= self.window:
                 pooled = self._pooled(mass, planes[POSITION], seen.newest)
                 mass = torch.where(fed == self.window, pooled, mass)
         planes[SCORE].mul_(1 - fed / self.window).add_(mass, alpha=1 / self.window)
