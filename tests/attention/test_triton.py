@@ -59,8 +59,8 @@ LESS = {
 """The interpreter is slow."""
 
 
-# On a GPU nearly every example compiles kernels of its own.
-@settings(max_examples=80 if DEVICE == "cpu" else 30, deadline=None)
+# The interpreter is slow, and on a GPU nearly every example compiles kernels of its own.
+@settings(max_examples=40, deadline=None)
 @given(**FEATURES | LESS)
 def test_every_feature(**features):
     q, view, options = call(**features)

@@ -161,8 +161,11 @@ def _narrowed(model: PreTrainedModel, choice: _Choice) -> Iterator[None]:
     """The third layer and those after it get the chosen tokens only."""
     stack, thread = _stack(model), get_ident()
 
-    def narrow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if get_ident() != thread:  # another forward of this model
+    # torch calls it without kwargs in a forward during which another thread removes it.
+    def narrow(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if get_ident() != thread or kwargs is None:  # another forward of this model
             return None
         count = len(choice.candidates)
 
