@@ -158,3 +158,10 @@ def lain(x):
     yield torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
     yield torch.cat([x, x], dim=3)[..., : x.shape[3]]
     yield x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def everywhere(whole):
+    """A segment, with its planes wherever they may lie."""
+    names = [name for name in whole.planes if name != POSITION]
+    for places in zip(*(lain(whole.planes[name]) for name in names), strict=True):
+        yield whole._replace(planes={**whole.planes, **dict(zip(names, places, strict=True))})

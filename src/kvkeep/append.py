@@ -4,17 +4,18 @@ tensor."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import triton
+from kvkeep.attention.native import Coded
 from kvkeep.attention.tiles import power_of_two
+from kvkeep.attention.triton import CODES
 from kvkeep.codec import Codec
 from kvkeep.planes import POSITION, Planes, along_slots, joined
 
-_CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
 _MOST_WIDTH = 512
 _DEVICES = ("cuda",)  # where the kernel is the better way
 
@@ -57,7 +58,7 @@ def write(
 def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether the kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
-    known = key_codec.packing in _CODES and value_codec.packing in _CODES
+    known = key_codec.packing in CODES and value_codec.packing in CODES
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
@@ -97,7 +98,7 @@ def append(
     with triton.on_device_of(k):
         kernel[(n, heads, rows)](
             k, v, position, at, *key.tensors, *value.tensors, place,
-            key.rotation(key_codec), value.rotation(value_codec),
+            key.rotation, value.rotation,
             *k.stride()[:3], *v.stride()[:3], position.stride(0) if by_row else 0,
             0 if at is None or at.shape[0] == 1 else at.stride(0),
             0 if at is None or at.shape[1] == 1 else at.stride(1),
@@ -130,17 +131,18 @@ class _Plane(NamedTuple):
     width: int
     group: int
     affine: bool
-    rotated: bool
+    rotation: Tensor | None
+    """What it is rotated by before, float32 (D, D)."""
 
     @classmethod
     def of(cls, planes: Planes, name: str, codec: Codec, width: int) -> _Plane:
         codes = planes[name]
         scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
-        packing = _CODES[codec.packing or ""]
-        group = int(getattr(codec, "group", width))
-        rotated = bool(getattr(codec, "hadamard", False))
+        packing = CODES[codec.packing or ""]
+        group = cast(Coded, codec).group if packing else width
         own = scale if zero is None else zero
-        return cls(codes, scale, own, packing, width, group, zero is not None, rotated)
+        rotation = _rotation(codec, width, codes.device)
+        return cls(codes, scale, own, packing, width, group, zero is not None, rotation)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,10 +152,6 @@ class _Plane(NamedTuple):
     def strides(self) -> tuple[int, ...]:
         return *self.code.stride()[:3], *self.scale.stride()[:3]
 
-    def rotation(self, codec: Codec) -> Tensor:
-        """What it is rotated by before; any tensor if it is not."""
-        return _rotation(codec, self.width, self.code.device) if self.rotated else self.code
-
     def shape(self, name: str) -> dict[str, Any]:
         groups = -(-self.width // self.group)
         return {
@@ -161,12 +159,14 @@ class _Plane(NamedTuple):
             f"{name}_SIZE": self.group, f"{name}_GROUPS": groups,
             f"{name}_COUNT": power_of_two(groups),
             f"WIDE_{name}": max(2, power_of_two(self.width)),
-            f"{name}_ROTATED": self.rotated,
+            f"{name}_ROTATED": self.rotation is not None,
         }  # fmt: skip
 
 
 @cache  # for good: graphs hold its address
-def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor:
-    """What keys of this codec are rotated by, float32 (D, D)."""
+def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor | None:
+    """What this codec rotates by, float32 (D, D); None if it does not."""
     with torch.inference_mode(False):
-        return codec.rotate(torch.eye(width, device=device))
+        unrotated = torch.eye(width, device=device)
+        rotated = codec.rotate(unrotated)
+    return None if rotated is unrotated else rotated

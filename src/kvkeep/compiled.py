@@ -16,7 +16,6 @@ from torch import Tensor
 from kvkeep.errors import StateError
 from kvkeep.layer import LayerCache
 
-_CPU = torch.device("cpu")
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # what a replay would leave out
 _GONE = "this graph was given a cache that is gone, or from another process"
 
@@ -49,26 +48,15 @@ class Traced(Protocol):
 
 
 class Steps(Protocol):
-    """What a ticket leads to."""
+    """What a ticket leads to: `in_graph` is the step, the others are as in `Traced`."""
 
     def fed(self) -> int | Tensor:
         """Columns fed."""
 
-    def next_positions(
-        self, n: int, real: Tensor | None = None, device: torch.device = _CPU
-    ) -> Tensor:
+    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
         """See `Traced`."""
 
-    def in_graph(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def in_graph(self, *arguments: Any) -> Tensor:
         """See `Traced.step`."""
 
 
@@ -89,9 +77,7 @@ class OfLayer:
         """See `Steps`."""
         return self._layer.fed
 
-    def next_positions(
-        self, n: int, real: Tensor | None = None, device: torch.device = _CPU
-    ) -> Tensor:
+    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
         """See `Steps`."""
         if real is not None and bool(real.all()):
             position = self._layer.next_positions(n, device)

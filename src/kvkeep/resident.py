@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.append import write
 from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.compiled import Ticket, step
-from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
+from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.layer import LayerCache
 from kvkeep.planes import POSITION, Reach, unsliced
 from kvkeep.policy import Need, Observation
@@ -105,11 +105,8 @@ class Resident:
 
     def require(self, n: int) -> None:
         """Raise CapacityError when n more tokens do not fit."""
-        if not self._evicts and self._held + n > self._slots:
-            raise CapacityError(
-                f"{self._held + n} slots needed, but this cache is fixed at {self._slots}; use "
-                f"@fixed:{2 * self._slots}, or a policy that evicts, such as window"
-            )
+        if not self._evicts:
+            self._layer.storage.require(self._held + n)
 
     def count(self, n: int) -> None:
         """Tell that n tokens were fed, whoever made the steps."""
@@ -160,7 +157,9 @@ class Resident:
             self._free(Observation(mass, position=one, queries=q.detach(), scale=scale))
         return out
 
-    in_graph = step
+    def in_graph(self, *arguments: Any) -> Tensor:
+        """`step`, for those who hold its ticket."""
+        return self.step(*arguments)
 
     def settle(self) -> None:
         """Give the layer its slots back, with those that are empty freed."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, exactly, lain, qkv, segment
+from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,10 +98,8 @@ def test_where_codes_lie(key, value, n):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
     q, k, v = qkv(rows=2, slots=90, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
-    kinds = [name for name in whole.planes if name != POSITION]
-    for places in zip(*(lain(whole.planes[name]) for name in kinds), strict=True):
-        planes = {**whole.planes, **dict(zip(kinds, places, strict=True))}
-        check(q, View((whole._replace(planes=planes),), torch.arange(90)[-n:], False), Options(0.2))
+    for placed in everywhere(whole):
+        check(q, View((placed,), torch.arange(90)[-n:], False), Options(0.2))
 
 
 @pytest.mark.parametrize(("key", "value"), KINDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, exactly, lain, qkv, segment
+from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +12,7 @@ from kvkeep.attention import Segment, View, attend, tiles, triton
 from kvkeep.attention.options import Options
 from kvkeep.codec import Fp8, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
-from kvkeep.planes import POSITION, Reach
+from kvkeep.planes import Reach
 
 pytestmark = pytest.mark.skipif(bool(triton.reason()), reason=triton.reason())
 
@@ -92,10 +92,8 @@ def test_where_slots_lie(key, value, n):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
     q, k, v = qkv(rows=2, slots=40, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
-    kinds = [name for name in whole.planes if name != POSITION]
-    for places in zip(*(lain(whole.planes[name]) for name in kinds), strict=True):
-        planes = {**whole.planes, **dict(zip(kinds, places, strict=True))}
-        check(q, View((whole._replace(planes=planes),), torch.arange(40)[-n:], False), Options(0.2))
+    for placed in everywhere(whole):
+        check(q, View((placed,), torch.arange(40)[-n:], False), Options(0.2))
 
 
 @pytest.mark.parametrize(("key", "value"), KINDS)

@@ -10,12 +10,13 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import tiles
+from kvkeep.attention.native import Coded
 from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
@@ -23,7 +24,7 @@ from kvkeep.chunk import wants_gradients
 from kvkeep.planes import POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
+CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
 """Packing -> how `kvkeep.kernels.codes` calls it; keys and values of others are decoded."""
 
 _MOST_WIDTH = 256
@@ -119,8 +120,8 @@ class _Coded(NamedTuple):
         scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
         if zero is not None and zero.stride() != scale.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        code = _CODES[codec.packing or ""]
-        size: int = codec.group  # type: ignore[attr-defined]
+        code = CODES[codec.packing or ""]
+        size = cast(Coded, codec).group
         # A scale's own width needs no stride, so it must be 1.
         scale = _along_width(scale)
         own_zero = scale if zero is None else _along_width(zero)
@@ -236,12 +237,12 @@ class _Call:
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = unsliced(segment.planes)
         q = self.q if segment.rotation is None else segment.queries(self.q)
-        if segment.key_codec.packing in _CODES:
+        if segment.key_codec.packing in CODES:
             q = segment.key_codec.rotate(q)
             k = _Coded.of(planes, "k", segment.key_codec, q.shape[3])
         else:
             k = _Coded.plain(segment.keys(q.dtype))
-        if segment.value_codec.packing in _CODES:
+        if segment.value_codec.packing in CODES:
             v = _Coded.of(planes, "v", segment.value_codec, segment.value_width)
         else:
             v = _Coded.plain(segment.values(q.dtype))

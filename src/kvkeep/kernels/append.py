@@ -51,16 +51,17 @@ def _codes(x, scale, zero, d, CODE: tl.constexpr, AFFINE: tl.constexpr, COUNT: t
 @triton.jit
 def _rotated(X, at, d, ROTATION, D: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr):
     """Elements d of a token in float32, rotated by ROTATION (D, D) if there is one."""
-    if not ROTATED:
+    if ROTATED:
+        y = tl.zeros((WIDE,), tl.float32)
+        for first in range(0, D, 16):  # as many rows as registers hold
+            i = first + tl.arange(0, 16)
+            x = tl.load(X + at + i, mask=i < D, other=0.0).to(tl.float32)
+            mask = (i < D)[:, None] & (d < D)[None, :]
+            r = tl.load(ROTATION + i[:, None] * D + d[None, :], mask=mask, other=0.0)
+            y += tl.sum(x[:, None] * r, axis=0)
+        return y
+    else:
         return tl.load(X + at + d, mask=d < D, other=0.0).to(tl.float32)
-    y = tl.zeros((WIDE,), tl.float32)
-    for first in range(0, D, 16):  # as many rows as registers hold
-        i = first + tl.arange(0, 16)
-        x = tl.load(X + at + i, mask=i < D, other=0.0).to(tl.float32)
-        mask = (i < D)[:, None] & (d < D)[None, :]
-        r = tl.load(ROTATION + i[:, None] * D + d[None, :], mask=mask, other=0.0)
-        y += tl.sum(x[:, None] * r, axis=0)
-    return y
 
 
 @triton.jit
