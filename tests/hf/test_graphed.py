@@ -271,6 +271,8 @@ def by_kernels(monkeypatch):
 )
 def test_by_the_kernels(request, family, spec):
     model = tiny(family).to(DEVICE)
+    if family == "gpt-oss":  # in float32 its usual experts bring offsets to the host
+        model.set_experts_implementation("batched_mm")
     kvkeep.attach(model)
     ids = prompt(model, 2, 8)
     mask = torch.ones_like(ids)

@@ -10,6 +10,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.cache import Cache
 from kvkeep.errors import OutOfMemoryError, SpecError, UnsupportedError
@@ -281,6 +282,43 @@ def test_steady_steps_wait_for_copies_of_the_step_before_only(spec, monkeypatch)
         marks = [mark for mark, _ in beside.waits]
         assert all(mark <= before for mark in marks[:-1])
         assert all(mark < now for mark, now in beside.waits)
+
+
+class Unwaited(TorchDispatchMode):
+    """The storages written since the copies were last told to wait for what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            made = out if isinstance(out, (tuple, list)) else [out]
+            tensors = [x for x in (*made, *args[:1]) if isinstance(x, torch.Tensor)]
+            self.written |= {x.untyped_storage().data_ptr(): func for x in tensors}
+        return out
+
+
+@pytest.mark.parametrize("spec", ["h2o:12+int8", "random:12", "keep_all", "window:9,sinks=2"])
+def test_copies_wait_for_what_they_copy(spec, monkeypatch):
+    """On a device a copy runs beside the computations that were asked for after its wait."""
+    unwaited = Unwaited()
+
+    class Watched(Side):
+        def after_compute(self):
+            unwaited.written.clear()
+
+        def copy(self, to, x):
+            assert x.untyped_storage().data_ptr() not in unwaited.written
+            super().copy(to, x)
+            unwaited.written.pop(to.untyped_storage().data_ptr(), None)
+
+    monkeypatch.setattr(courier, "Side", Watched)
+    cache = cache_of(f"{spec}@host", layers=2)
+    with unwaited:
+        for n in (24, 1, 1, 7):
+            feed(cache, n)
 
 
 def test_two_layers_are_on_the_device_at_a_time():

@@ -91,9 +91,10 @@ class Landing(NamedTuple):
     def of(cls, side: Side, place: Tensor, values: dict[str, Tensor], limit: int) -> Landing:
         """Send them from the device; nobody waits, unless there is no pinned memory left for them:
         an eviction that has been decided must not fail."""
-        side.after_compute()
+        sources = [place.contiguous(), *values.values()]
+        side.after_compute()  # which includes what has just made `place` contiguous
         there = []
-        for x in (place.contiguous(), *values.values()):
+        for x in sources:
             try:
                 there.append(side.empty(tuple(x.shape), x.dtype))
             except OutOfMemoryError:
