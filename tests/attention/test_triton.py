@@ -230,7 +230,7 @@ def test_why_not_here(monkeypatch):
 @pytest.mark.parametrize("pairs", [1, 8, 64, 200, 5000])
 @pytest.mark.parametrize("count", [1, 3, 32, 512, 4096])
 def test_splits_fill_the_processors(pairs, count, processors):
-    splits = tiles.splits(pairs, count, processors)
+    splits = tiles.splits(pairs, count, 2 * processors)
     assert 1 <= splits <= count
     waves = -(-pairs * splits // (2 * processors))
     busy = pairs * splits / (waves * 2 * processors)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _TILES_BYTES = 96 << 10  # of the smallest shared memory of a server, so that more programs fit
+_MOST_STAGES = 3
 _FEWEST_TILES = 4
 _MOST_SPLITS = 128
 _SMALL_SHARED = 150 << 10
@@ -21,17 +22,15 @@ def power_of_two(x: int) -> int:
 def stages(block: int, k: Tensor, v: Tensor) -> int:
     """Tiles of `block` slots under way at once, as far as they fit a processor's shared memory."""
     tile = block * sum(x.shape[3] * x.element_size() for x in (k, v))
-    return max(2, min(4, _TILES_BYTES // max(1, tile)))
+    return max(2, min(_MOST_STAGES, _TILES_BYTES // max(1, tile)))
 
 
 @lru_cache(maxsize=4096)
-def splits(pairs: int, tiles: int, processors: int) -> int:
+def splits(pairs: int, tiles: int, at_once: int) -> int:
     """Splits that keep all processors equally busy, each with a few tiles at least.
 
-    Programs run in waves of as many as fit; the time is that of the waves, and each program's own
-    start.
+    Programs run in waves of `at_once`; the time is that of the waves, and each program's own start.
     """
-    at_once = 2 * processors
     most = max(1, min(tiles // _FEWEST_TILES, -(-4 * at_once // pairs), _MOST_SPLITS))
 
     def time(count: int) -> float:

@@ -36,6 +36,13 @@ _SHARED_WEIGHTS = 64
 computed again: those of a decode step."""
 
 _MOST_ROWS = 128  # of one product
+_PROGRAMS, _CODED_PROGRAMS = 2, 4
+"""Programs that a multiprocessor runs at once. Codes are fewer bytes in flight and more arithmetic,
+so more programs are needed to keep the memory busy. Measured on an H100, as is `_CODED_TILE`."""
+
+_CODED_TILE = 8 << 10
+"""Bytes of codes in a tile of keys."""
+
 _NO_REACH = Reach(2**31 - 1)
 
 
@@ -257,14 +264,16 @@ class _Call:
         exact = kind == torch.float32  # on no tensor core, so by few queries at a time
         most = min(16 if exact else 64, _MOST_ROWS // many)
         block_m = max(16 // few, min(power_of_two(lines), most), 1)
-        block_n = 32 if exact else 128 if k.code and v.code and block_m * many <= 16 else 64
+        coded = bool(k.code and v.code) and block_m * many <= 16
+        block_n = 32 if exact else _coded_tile(k, v) if coded else 64
         if tiles.small(self.q.device) and max(k.width, v.width) > 128:
             block_m, block_n = max(16 // few, min(block_m, 32 // many), 1), 32
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
+        at_once = tiles.processors(self.q.device) * (_CODED_PROGRAMS if coded else _PROGRAMS)
         return _Piece(
             segment, q, k, v, place, shared, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
-            tiles.splits(pairs, -(-slots // block_n), tiles.processors(self.q.device)),
+            tiles.splits(pairs, -(-slots // block_n), at_once),
             first, first_tile,
         )  # fmt: skip
 
@@ -341,6 +350,12 @@ class _Call:
                 *self._limits(), BLOCK_M=block_m, **self._shape(piece), num_warps=4, num_stages=2,
             )  # fmt: skip
         return mass
+
+
+def _coded_tile(k: _Coded, v: _Coded) -> int:
+    """Slots of a tile whose keys and values are codes."""
+    widest = max(x.plane.shape[3] * x.plane.element_size() for x in (k, v))
+    return max(64, min(128, power_of_two(_CODED_TILE // widest)))
 
 
 def _along_width(x: Tensor) -> Tensor:
