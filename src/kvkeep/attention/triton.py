@@ -36,9 +36,9 @@ _SHARED_WEIGHTS = 64
 computed again: those of a decode step."""
 
 _MOST_ROWS = 128  # of one product
-_PROGRAMS, _CODED_PROGRAMS = 2, 4
-"""Programs that a multiprocessor runs at once. Codes are fewer bytes in flight and more arithmetic,
-so more programs are needed to keep the memory busy. Measured on an H100, as is `_CODED_TILE`."""
+_PROGRAMS = 2
+"""Programs on a multiprocessor at once. Codes mean fewer bytes in flight and more arithmetic, so
+they take more programs to keep the memory busy: see `_coded_tile`."""
 
 _CODED_TILE = 8 << 10
 """Bytes of codes in a tile of keys."""
@@ -265,11 +265,13 @@ class _Call:
         most = min(16 if exact else 64, _MOST_ROWS // many)
         block_m = max(16 // few, min(power_of_two(lines), most), 1)
         coded = bool(k.code and v.code) and block_m * many <= 16
-        block_n = 32 if exact else _coded_tile(k, v) if coded else 64
+        block_n, programs = 32 if exact else 64, _PROGRAMS
+        if coded and not exact:
+            block_n, programs = _coded_tile(k, v, self.options.need_mass)
         if tiles.small(self.q.device) and max(k.width, v.width) > 128:
             block_m, block_n = max(16 // few, min(block_m, 32 // many), 1), 32
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
-        at_once = tiles.processors(self.q.device) * (_CODED_PROGRAMS if coded else _PROGRAMS)
+        at_once = programs * tiles.processors(self.q.device)
         return _Piece(
             segment, q, k, v, place, shared, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
@@ -352,10 +354,17 @@ class _Call:
         return mass
 
 
-def _coded_tile(k: _Coded, v: _Coded) -> int:
-    """Slots of a tile whose keys and values are codes."""
+def _coded_tile(k: _Coded, v: _Coded, mass: bool) -> tuple[int, int]:
+    """Slots of a tile whose keys and values are codes, and programs at once; measured on an H100.
+
+    With the mass, kernels over codes of a byte need so many registers that three programs fit a
+    multiprocessor: two waves of them.
+    """
     widest = max(x.plane.shape[3] * x.plane.element_size() for x in (k, v))
-    return max(64, min(128, power_of_two(_CODED_TILE // widest)))
+    bytewise = widest >= max(k.width, v.width)
+    if mass:
+        return 64, 6 if bytewise else 4
+    return max(64, min(128, power_of_two(_CODED_TILE // widest))), 4
 
 
 def _along_width(x: Tensor) -> Tensor:
