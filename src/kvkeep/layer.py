@@ -64,7 +64,12 @@ class LayerCache:
         self.evicted: list[Tensor] | None = None  # if someone listens: see `positions_of`
         self._planes_of_policy = tuple(policy.planes)
         self._slots = LayerSlots(
-            key_codec, value_codec, storage, own=self._planes_of_policy, ragged=policy.ragged
+            key_codec,
+            value_codec,
+            storage,
+            own=self._planes_of_policy,
+            ragged=policy.ragged,
+            budget=None if policy.budget is None else policy.budget + policy.room,
         )
         self._ledger, self._checks = Ledger(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk

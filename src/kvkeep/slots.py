@@ -43,6 +43,7 @@ class LayerSlots:
         storage: where slots lie; owned from now on.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
+        budget: most slots that stay after a step; None: all.
 
     Raises:
         SpecError: the parts cannot work together.
@@ -56,6 +57,7 @@ class LayerSlots:
         *,
         own: Collection[str] = (),
         ragged: bool = False,
+        budget: int | None = None,
     ) -> None:
         names = f"{key_codec.name}/{value_codec.name}"
         if key_codec.block != value_codec.block:
@@ -68,6 +70,11 @@ class LayerSlots:
                 f"heads of different lengths need storage that grows, and {storage.name} does not; "
                 "use @growing"
             )
+        blocks = key_codec.block > 1
+        self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
+        if blocks:
+            budget = max(key_codec.tail, value_codec.tail) + key_codec.block
+        storage.bound = budget
         self.ragged = PerHead(storage) if ragged else None
         self.storage: Storage = self.ragged or storage
         self.limit = storage.limit
@@ -75,8 +82,6 @@ class LayerSlots:
         self.frozen = Past()
         self.aside: Planes | None = None
         self._key_dtype: torch.dtype | None = None  # of keys that are rotated where they lie
-        blocks = key_codec.block > 1
-        self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
         self._own = own
         self._blank = storage.another()
         # What new tokens are encoded with: tokens of a block wait for their neighbours.

@@ -15,20 +15,27 @@ _FIRST_SLOTS = 16
 _MOST_GROWTH = 16.0
 _SMALL_GROWTH = 1.25
 _MOST_SPARE = 1.5
+_LITTLE = 8  # an eighth of the slots in use is spare in storage that keeps no more than its bound
+_TOO_MUCH = 6  # and slots are given back when more than a sixth is
 
 
 class Growth(NamedTuple):
     """How many slots are allocated for those in use."""
 
-    grown: float
-    """As many times as many, after growing."""
+    grown: float | None
+    """As many times as many, after growing; None: an eighth more."""
     most: float
     """The most, before slots are given back."""
     left: float
     """As many times as many, after giving back."""
+    bound: int | None = None
+    """Most slots that stay after a step, see `Storage.bound`: growing stops there, and what a
+    step took beyond is given back. None: all slots stay."""
 
     @classmethod
-    def on(cls, device: torch.device, factor: float | None = None) -> Growth:
+    def on(
+        cls, device: torch.device, factor: float | None = None, bound: int | None = None
+    ) -> Growth:
         """The rule for a device; `factor` in place of its own.
 
         On the CPU spare slots cost address space only. On an accelerator they are memory, so that
@@ -36,7 +43,12 @@ class Growth(NamedTuple):
         spare after growing: each slot is moved four times in all, which is little beside reading
         it for each token, and a sixth of the slots in use must go before any are given back, so
         that steps which add and evict do not reallocate.
+
+        With a `bound` no more than a sixth is spare after a step on any device: small buffers are
+        memory on the CPU too, and so is what a chunk has written to before it was evicted.
         """
+        if bound is not None:
+            return cls(factor, 0.0, 0.0, bound)
         factor = factor or (2.0 if device.type == "cpu" else _SMALL_GROWTH)
         if device.type == "cpu" or factor > _MOST_SPARE:
             return cls(factor, 2 * factor, factor)
@@ -44,10 +56,19 @@ class Growth(NamedTuple):
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
-        return max(_FIRST_SLOTS, int(slots * self.grown))
+        little = slots + max(1, slots // _LITTLE)
+        wanted = little if self.grown is None else int(slots * self.grown)
+        if self.bound is None:
+            return max(_FIRST_SLOTS, wanted)
+        if slots > self.bound:
+            return little
+        return min(self.bound, max(_FIRST_SLOTS, wanted))
 
     def less(self, slots: int, capacity: int) -> int | None:
         """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
+        if self.bound is not None:
+            stay = max(slots, self.bound)
+            return None if capacity <= stay + max(2, stay // _TOO_MUCH) else self.room(slots)
         if capacity <= max(_FIRST_SLOTS, int(slots * self.most)):
             return None
         return max(_FIRST_SLOTS, int(slots * self.left))
@@ -62,7 +83,8 @@ class Growing(Buffer):
             is taken on an accelerator too, and costs as much memory as it says.
 
     Freed slots are given back once they outnumber those in use and their spare part, on an
-    accelerator once capacity is 1.5 times what is used.
+    accelerator once capacity is 1.5 times what is used. Where a policy has a budget (`bound`), no
+    more than a sixth beyond it stays allocated after a step.
     """
 
     name: ClassVar[str] = "growing"
@@ -77,15 +99,17 @@ class Growing(Buffer):
             )
         self.factor = factor
 
-    def another(self) -> Growing:
+    def _alike(self) -> Growing:
         return Growing(self.factor)
 
     def behind(self, slots: int) -> Growing:
         """In smaller steps, for what lies behind frozen slots is often one of many forks."""
-        return Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
+        storage = Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
+        storage.bound = None if self.bound is None else max(0, self.bound - slots)
+        return storage
 
     def _capacity_for(self, slots: int, device: torch.device) -> int:
-        self._growth = Growth.on(device, self.factor)
+        self._growth = Growth.on(device, self.factor, self.bound)
         return self._growth.room(slots)
 
     def evict(self, victims: Tensor) -> None:

@@ -150,7 +150,7 @@ class Host(Storage):
         self.layout, self.host = layout, fresh
         self._lane.forget(self)
 
-    def another(self) -> Host:
+    def _alike(self) -> Host:
         return Host(courier=self._courier)
 
     def share(self, common: dict[str, Any]) -> None:
@@ -197,6 +197,7 @@ class Host(Storage):
     def _begin(self, heavy: Planes, device: torch.device) -> None:
         """Prepare for the first slots."""
         layout = tuple(Layout(n, (*p.shape[:2], *p.shape[3:]), p.dtype) for n, p in heavy.items())
+        self.near.bound = self.bound
         if (layout, device) != (self.layout, self._device):
             self.reset()
             self.layout, self._device = layout, device
@@ -204,7 +205,7 @@ class Host(Storage):
     def _room(self, stop: int) -> dict[str, Tensor]:
         """Views (B, H, n, ...) of the slots on the device from the first free one to `stop`."""
         if stop > self.capacity or not self.host:
-            self._reallocate(Growth.on(_HOST).room(stop))
+            self._reallocate(Growth.on(_HOST, bound=self.bound).room(stop))
         planes, start = self._lane.widened(self, stop), self._length
         return {name: plane.narrow(2, start, stop - start) for name, plane in planes.items()}
 
@@ -227,7 +228,7 @@ class Host(Storage):
         self.land()
 
     def _give_back(self) -> None:
-        capacity = Growth.on(_HOST).less(self._length, self.capacity)
+        capacity = Growth.on(_HOST, bound=self.bound).less(self._length, self.capacity)
         if capacity is not None and self.host:
             with suppress(OutOfMemoryError):
                 self._reallocate(capacity)

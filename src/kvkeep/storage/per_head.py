@@ -52,6 +52,7 @@ class PerHead(Storage):
     def __init__(self, each: Storage) -> None:
         super().__init__()
         self._each = each
+        each.bound = 0  # a head's own share of a budget changes
         self.differentiable = each.differentiable  # type: ignore[misc]
         self.heads: tuple[Storage, ...] = ()
 
@@ -134,7 +135,7 @@ class PerHead(Storage):
     def share(self, common: dict[str, Any]) -> None:
         self._each.share(common)
 
-    def another(self) -> PerHead:
+    def _alike(self) -> PerHead:
         return PerHead(self._each)
 
     @property
