@@ -55,9 +55,9 @@ def test_a_factor_that_is_asked_for_is_taken(device):
 
 
 def test_the_rule_of_each_device():
-    assert Growth.on(torch.device("cpu")) == (2.0, 4.0, 2.0, None)
-    assert Growth.on(torch.device("cuda")) == (1.25, 1.5, 1.25, None)
-    assert Growth.on(torch.device("cuda"), 1.4) == (1.4, 1.5, 1.25, None)
+    assert Growth.on(torch.device("cpu")) == (2.0, 4.0, 2.0)
+    assert Growth.on(torch.device("cuda")) == (1.25, 1.5, 1.25)
+    assert Growth.on(torch.device("cuda"), 1.4) == (1.4, 1.5, 1.25)
     assert Growth.on(torch.device("cuda"), 2.0) == Growth.on(torch.device("cpu"), 2.0)
 
 

@@ -79,7 +79,8 @@ def memory(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens fed at the end.")] = 2100,
     prompt: Annotated[int, typer.Option(min=2, help="How many of them the prompt has.")] = 1000,
     chunk: Annotated[
-        int, typer.Option(min=1, help="How many of the prompt are fed at once, in the chunked runs.")
+        int,
+        typer.Option(min=1, help="How many of the prompt are fed at once, in the chunked runs."),
     ] = 500,
     plot: PlotFile = None,
     json: JsonFlag = False,

@@ -76,7 +76,7 @@ def decode(
     `after_step` is called after the prefill and after every step. The prompt is fed in one call, or
     `chunk` tokens a call.
     """
-    *before, fed = prompt.split(chunk or prompt.shape[1], dim=1)
+    *before, fed = torch.split(prompt, chunk or prompt.shape[1], dim=1)
     for part in before:
         model(part, past_key_values=cache, logits_to_keep=1)
     tokens: list[Tensor] = []

@@ -15,27 +15,20 @@ _FIRST_SLOTS = 16
 _MOST_GROWTH = 16.0
 _SMALL_GROWTH = 1.25
 _MOST_SPARE = 1.5
-_LITTLE = 8  # an eighth of the slots in use is spare in storage that keeps no more than its bound
-_TOO_MUCH = 6  # and slots are given back when more than a sixth is
 
 
 class Growth(NamedTuple):
     """How many slots are allocated for those in use."""
 
-    grown: float | None
-    """As many times as many, after growing; None: an eighth more."""
+    grown: float
+    """As many times as many, after growing."""
     most: float
     """The most, before slots are given back."""
     left: float
     """As many times as many, after giving back."""
-    bound: int | None = None
-    """Most slots that stay after a step, see `Storage.bound`: growing stops there, and what a
-    step took beyond is given back. None: all slots stay."""
 
     @classmethod
-    def on(
-        cls, device: torch.device, factor: float | None = None, bound: int | None = None
-    ) -> Growth:
+    def on(cls, device: torch.device, factor: float | None = None) -> Growth:
         """The rule for a device; `factor` in place of its own.
 
         On the CPU spare slots cost address space only. On an accelerator they are memory, so that
@@ -43,12 +36,7 @@ class Growth(NamedTuple):
         spare after growing: each slot is moved four times in all, which is little beside reading
         it for each token, and a sixth of the slots in use must go before any are given back, so
         that steps which add and evict do not reallocate.
-
-        With a `bound` no more than a sixth is spare after a step on any device: small buffers are
-        memory on the CPU too, and so is what a chunk has written to before it was evicted.
         """
-        if bound is not None:
-            return cls(factor, 0.0, 0.0, bound)
         factor = factor or (2.0 if device.type == "cpu" else _SMALL_GROWTH)
         if device.type == "cpu" or factor > _MOST_SPARE:
             return cls(factor, 2 * factor, factor)
@@ -56,22 +44,40 @@ class Growth(NamedTuple):
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
-        little = slots + max(1, slots // _LITTLE)
-        wanted = little if self.grown is None else int(slots * self.grown)
-        if self.bound is None:
-            return max(_FIRST_SLOTS, wanted)
+        return max(_FIRST_SLOTS, int(slots * self.grown))
+
+    def less(self, slots: int, capacity: int) -> int | None:
+        """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
+        if capacity <= max(_FIRST_SLOTS, int(slots * self.most)):
+            return None
+        return max(_FIRST_SLOTS, int(slots * self.left))
+
+
+class Bounded(NamedTuple):
+    """How many slots are allocated where at most `bound` stay after a step, see `Storage.bound`.
+
+    At most a sixth is spare then, on any device: also on the CPU small buffers are memory, and so
+    is what a chunk has written to before it was evicted. An eighth is spare after growing, so that
+    each slot is moved eight times in all, and as many slots as are added before some are evicted
+    are never given back and taken again as long as they are less than a sixth.
+    """
+
+    bound: int
+    factor: float | None = None
+    """By how much it grows in place of an eighth, up to the bound."""
+
+    def room(self, slots: int) -> int:
+        """Slots to allocate so that `slots` fit."""
+        little = slots + max(1, slots // 8)
         if slots > self.bound:
             return little
+        wanted = little if self.factor is None else int(slots * self.factor)
         return min(self.bound, max(_FIRST_SLOTS, wanted))
 
     def less(self, slots: int, capacity: int) -> int | None:
         """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
-        if self.bound is not None:
-            stay = max(slots, self.bound)
-            return None if capacity <= stay + max(2, stay // _TOO_MUCH) else self.room(slots)
-        if capacity <= max(_FIRST_SLOTS, int(slots * self.most)):
-            return None
-        return max(_FIRST_SLOTS, int(slots * self.left))
+        stay = max(slots, self.bound)
+        return None if capacity <= stay + max(2, stay // 6) else self.room(slots)
 
 
 @final
@@ -79,7 +85,8 @@ class Growing(Buffer):
     """Written in place; multiplies its capacity when full. The default.
 
     Args:
-        factor: by how much it grows; None: as its device suggests, see `Growth`. A factor above 1.5
+        factor: by how much it grows; None: as its device suggests, see `Growth`, or
+            a policy's budget, see `Bounded`. A factor above 1.5
             is taken on an accelerator too, and costs as much memory as it says.
 
     Freed slots are given back once they outnumber those in use and their spare part, on an
@@ -91,7 +98,7 @@ class Growing(Buffer):
 
     def __init__(self, factor: float | None = None) -> None:
         super().__init__()
-        self._growth: Growth | None = None
+        self._growth: Growth | Bounded | None = None
         if factor is not None and not 1.0 < factor <= _MOST_GROWTH:
             raise SpecError(
                 f"growing storage with factor {factor}: it must be above 1 and at most "
@@ -109,7 +116,10 @@ class Growing(Buffer):
         return storage
 
     def _capacity_for(self, slots: int, device: torch.device) -> int:
-        self._growth = Growth.on(device, self.factor, self.bound)
+        if self.bound is None:
+            self._growth = Growth.on(device, self.factor)
+        else:
+            self._growth = Bounded(self.bound, self.factor)
         return self._growth.room(slots)
 
     def evict(self, victims: Tensor) -> None:
