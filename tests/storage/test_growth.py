@@ -78,8 +78,8 @@ def test_what_a_chunk_took_beyond_the_budget_is_given_back(spec):
     layer = CacheSpec.parse(spec).layer()
 
     def check() -> None:
-        for part in getattr(layer.storage, "heads", (layer.storage,)):
-            assert part.capacity <= max(FIRST, 1.25 * part.length)
+        for part in getattr(layer.storage, "storages", (layer.storage,)):
+            assert part.capacity <= max(FIRST, 1.15 * part.length)
 
     step(layer, 70, "cpu")
     for n in (90, 90, 1, 300, 40, 64, 17, 5, 90):
@@ -100,7 +100,7 @@ def test_slots_below_a_bound_grow_geometrically():
         storage.append(planes(1, "meta"))
         assert storage.capacity <= max(FIRST, 1.15 * storage.length)
     assert storage.capacity == 1000
-    assert storage.reallocations <= 40
+    assert storage.reallocations <= 80
 
 
 @pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])

@@ -56,19 +56,19 @@ class Growth(NamedTuple):
 class Bounded(NamedTuple):
     """How many slots are allocated where at most `bound` stay after a step, see `Storage.bound`.
 
-    At most a sixth is spare then, on any device: also on the CPU small buffers are memory, and so
-    is what a chunk has written to before it was evicted. An eighth is spare after growing, so that
-    each slot is moved eight times in all, and as many slots as are added before some are evicted
-    are never given back and taken again as long as they are less than a sixth.
+    At most an eighth is spare then, on any device: also on the CPU small buffers are memory, and so
+    is what a chunk has written to before it was evicted. A sixteenth is spare after growing, so
+    that each slot is moved sixteen times in all; chunks of an eighth of the bound or less are fed
+    without reallocation.
     """
 
     bound: int
     factor: float | None = None
-    """By how much it grows in place of an eighth, up to the bound."""
+    """By how much it grows in place of a sixteenth, up to the bound."""
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
-        little = slots + max(1, slots // 8)
+        little = slots + max(1, slots // 16)
         if slots > self.bound:
             return little
         wanted = little if self.factor is None else int(slots * self.factor)
@@ -77,7 +77,7 @@ class Bounded(NamedTuple):
     def less(self, slots: int, capacity: int) -> int | None:
         """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
         stay = max(slots, self.bound)
-        return None if capacity <= stay + max(2, stay // 6) else self.room(slots)
+        return None if capacity <= stay + max(2, stay // 8) else self.room(slots)
 
 
 @final
@@ -91,7 +91,7 @@ class Growing(Buffer):
 
     Freed slots are given back once they outnumber those in use and their spare part, on an
     accelerator once capacity is 1.5 times what is used. Where a policy has a budget (`bound`), no
-    more than a sixth beyond it stays allocated after a step.
+    more than an eighth beyond it stays allocated after a step.
     """
 
     name: ClassVar[str] = "growing"
