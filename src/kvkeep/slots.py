@@ -76,7 +76,7 @@ class LayerSlots:
         self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
         if blocks:
             budget = max(key_codec.tail, value_codec.tail) + key_codec.block
-        storage.bound = budget
+        storage.bound = 0 if ragged else budget  # a head's share of it changes
         self.ragged = ragged
         self.split = Split(storage, by_head=True) if ragged else None
         self.storage: Storage = self.split or storage

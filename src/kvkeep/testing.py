@@ -277,7 +277,7 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
         own = range(heads) if segment.head is None else [segment.head]
         held = range(rows) if segment.rows is None else segment.rows.tolist()
         for i, b in enumerate(held):
-            i = min(i, keys.shape[0] - 1)  # noqa: PLW2901 - all rows may share one
+            i = min(i, keys.shape[0] - 1)  # all rows may share one
             for at, h in enumerate(own):
                 place = position[i, at % position.shape[1]]
                 live = place >= 0

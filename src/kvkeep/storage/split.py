@@ -13,7 +13,7 @@ from kvkeep.planes import POSITION, Planes, slot_count, take
 from kvkeep.storage.base import Storage
 
 MOST_EMPTY = 1.25
-"""Slots that rows in one storage take, as many times as they have tokens, before they are parted."""
+"""How many slots for each token rows may take together before they are parted."""
 
 
 class Part(NamedTuple):
@@ -233,7 +233,7 @@ class Split(Storage):
                 if not len(mine):
                     continue
                 own = place[index[mine]]
-                part = part._replace(rows=_some(mine, len(index)))  # noqa: PLW2901
+                part = part._replace(rows=_some(mine, len(index)))
             part.storage.rows(own)
             parts.append(part)
         self.parts, self._rows = tuple(parts), len(index)
