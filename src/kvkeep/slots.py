@@ -399,8 +399,11 @@ class LayerSlots:
     def fork(self) -> LayerSlots:
         """The same slots, of which the frozen ones are shared."""
         other = copy(self)
-        own = (self.storage, self.split, self._blank)
-        other.storage, other.split, other._blank = deepcopy(own)
+        if self.split is None:
+            other.storage, other._blank = deepcopy((self.storage, self._blank))
+        else:
+            other._blank = deepcopy(self._blank)
+            other.storage = other.split = self.split.copied_to(other._blank)
         other.bulk = None if self.bulk is None else self.bulk.fork()
         other.aside = deepcopy(self.aside)
         other.frozen = self.frozen.fork()

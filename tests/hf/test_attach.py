@@ -245,12 +245,13 @@ def test_rows_changed_without_select(attached, cache):
     unchanged_by(cache, ShapeError, "select", lambda: attached(ids(3, 1), past_key_values=cache))
 
 
-def test_a_mask_that_shows_other_tokens_than_were_fed(attached):
+@pytest.mark.parametrize("shown", [5, 4])  # the cache frees what four leave empty
+def test_a_mask_that_shows_other_tokens_than_were_fed(attached, shown):
     cache = kvkeep.Cache(attached)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    mask = (torch.arange(6) < shown).long()[None]
     with torch.no_grad():
         attached(ids(), attention_mask=mask, past_key_values=cache)
-    moved = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    moved = torch.cat([mask.flip(1), torch.ones(1, 1, dtype=torch.long)], dim=1)
     unchanged_by(
         cache,
         ShapeError,

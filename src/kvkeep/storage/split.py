@@ -177,6 +177,15 @@ class Split(Storage):
             storage.append(planes)
             self._rows = planes[POSITION].shape[0]
 
+    def copied_to(self, each: Storage) -> Split:
+        """The same slots, copied, in storages like `each`; gradients reach the copies."""
+        other = Split(each, by_head=self.by_head)
+        other._rows = self._rows
+        other.parts = tuple(part._replace(storage=each.another()) for part in self.parts)
+        for mine, its in zip(self.storages, other.storages, strict=True):
+            its.append(mine.read())
+        return other
+
     def keep(self, name: str, plane: Tensor) -> None:
         """Write a plane of `read()` back."""
         for part in self.parts:
