@@ -80,14 +80,14 @@ def places(layer) -> list:
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_ragged_batch_is_its_rows_and_holds_no_more(spec, side):
     layer, alone = filled(spec, side), rows_alone(spec, side)
-    assert layer.live_bytes <= 1.3 * sum(one.live_bytes for one in alone)
+    assert layer.live_bytes <= 1.2 * sum(one.live_bytes for one in alone)
     for seed in range(1, 4):
         out = single(layer, seed)
         for row, one in enumerate(alone):
             own = slice(row, row + 1)
             torch.testing.assert_close(out[own], single(one, seed, own), **NEAR)
             assert places(layer)[row] == places(one)[0]
-    assert layer.live_bytes <= 1.3 * sum(one.live_bytes for one in alone)
+    assert layer.live_bytes <= 1.2 * sum(one.live_bytes for one in alone)
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "window:40"])
@@ -95,7 +95,7 @@ def test_a_ragged_batch_is_its_rows_and_holds_no_more(spec, side):
 def test_rows_are_parted_again_as_chunks_come(spec, chunk):
     """Of which a row may get nothing but padding."""
     layer, alone = filled(spec, chunk=chunk), rows_alone(spec)
-    assert layer.live_bytes <= 1.3 * sum(one.live_bytes for one in alone)
+    assert layer.live_bytes <= 1.2 * sum(one.live_bytes for one in alone)
     for row, one in enumerate(alone):
         assert places(layer)[row] == places(one)[0]
 
@@ -215,7 +215,7 @@ def test_groups_are_few_and_alike(counts):
     assert sorted(index for group in groups for index in group) == [*range(len(counts))]
     held = sum(len(group) * max(counts[i] for i in group) for group in groups)
     assert held <= MOST_EMPTY * sum(counts)
-    assert len(groups) <= 4
+    assert len(groups) <= 7
 
 
 def test_parts_keep_the_order_of_tokens():

@@ -12,7 +12,7 @@ from kvkeep.errors import OutOfMemoryError
 from kvkeep.planes import POSITION, Planes, slot_count, take
 from kvkeep.storage.base import Storage
 
-MOST_EMPTY = 1.25
+MOST_EMPTY = 1.15
 """How many slots for each token rows may take together before they are parted."""
 
 
