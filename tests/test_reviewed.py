@@ -105,7 +105,7 @@ def test_adakv_crops_padding_where_the_first_head_is_not_the_longest():
     position = torch.arange(9).expand(2, -1).clone()
     position[0] = (position[0] - 2).clamp(min=-1)
     layer.step(torch.randn(2, 2, 9, 8), k, k, position, scale=0.3)
-    assert layer.storage.heads[0].length < layer.storage.heads[1].length
+    assert layer.storage.storages[0].length < layer.storage.storages[1].length
     layer.record_past = True
     layer.step(torch.randn(2, 2, 2, 8), k[:, :, :2], k[:, :, :2], scale=0.3)
     layer.crop(-2)

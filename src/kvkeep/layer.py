@@ -64,7 +64,12 @@ class LayerCache:
         self.evicted: list[Tensor] | None = None  # if someone listens: see `positions_of`
         self._planes_of_policy = tuple(policy.planes)
         self._slots = LayerSlots(
-            key_codec, value_codec, storage, own=self._planes_of_policy, ragged=policy.ragged
+            key_codec,
+            value_codec,
+            storage,
+            own=self._planes_of_policy,
+            ragged=policy.ragged,
+            budget=None if policy.budget is None else policy.budget + policy.room,
         )
         self._ledger, self._checks = Ledger(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
@@ -119,6 +124,7 @@ class LayerCache:
             self._evict(0, observation)
         else:
             self._fit(observation)
+            self._pack()
 
     def step(
         self,
@@ -227,6 +233,8 @@ class LayerCache:
         self.reset()
         self._slots.load(state.parts, state.ledger.rows)
         self._ledger = state.ledger.fork()
+        if self.padded and self._ledger.floor and self._slots.pack():
+            self._ledger.floor = self.fed
 
     def adopt(self, ledger: Ledger, **slots: Any) -> None:
         """Hold slots that lie elsewhere: see `LayerSlots.adopt`."""
@@ -253,7 +261,8 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """Slots in use, the same for every row; an empty slot of a padded row counts."""
+        """Slots in use, an empty one of a padded row included; of the longest rows and heads, where
+        they differ."""
         return self._slots.length
 
     @property
@@ -390,6 +399,14 @@ class LayerCache:
         if self._slots.waiting:
             self._slots.encode_waiting()
             self._ledger.floor = self.fed
+
+    def _pack(self) -> None:
+        """After a chunk with padding, free what it left empty, if that is much."""
+        chunk = self._chunk
+        if chunk is not None and chunk.dim() == 2 and chunk.shape[1] > 1:
+            shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
+            if self._slots.pack():
+                self._ledger.shown, self._ledger.floor = shown, self.fed
 
     def _drop(self, n: int, before: Ledger) -> None:
         """Take back the newest n tokens, which no eviction has followed."""

@@ -19,6 +19,7 @@ class Ledger:
         self.columns = 0
         self.pads: Tensor | None = None  # (B,) padding per row; None while there was none
         self.floor = 0  # the fewest columns to which a crop can return
+        self.shown: Tensor | None = None  # which columns were tokens, bool (B, n), if slots moved
         self.apart = False  # whether texts were joined that had not seen each other
         self.like: tuple[Tensor, Tensor] | None = (
             None  # no keys, no values, of the layer's geometry
@@ -62,6 +63,8 @@ class Ledger:
         """Make row i a copy of the former row index[i]."""
         if self.pads is not None:
             self.pads = self.pads.index_select(0, index)
+        if self.shown is not None:
+            self.shown = self.shown.index_select(0, index)
         if self.like is not None:
             k, v = self.like
             self.like = (k.index_select(0, index), v.index_select(0, index))
@@ -115,6 +118,7 @@ class LayerState(NamedTuple):
         """The same, on a device; not copied if it is there."""
         ledger = self.ledger.fork()
         ledger.pads = None if ledger.pads is None else ledger.pads.to(device)
+        ledger.shown = None if ledger.shown is None else ledger.shown.to(device)
         ledger.memory = {name: x.to(device) for name, x in ledger.memory.items()}
         if ledger.like is not None:
             ledger.like = (ledger.like[0].to(device), ledger.like[1].to(device))

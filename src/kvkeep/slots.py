@@ -12,7 +12,7 @@ from kvkeep.append import write
 from kvkeep.attention import Segment
 from kvkeep.bulk import Bulk
 from kvkeep.codec import Codec, Plain
-from kvkeep.errors import SpecError
+from kvkeep.errors import OutOfMemoryError, SpecError
 from kvkeep.figures import LayerStats
 from kvkeep.frozen import Past, Run
 from kvkeep.ledger import Ledger
@@ -22,13 +22,14 @@ from kvkeep.planes import (
     Planes,
     concatenated,
     joined,
+    marked,
     part,
     plane_bytes,
     slot_count,
     survivors,
     take,
 )
-from kvkeep.storage import PerHead, Storage
+from kvkeep.storage import Split, Storage, parted
 
 
 class LayerSlots:
@@ -37,12 +38,14 @@ class LayerSlots:
     - frozen: runs of older slots, shared with forks. Nothing is copied until one must be evicted.
     - aside: a chunk that does not fit fixed storage, until the policy has chosen.
     - bulk: tokens encoded a block at a time; the newest stay in the storage as they were given.
+    - split: the storage itself in parts, where heads or rows have different lengths.
 
     Args:
         key_codec, value_codec: how a token is encoded, of equal block.
         storage: where slots lie; owned from now on.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
+        budget: most slots that stay after a step; None: all.
 
     Raises:
         SpecError: the parts cannot work together.
@@ -56,6 +59,7 @@ class LayerSlots:
         *,
         own: Collection[str] = (),
         ragged: bool = False,
+        budget: int | None = None,
     ) -> None:
         names = f"{key_codec.name}/{value_codec.name}"
         if key_codec.block != value_codec.block:
@@ -68,15 +72,19 @@ class LayerSlots:
                 f"heads of different lengths need storage that grows, and {storage.name} does not; "
                 "use @growing"
             )
-        self.ragged = PerHead(storage) if ragged else None
-        self.storage: Storage = self.ragged or storage
+        blocks = key_codec.block > 1
+        self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
+        if blocks:
+            budget = max(key_codec.tail, value_codec.tail) + key_codec.block
+        storage.bound = 0 if ragged else budget  # a head's share of it changes
+        self.ragged = ragged
+        self.split = Split(storage, by_head=True) if ragged else None
+        self.storage: Storage = self.split or storage
         self.limit = storage.limit
         self.rows = 0
         self.frozen = Past()
         self.aside: Planes | None = None
         self._key_dtype: torch.dtype | None = None  # of keys that are rotated where they lie
-        blocks = key_codec.block > 1
-        self.bulk = Bulk(key_codec, value_codec, storage.another()) if blocks else None
         self._own = own
         self._blank = storage.another()
         # What new tokens are encoded with: tokens of a block wait for their neighbours.
@@ -85,7 +93,7 @@ class LayerSlots:
 
     @property
     def length(self) -> int:
-        """Tokens held, the same for every row; an empty slot of a padded row counts."""
+        """Tokens held, an empty slot of a padded row included; by the longest part."""
         encoded = 0 if self.bulk is None else self.bulk.length
         return encoded + self._settled + slot_count(self.aside or {})
 
@@ -178,10 +186,17 @@ class LayerSlots:
     def segments(self) -> tuple[Segment, ...]:
         """Everything held, newest last; nothing is copied."""
         found = [] if self.bulk is None else self.bulk.segments()
-        if self.ragged is not None:
+        if self.split is not None:
             return tuple(
-                Segment(storage.read(), self._new_key, self._new_value, head=index)
-                for index, storage in enumerate(self.ragged.heads)
+                Segment(
+                    part.storage.read(),
+                    self._new_key,
+                    self._new_value,
+                    head=part.head,
+                    rows=part.rows,
+                    part=True,
+                )
+                for part in self.split.parts
             )
         for run in self.frozen.runs:
             planes = run.joined if POSITION in run.own else run.planes
@@ -199,8 +214,8 @@ class LayerSlots:
 
     def keep(self, name: str, plane: Tensor) -> None:
         """Write plane `name` of `rewritable()` back, where that was a copy."""
-        if self.ragged is not None:
-            self.ragged.keep(name, plane)
+        if self.split is not None:
+            self.split.keep(name, plane)
         elif self.frozen.runs or (self.aside is not None and self.storage.length):
             first = 0
             for run in self.frozen.runs:
@@ -215,14 +230,14 @@ class LayerSlots:
 
     def surplus(self, budget: int) -> int:
         """Slots held beyond a budget per head."""
-        if self.ragged is not None:
-            return sum(head.length - budget for head in self.ragged.heads)
-        return self.length - budget
+        return self.length - budget if self.split is None else self.split.surplus(budget)
 
     def evict(self, victims: Tensor) -> None:
         """Free slots, indices into `rewritable()`; where heads are ragged, a bool (B, H, S)."""
-        if self.ragged is not None:
-            self.ragged.drop(victims)
+        if self.split is not None:
+            if victims.dtype != torch.bool:
+                victims = marked(victims, self.split.length)
+            self.split.drop(victims)
             return
         self.thaw()
         if self.aside is None:
@@ -233,6 +248,26 @@ class LayerSlots:
         self.aside = None
         self.storage.reset()
         self.storage.append(kept)
+
+    def pack(self) -> bool:
+        """Give rows of very different numbers of tokens storages of their own, without their empty
+        slots. Whether slots moved: not if there is no memory for it, nor where slots lie in other
+        places too or must not move."""
+        steady = self.limit is not None or self.storage.differentiable
+        if steady or self.bulk is not None or self.frozen.runs or not self.storage.length:
+            return False
+        try:
+            found = parted(self.storage.read(), self._blank, by_head=self.ragged)
+        except OutOfMemoryError:
+            return False
+        if found is not None:
+            self._hold(found)
+        return found is not None
+
+    def _hold(self, split: Split) -> None:
+        """Have a storage in parts, or one that is not if there is one part only."""
+        self.split = split if split.whole is None else None
+        self.storage = split.whole or split
 
     @property
     def waiting(self) -> int:
@@ -246,15 +281,15 @@ class LayerSlots:
 
     def positions(self) -> Tensor:
         """Positions of everything held, int32 (B, 1|H, S); -1 where a slot is empty."""
-        if self.ragged is not None and self.ragged.heads:
-            return self.ragged.read()[POSITION]
+        if self.split is not None and self.split.parts:
+            return self.split.read()[POSITION]
         held = [s.position.expand(self.rows, -1, -1) for s in self.segments()]
         return torch.cat(held, dim=2) if held else torch.empty(0, 1, 0, dtype=torch.int32)
 
     def newest_positions(self, tokens: int) -> Tensor:
         """Positions (B, tokens) of the newest ones, which nothing was evicted after."""
-        if self.ragged is not None:
-            return self.ragged.heads[0].read()[POSITION][:, 0, -tokens:]
+        if self.split is not None:
+            return self.split.newest(POSITION, tokens)[:, 0]
         return self.positions()[:, 0, -tokens:]
 
     def drop(self, tokens: int) -> None:
@@ -276,6 +311,8 @@ class LayerSlots:
         """Make row i a copy of the former row index[i]."""
         self.rows = len(index)
         self.storage.rows(index)
+        if self.split is not None:
+            self._hold(self.split)
         if self.bulk is not None:
             self.bulk.take_rows(index)
         self.frozen.take_rows(index)
@@ -286,6 +323,8 @@ class LayerSlots:
         """Free every slot."""
         self.thaw(keep=False)
         self.aside = None
+        if self.split is not None and not self.ragged:
+            self.split, self.storage = None, self._blank.another()
         self.storage.reset()
         if self.bulk is not None:
             self.bulk.reset()
@@ -293,8 +332,8 @@ class LayerSlots:
     def parts(self) -> dict[str, Planes]:
         """Everything held, by where it lies: planes to be copied."""
         found: dict[str, Planes] = {}
-        if self.ragged is not None:
-            return {f"head.{i}": head.resting() for i, head in enumerate(self.ragged.heads)}
+        if self.split is not None and self.ragged:
+            return {f"head.{i}": self.split.resting_head(i) for i in self.split.heads}
         if self.bulk is not None and self.bulk.length:
             found["bulk"] = self.bulk.read(self.rows)
         if self._settled:
@@ -311,8 +350,8 @@ class LayerSlots:
         for name, planes in parts.items():  # which may have rested on several devices
             device = planes[POSITION].device
             parts = {**parts, name: {n: planes[n].to(device) for n in planes}}
-        if self.ragged is not None:
-            self.ragged.load([parts[f"head.{i}"] for i in range(len(parts))])
+        if self.split is not None:
+            self.split.load([parts[f"head.{i}"] for i in range(len(parts))])
         if self.bulk is not None and "bulk" in parts:
             self.bulk.load(parts["bulk"])
         if "slots" in parts:
@@ -348,24 +387,23 @@ class LayerSlots:
     def freeze(self) -> None:
         """Make what is held immutable, so that forks share it; new tokens go behind it.
 
-        Not what a fork copies: heads of different lengths, the tail of blocks, what is aside, what
-        lies on the host.
+        Not what a fork copies: heads and rows of different lengths, the tail of blocks, what is
+        aside, what lies on the host.
         """
         if self.bulk is not None:
             self.bulk.freeze()
-        elif self.ragged is None and self.storage.length and self.storage.lasting:
+        elif self.split is None and self.storage.length and self.storage.lasting:
             self.frozen.add(self.storage.read(), self._own)
             self.storage = self._blank.behind(self.frozen.length)
 
     def fork(self) -> LayerSlots:
         """The same slots, of which the frozen ones are shared."""
         other = copy(self)
-        if self.ragged is None:
+        if self.split is None:
             other.storage, other._blank = deepcopy((self.storage, self._blank))
         else:
             other._blank = deepcopy(self._blank)
-            other.storage = other.ragged = PerHead(other._blank)
-            other.ragged.load([head.read() for head in self.ragged.heads])
+            other.storage = other.split = self.split.copied_to(other._blank)
         other.bulk = None if self.bulk is None else self.bulk.fork()
         other.aside = deepcopy(self.aside)
         other.frozen = self.frozen.fork()

@@ -228,7 +228,8 @@ class Saved:
         block = {"bulk": layer.key_codec.block}
         counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
         held = counts if layer.policy.ragged else [sum(counts)]
-        whole = layer.policy.budget is None or not header.floor  # nothing was ever evicted
+        # Nothing was ever evicted, nor did a padded row leave its empty slots.
+        whole = not header.floor or (layer.policy.budget is None and ledger.pads is None)
         if max(held) > header.columns or (whole and min(held) < header.columns):
             raise SavedCacheError(
                 f"{self.path}, layer {index}: holds {held} of {header.columns} tokens fed, which "

@@ -275,8 +275,9 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
         keys, values = segment.keys(torch.float64).cpu(), segment.values(torch.float64).cpu()
         position = segment.position.cpu()
         own = range(heads) if segment.head is None else [segment.head]
-        for b in range(rows):
-            i = min(b, keys.shape[0] - 1)  # all rows may share one
+        held = range(rows) if segment.rows is None else segment.rows.tolist()
+        for i, b in enumerate(held):
+            i = min(i, keys.shape[0] - 1)  # all rows may share one
             for at, h in enumerate(own):
                 place = position[i, at % position.shape[1]]
                 live = place >= 0
@@ -304,7 +305,8 @@ def promised_bytes(layer: LayerCache) -> int:
         shared.append(PlaneSpec((block,), torch.int32, shared=not layer.policy.per_head))
         each = segment.position.shape[0] * sum(spec.slot_bytes(own_heads) for spec in shared)
         own = layer.policy.planes.values()
-        each += k.shape[0] * sum(spec.slot_bytes(own_heads) for spec in own)
+        rows = k.shape[0] if segment.rows is None else len(segment.rows)
+        each += rows * sum(spec.slot_bytes(own_heads) for spec in own)
         total += each * (segment.slots // block)
     return total
 

@@ -7,12 +7,15 @@ import sys
 from shutil import which
 
 import pytest
+import torch
 from standin import stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
+from kvkeep.bench.resident import in_core
 from kvkeep.cli import app
 from kvkeep.errors import UnsupportedError
+from kvkeep.storage.memory import reserve
 
 
 def run(*arguments):
@@ -50,12 +53,34 @@ def test_memory(tmp_path, monkeypatch, size):
         shape = {"num_attention_heads": 8, "num_key_value_heads": heads, "head_dim": width}
         home = stand_in(tmp_path, num_hidden_layers=layers, **shape)["KVKEEP_HOME"]
         monkeypatch.setenv("KVKEEP_HOME", home)
-    options = ("--tokens", "700", "--prompt", "600", "--json")
-    rows = last_line(run("memory", *options))["rows"]
-    assert [row["system"] for row in rows] == ["keep_all@growing", "hf-dynamic"]
-    ours = rows[0]
-    assert ours["live_bytes"] == layers * 700 * (2 * heads * width * 4 + 4)
-    assert abs(ours["resident_bytes"] - ours["live_bytes"]) < 0.05 * ours["live_bytes"]
+    specs = ["keep_all", "adakv(h2o:256)", "hf-dynamic"]
+    if size == "real":
+        specs += ["h2o:256", "h2o:256+int4", "window:256"]
+    sizes = ("--tokens", "630", "--prompt", "600", "--chunk", "250")
+    rows = last_line(run("memory", "--specs", ";".join(specs), *sizes, "--json"))["rows"]
+    expected = [(spec, chunked) for spec in specs for chunked in (False, True)]
+    assert [(row["spec"], row["chunked"]) for row in rows] == expected
+    for row in rows:
+        assert 0.95 * row["live_bytes"] < row["resident_bytes"]
+        assert row["live_bytes"] <= row["allocated_bytes"]
+        assert row["ratio"] == row["resident_bytes"] / row["live_bytes"]
+        if row["spec"] == "keep_all":
+            assert row["live_bytes"] == layers * 630 * (2 * heads * width * 4 + 4)
+            assert row["ratio"] < 1.05
+        else:
+            assert row["ratio"] < 1.25
+            assert row["allocated_bytes"] < 1.25 * row["live_bytes"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
+def test_pages_in_core():
+    def reserved(megabytes: int) -> torch.Tensor:
+        return reserve((megabytes << 20,), torch.uint8, torch.device("cpu"))
+
+    untouched, touched = reserved(64), reserved(8)
+    touched[: 4 << 20] = 1
+    assert in_core([untouched]) < 1 << 20
+    assert abs(in_core([untouched, touched, touched[5:9]]) - (4 << 20)) < 1 << 20
 
 
 @pytest.mark.usefixtures("_model")
@@ -204,6 +229,7 @@ def test_a_plot(tmp_path, suffix):
     [
         (("append", "--tokens", "8,x"), "whole numbers"),
         (("memory", "--prompt", "9", "--tokens", "9"), "must be below"),
+        (("memory", "--prompt", "500"), "--chunk 500 must be below"),
         (("op", "--heads", "7", "--kv-heads", "2"), "must be a multiple"),
         (("op", "--queries", "300"), "must be within"),
         (("op", "--dtype", "int3"), "no dtype 'int3'"),

@@ -245,17 +245,19 @@ def test_rows_changed_without_select(attached, cache):
     unchanged_by(cache, ShapeError, "select", lambda: attached(ids(3, 1), past_key_values=cache))
 
 
-def test_a_mask_that_shows_other_tokens_than_were_fed(attached):
+@pytest.mark.parametrize("rows", [1, 4])  # of one, the cache frees what is empty
+def test_a_mask_that_shows_other_tokens_than_were_fed(attached, rows):
     cache = kvkeep.Cache(attached)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    mask = torch.ones(rows, 6, dtype=torch.long)
+    mask[0, 4:] = 0
     with torch.no_grad():
-        attached(ids(), attention_mask=mask, past_key_values=cache)
-    moved = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+        attached(ids(rows), attention_mask=mask, past_key_values=cache)
+    moved = torch.cat([mask.flip(1), torch.ones(rows, 1, dtype=torch.long)], dim=1)
     unchanged_by(
         cache,
         ShapeError,
         "others of them",
-        lambda: attached(ids(1, 1), attention_mask=moved, past_key_values=cache),
+        lambda: attached(ids(rows, 1), attention_mask=moved, past_key_values=cache),
     )
 
 

@@ -268,3 +268,100 @@ def test_compiled_training_of_an_attached_model(model):
         eager = model(ids(), use_cache=False).logits
         compiled = torch.compile(model, backend="eager")(ids(), use_cache=False).logits
     torch.testing.assert_close(compiled, eager)
+
+
+class Fed:
+    """The columns of each forward of a model, and what a cache then held."""
+
+    def __init__(self, model) -> None:
+        self.columns: list[int] = []
+        self.most = 0
+        self._hook = model.get_decoder().register_forward_hook(self, with_kwargs=True)
+
+    def __call__(self, decoder, args, kwargs, output) -> None:
+        self.columns.append(output.last_hidden_state.shape[1])
+        self.most = max(self.most, output.past_key_values.nbytes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._hook.remove()
+
+
+BUDGET = "h2o:16"
+
+
+@pytest.mark.parametrize("spec", [BUDGET, "window:16", "snapkv:16,window=8", "adakv(h2o:16)"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_prompt_is_fed_in_chunks_into_a_budget(model, spec, rows):
+    """As if one fed the chunks oneself; padding does not matter."""
+    text, mask = ids(rows, 45), torch.ones(rows, 45, dtype=torch.long)
+    mask[0, : 7 * (rows - 1)] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+    with kvkeep.attach(model, spec, prefill_chunk=20):
+        with Fed(model) as fed:
+            found = model.generate(text, return_dict_in_generate=True, **options)
+        assert fed.columns == [20, 20, 5, *[1] * 5]
+        assert model.generation_config.prefill_chunk_size is None
+        cache = kvkeep.Cache(model, spec)
+        with torch.inference_mode():
+            place = (mask.cumsum(dim=1) - 1).clamp(min=0)
+            for stop in (20, 40):
+                part = slice(stop - 20, stop)
+                padding = {"attention_mask": mask[:, :stop], "position_ids": place[:, part]}
+                model(text[:, part], past_key_values=cache, **padding)
+        assert model.generate(text, past_key_values=cache, **options).equal(found.sequences)
+    for layer, other in zip(found.past_key_values.layers, cache.layers, strict=True):
+        assert layer.positions().sort(dim=2).values.equal(other.positions().sort(dim=2).values)
+
+
+def test_a_budget_never_holds_a_long_prompt_whole():
+    model = tiny("llama", max_position_embeddings=4096)
+    with kvkeep.attach(model, "h2o:64"):
+        with Fed(model) as fed:
+            model.generate(ids(n=2500), max_new_tokens=2, do_sample=False)
+        with Fed(model) as whole:
+            options = {"max_new_tokens": 2, "do_sample": False, "prefill_chunk_size": 2500}
+            model.generate(ids(n=2500), **options)
+    assert fed.columns == [1024, 1024, 452, 1]
+    assert whole.columns == [2500, 1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "attached", "called"),
+    [
+        ("keep_all", {}, {}),
+        (BUDGET, {"prefill_chunk": None}, {}),
+        (BUDGET, {}, {"prefill_chunk_size": 45}),
+        (BUDGET, {}, {"output_hidden_states": True, "return_dict_in_generate": True}),
+    ],
+)
+def test_a_prompt_is_fed_whole(model, spec, attached, called):
+    options = {"prefill_chunk": 20} | attached
+    with kvkeep.attach(model, spec, **options), Fed(model) as fed:
+        model.generate(ids(n=45), max_new_tokens=2, do_sample=False, **called)
+    assert fed.columns == [45, 1]
+
+
+def test_embedded_prompts_are_fed_whole(model):
+    embedded = model.get_input_embeddings()(ids(n=45)).detach()
+    with kvkeep.attach(model, BUDGET, prefill_chunk=20), Fed(model) as fed:
+        model.generate(inputs_embeds=embedded, max_new_tokens=2, do_sample=False)
+    assert fed.columns == [45, 1]
+
+
+def test_chunks_of_no_tokens(model):
+    with pytest.raises(kvkeep.SpecError, match="prefill_chunk 0: give at least 1"):
+        kvkeep.attach(model, BUDGET, prefill_chunk=0)
+
+
+def test_a_conversation_goes_on_in_chunks(model):
+    with kvkeep.attach(model, BUDGET, prefill_chunk=20):
+        cache, text = kvkeep.Cache(model, BUDGET), ids(n=10)
+        for _ in range(2):
+            said = model.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            text = torch.cat([said, ids(n=30)], dim=1)
+        with Fed(model) as fed:
+            model.generate(text, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert fed.columns == [20, 11, 1]

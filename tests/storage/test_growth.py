@@ -61,6 +61,48 @@ def test_the_rule_of_each_device():
     assert Growth.on(torch.device("cuda"), 2.0) == Growth.on(torch.device("cpu"), 2.0)
 
 
+BUDGETS = [
+    "h2o:64",
+    "h2o:64+int4",
+    "window:60,sinks=4",
+    "adakv(h2o:64)",
+    "h2o:64@growing:2",
+    "window:64@host",
+    "keep_all+kivi:4,together=8,recent=56",
+]
+
+
+@pytest.mark.parametrize("spec", BUDGETS)
+def test_what_a_chunk_took_beyond_the_budget_is_given_back(spec):
+    """However a prompt is cut into chunks, and after single tokens, most of which move nothing."""
+    layer = CacheSpec.parse(spec).layer()
+
+    def check() -> None:
+        for part in getattr(layer.storage, "storages", (layer.storage,)):
+            assert part.capacity <= max(FIRST, 1.15 * part.length)
+
+    step(layer, 70, "cpu")
+    for n in (90, 90, 1, 300, 40, 64, 17, 5, 90):
+        step(layer, n, "cpu")
+        check()
+    before = layer.storage.reallocations
+    for _ in range(40):
+        step(layer, 1, "cpu")
+        check()
+    moved = layer.storage.reallocations - before
+    assert moved <= (4 if layer.policy.ragged else 0)  # heads of adakv change their lengths
+
+
+def test_slots_below_a_bound_grow_geometrically():
+    storage = Growing()
+    storage.bound = 1000
+    for _ in range(1000):
+        storage.append(planes(1, "meta"))
+        assert storage.capacity <= max(FIRST, 1.15 * storage.length)
+    assert storage.capacity == 1000
+    assert storage.reallocations <= 80
+
+
 @pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
 def test_steps_that_add_and_evict_do_not_reallocate(device):
     storage = Growing()

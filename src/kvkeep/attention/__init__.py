@@ -145,8 +145,8 @@ def dispatch(
 ) -> tuple[Tensor, Tensor | None]:
     """`attend`, for queries that are known to fit the view; `differentiable`: by a backend that
     gradients could go through, whether they are wanted now or not."""
-    if view.by_head:
-        return _each_head(q, view, options, backend, differentiable)
+    if view.in_parts:
+        return _each_part(q, view, options, backend, differentiable)
     for candidate in _TABLE:
         if differentiable > candidate.differentiable or backend not in (None, candidate.name):
             continue
@@ -163,32 +163,60 @@ def dispatch(
     raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
 
 
-def _each_head(
+def _each_part(
     q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """One call for each kv head, whose slots are its own."""
-    group, slots = q.shape[1] // len(view.segments), view.slots
-    outs, masses = [], []
-    for index, segment in enumerate(view.segments):
-        own = slice(index * group, (index + 1) * group)
+    """One call for each part, whose slots are its own."""
+    first = view.segments[0]
+    kv_heads = unsliced(first.planes)["k"].shape[1]
+    if first.head is not None:
+        kv_heads = 1 + max(segment.head or 0 for segment in view.segments)
+    group = q.shape[1] // kv_heads
+    outs: list[Tensor] = []
+    masses: list[Tensor] = []
+    for segment in view.segments:
+        rows, head = segment.rows, segment.head
+        own = slice(None) if head is None else slice(head * group, (head + 1) * group)
+        position = view.position
+        if rows is not None and position.dim() == 2 and position.shape[0] > 1:
+            position = position.index_select(0, rows)
         sinks = None if options.sinks is None else options.sinks[own]
-        alone = view._replace(segments=(segment._replace(head=None),))
+        alone = segment._replace(head=None, rows=None, part=False)
+        part = view._replace(segments=(alone,), position=position)
+        queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
         asked = options._replace(sinks=sinks)
-        out, mass = dispatch(q[:, own], alone, asked, backend, differentiable=differentiable)
+        out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)
         outs.append(out)
         if mass is not None:
-            masses.append(torch.nn.functional.pad(mass, (0, slots - mass.shape[2])))
-    return torch.cat(outs, dim=1), torch.cat(masses, dim=1) if masses else None
+            masses.append(torch.nn.functional.pad(mass, (0, view.slots - mass.shape[2])))
+    return _joined(outs, view, len(q)), _joined(masses, view, len(q)) if masses else None
+
+
+def _joined(parts: list[Tensor], view: View, rows: int) -> Tensor:
+    """Parts (b, h, ...) of a view's rows and heads as one tensor (B, H, ...)."""
+    segments = view.segments
+    if all(segment.rows is None for segment in segments):
+        return torch.cat(parts, dim=1)
+    heads: dict[int | None, Tensor] = {}
+    for head in dict.fromkeys(segment.head for segment in segments):
+        own = [(s.rows, x) for s, x in zip(segments, parts, strict=True) if s.head == head]
+        found = [torch.arange(rows, device=x.device) if r is None else r for r, x in own]
+        order = torch.cat(found).argsort()
+        heads[head] = torch.cat([x for _, x in own]).index_select(0, order)
+    return torch.cat(list(heads.values()), dim=1)
 
 
 def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
     key = unsliced(view.segments[-1].planes)["k"]
-    heads = len(view.segments) if view.by_head else key.shape[1]
+    heads = key.shape[1]
+    if view.segments[0].head is not None:
+        heads = 1 + max(segment.head or 0 for segment in view.segments)
     if q.dim() != 4 or q.shape[2] != view.chunk or 0 in q.shape:
         raise ShapeError(
             f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"
         )
-    if q.shape[1] % heads or key.shape[0] not in (1, q.shape[0]):
+    alike = view.in_parts or key.shape[0] in (1, q.shape[0])
+    if q.shape[1] % heads or not alike:
         raise ShapeError(
             f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
             "of the kv heads, and the rows the same"

@@ -57,6 +57,10 @@ class Segment(NamedTuple):
     rotation: Rotation | None = None
     head: int | None = None
     """The one kv head it holds, where heads differ in length; None: all of them."""
+    rows: Tensor | None = None
+    """The rows it holds, int64 (b,), where rows differ in length; None: all of them."""
+    part: bool = False
+    """Whether it is all that its rows and head attend to, and others are other rows' or heads'."""
     used: Tensor | None = None
     """How many of its slots, from the first, may not be empty, int32 () where they are: what
     lies behind need not be read. None: any of them."""
@@ -156,15 +160,15 @@ class View(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """S over all segments; of the longest head, where they differ."""
-        if self.by_head:
+        """S over all segments; of the longest part, where heads or rows differ."""
+        if self.in_parts:
             return max(segment.slots for segment in self.segments)
         return sum(segment.slots for segment in self.segments)
 
     @property
-    def by_head(self) -> bool:
-        """Whether each segment holds one head, in the order of the heads."""
-        return self.segments[0].head is not None
+    def in_parts(self) -> bool:
+        """Whether each segment holds a head or some rows of its own."""
+        return self.segments[0].part
 
     def in_runs(self) -> View:
         """The same view, with encoded segments in runs short enough to decode at once, which do not
@@ -219,7 +223,7 @@ class View(NamedTuple):
     @property
     def square(self) -> bool:
         """Whether these are the first tokens, as they were given, and nothing else limits them."""
-        if not self.dense or len(self.segments) > 1 or self.by_head:
+        if not self.dense or len(self.segments) > 1 or self.in_parts:
             return False
         return self.segments[0].plain and self.segments[0].slots == self.chunk > 1
 

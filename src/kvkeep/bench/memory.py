@@ -6,66 +6,95 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvkeep.bench.environment import environment
-from kvkeep.bench.resident import alone, peak, require_counters, reset_peak, resident
+from kvkeep.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident
+from kvkeep.spec import CacheSpec
 
-SYSTEMS = ("keep_all@growing", "hf-dynamic")
+DYNAMIC = "hf-dynamic"
+SPECS = (
+    "keep_all",
+    "h2o:512",
+    "h2o:512+int4",
+    "adakv(h2o:512)",
+    "window:512",
+    DYNAMIC,
+)
 
 
 def run(
     model: str = "smollm2-135m",
     *,
-    tokens: int = 4100,
-    prompt: int = 1024,
-    systems: Sequence[str] = SYSTEMS,
+    dtype: str = "float32",
+    tokens: int = 2100,
+    prompt: int = 1000,
+    chunk: int = 500,
+    specs: Sequence[str] = SPECS,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Generate until `tokens` tokens are cached, each system in a process of its own.
+    """Generate until `tokens` tokens were fed, each cache in a process of its own, with the prompt
+    fed at once and in chunks.
 
     Args:
-        model: a name that `kvkeep models` knows, a directory, or a hub name; run in float32.
-        tokens: tokens held at the end.
-        prompt: how many of them are fed at once.
-        systems: "hf-dynamic" or kvkeep specs.
+        model: a name that `kvkeep models` knows, a directory, or a hub name.
+        dtype: what it computes in.
+        tokens: tokens fed at the end.
+        prompt: how many of them the prompt has.
+        chunk: how many of the prompt are fed at once where it is fed in chunks.
+        specs: kvkeep specs, or "hf-dynamic".
 
     Returns:
-        `rows`: per system `live_bytes`, the tensors' own size; `resident_bytes`, the memory that
-        came back when the cache was dropped; their `ratio`; and `peak_above_bytes`, the most by
-        which resident memory during any decode step stood above the model and the live slots.
+        `rows`: per spec and way of feeding (`chunked`) the tensors' own size, `live_bytes`; what is
+        allocated for them, `allocated_bytes`; what of that is in memory, `resident_bytes`: the
+        pages in which the buffers lie, or what the process gave back when the cache was dropped, if
+        that was more; `ratio`, of resident to live bytes; and `peak_above_bytes`, the most by which
+        the process's memory during any decode step stood above the model and the live slots.
 
     Raises:
+        SpecError: no such spec.
         UnsupportedError: not on Linux, whose counters this reads.
     """
+    from kvkeep.hf.models import dtype_named
+
     require_counters()
+    dtype_named(dtype)
+    for spec in specs:
+        if spec != DYNAMIC:
+            CacheSpec.parse(spec)
     rows = []
-    for system in systems:
-        if progress is not None:
-            progress(f"{system}, {tokens} tokens")
-        rows.append(alone(_measure, system, model, tokens, prompt))
+    for spec in specs:
+        for size in (prompt, chunk):
+            if progress is not None:
+                progress(f"{spec}, {tokens} tokens" + (", chunked" if size < prompt else ""))
+            rows.append(alone(_measure, spec, model, dtype, tokens, prompt, size))
     return {
         "benchmark": "memory",
         "environment": environment(),
         "model": model,
-        "dtype": "float32",
+        "dtype": dtype,
+        "prompt": prompt,
+        "chunk": chunk,
         "rows": rows,
     }
 
 
-def _measure(system: str, name: str, tokens: int, prompt: int) -> dict[str, Any]:
+def _measure(
+    spec: str, name: str, dtype: str, tokens: int, prompt: int, size: int
+) -> dict[str, Any]:
     from kvkeep.evals.text import tokens_of_text
     from kvkeep.hf.decode import decode, new_cache, prepared
     from kvkeep.hf.models import load
 
-    model, tokenizer = load(name)
-    with prepared(system, model):
+    model, tokenizer = load(name, dtype)
+    with prepared(spec, model):
         ids = tokens_of_text(tokenizer, prompt)
-        decode(model, ids, new_cache(system, model), 2)  # so that lazy set-up is not counted
-        return _held_by(system, model, ids, tokens)
+        decode(model, ids, new_cache(spec, model), 2, chunk=size)  # lazy set-up is not counted
+        row = _held_by(spec, model, ids, tokens, size)
+    return {"spec": spec, "chunked": size < prompt, **row}
 
 
-def _held_by(system: str, model: Any, ids: Any, tokens: int) -> dict[str, Any]:
-    from kvkeep.hf.decode import decode, live_bytes, new_cache
+def _held_by(spec: str, model: Any, ids: Any, tokens: int, size: int) -> dict[str, Any]:
+    from kvkeep.hf.decode import allocated_bytes, buffers, decode, live_bytes, new_cache
 
-    held = [new_cache(system, model)]  # the only reference, so that it can be dropped
+    held = [new_cache(spec, model)]  # the only reference, so that it can be dropped
     without: list[int] = []  # resident bytes apart from the live slots, after the prefill
     above: list[int] = []
 
@@ -76,16 +105,17 @@ def _held_by(system: str, model: Any, ids: Any, tokens: int) -> dict[str, Any]:
             above.append(peak() - without[0] - live_bytes(held[0]))
         reset_peak()
 
-    decode(model, ids, held[0], tokens - ids.shape[1], after_step)
-    live = live_bytes(held[0])
-    freed = resident()
+    decode(model, ids, held[0], tokens - ids.shape[1], after_step, chunk=size)
+    live, allocated = live_bytes(held[0]), allocated_bytes(held[0])
+    freed, pages = resident(), in_core(buffers(held[0]))
     held.clear()
     freed -= resident()
+    held_bytes = max(freed, pages)
     return {
-        "system": system,
         "tokens": tokens,
         "live_bytes": live,
-        "resident_bytes": freed,
-        "ratio": freed / live,
+        "allocated_bytes": allocated,
+        "resident_bytes": held_bytes,
+        "ratio": held_bytes / live,
         "peak_above_bytes": max(above),
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
+import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import psutil
+from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.storage.memory import give_back
@@ -49,6 +52,23 @@ def resident() -> int:
     gc.collect()
     give_back()
     return int(psutil.Process().memory_info().rss)
+
+
+def in_core(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the pages in memory, each counted once, in which whole buffers of tensors lie."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    buffers = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    pages, end = 0, 0
+    for start, nbytes in sorted(buffers.items()):
+        first, end = max(start // page, end), max(-(-(start + nbytes) // page), end)
+        if first >= end:
+            continue
+        found = (ctypes.c_ubyte * (end - first))()
+        address, length = ctypes.c_void_p(first * page), ctypes.c_size_t((end - first) * page)
+        if libc.mincore(address, length, found):
+            raise OSError(ctypes.get_errno(), "mincore")
+        pages += sum(byte & 1 for byte in found)
+    return pages * page
 
 
 def peak() -> int:

@@ -67,20 +67,44 @@ def append(
 @bench.command()
 def memory(
     model: Model = "smollm2-135m",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens held at the end.")] = 4100,
-    prompt: Annotated[int, typer.Option(min=1, help="How many of them are fed at once.")] = 1024,
+    dtype: Dtype = "float32",
+    specs: Annotated[
+        str | None,
+        typer.Option(
+            help="What kvkeep keeps, separated by semicolons; or hf-dynamic. Exact caches, budgets "
+            "and codecs.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens fed at the end.")] = 2100,
+    prompt: Annotated[int, typer.Option(min=2, help="How many of them the prompt has.")] = 1000,
+    chunk: Annotated[
+        int,
+        typer.Option(min=1, help="How many of the prompt are fed at once, in the chunked runs."),
+    ] = 500,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Resident memory of a cache after a long generation, against transformers' DynamicCache."""
+    """Resident memory of caches after a prompt and a long generation, beside what is live in them
+    and transformers' DynamicCache; with the prompt fed at once, and in chunks."""
     check_plot(plot)
     if prompt >= tokens:
         raise typer.BadParameter(f"--prompt {prompt} must be below --tokens {tokens}")
+    if chunk >= prompt:
+        raise typer.BadParameter(f"--chunk {chunk} must be below --prompt {prompt}")
     with reported(), Working("memory") as working:
-        from kvkeep.bench.memory import run
+        from kvkeep.bench.memory import SPECS, run
 
-        result = run(model, tokens=tokens, prompt=prompt, progress=working)
-    _show(f"Memory of {tokens} tokens, {model}, float32", result, plot, json)
+        result = run(
+            model,
+            dtype=dtype,
+            tokens=tokens,
+            prompt=prompt,
+            chunk=chunk,
+            specs=SPECS if specs is None else listed(specs, ";"),
+            progress=working,
+        )
+    _show(f"Memory after {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
 @bench.command()
@@ -392,7 +416,7 @@ def _drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     drawn = []
     for row in (row for row in rows if not row.get("skipped")):
         named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
-        named += ["mass"] if row.get("mass") else []
+        named += [name for name in ("mass", "chunked") if row.get(name)]
         figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
         drawn.append(({"system": " ".join(named)} if named else {}) | figures)
     return drawn or rows

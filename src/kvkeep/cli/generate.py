@@ -29,7 +29,13 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the prompt in chunks of so many tokens.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Feed the prompt in chunks of so many tokens; 1,024 where the cache has a budget, "
+            "otherwise all at once.",
+            show_default=False,
+        ),
     ] = None,
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.adapters import activate, deactivate
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache
-from kvkeep.hf.calls import PromptStore, Settings, generate, prepare_cache
+from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings, generate, prepare_cache
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
@@ -69,6 +69,7 @@ def attach(
     store: PromptStore | None = None,
     namespace: str = "",
     recompute: Recompute = RECOMPUTE,
+    prefill_chunk: int | None = PREFILL_CHUNK,
 ) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
@@ -83,6 +84,9 @@ def attach(
         namespace: of the store's entries: those of another one are never found.
         recompute: how many tokens of blocks `generate()` computes again, where it is given a
             prompt with blocks in place of token ids; see `kvkeep.blocks`.
+        prefill_chunk: how many tokens of a prompt `generate()` feeds at once where the spec has a
+            budget, so that the cache never holds a long prompt whole; None: all. A call's own
+            `prefill_chunk_size` goes before it.
 
     Returns:
         What was done; also a context manager.
@@ -90,10 +94,14 @@ def attach(
     Raises:
         StateError: the model is attached already.
         UnsupportedError: the model's attention or layers cannot be served; it is left as it was.
-        SpecError: the spec does not exist or does not fit the model; or a `recompute` that does not
-            exist.
+        SpecError: the spec does not exist or does not fit the model; or a `recompute` or
+            `prefill_chunk` that does not exist.
     """
     parsed(recompute)
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise SpecError(
+            f"prefill_chunk {prefill_chunk}: give at least 1 token, or None to feed prompts whole"
+        )
     model = unwrapped(model)
     text = decoder_config(model.config)
     for part in (model, decoder_of(model)):
@@ -117,7 +125,7 @@ def attach(
         model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hook
     )
     if hasattr(model, "_prepare_cache_for_generation"):
-        settings = Settings(spec, store, namespace, recompute)
+        settings = Settings(spec, store, namespace, recompute, prefill_chunk)
         model.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, model, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
     return attachment

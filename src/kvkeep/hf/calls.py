@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,9 +16,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.adapters import learns_prompts, names_adapters
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.recompute import Recompute
-from kvkeep.hf.specs import Specs
+from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.spec import CacheSpec
+from kvkeep.storage import Fixed
+
+PREFILL_CHUNK = 1024
+"""Tokens of a prompt that `generate` feeds at once into a cache with a budget."""
 
 
 class PromptStore(Protocol):
@@ -67,14 +73,16 @@ class Settings:
     store: PromptStore | None
     namespace: str
     recompute: Recompute
+    prefill_chunk: int | None
 
 
 @dataclass
 class _Call:
-    """A call of a model's `generate()`: its prompt (1, n), the blocks in it, and the cache that it
-    was filled from, if one was."""
+    """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
+    row, the blocks in it, and the cache that it was filled from, if one was."""
 
     model: PreTrainedModel
+    columns: int
     ids: Tensor | None
     blocks: BlockPrompt | None
     cache: Cache | None = None
@@ -82,6 +90,8 @@ class _Call:
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 _OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+_CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+"""The tensors beside token ids that transformers cuts into chunks with them."""
 
 
 def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +107,9 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
         asked = blocks.input_ids.to(model.device)
         rest = {name: x for name, x in kwargs.items() if name not in ("inputs", "input_ids")}
         args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
-    ids = asked if isinstance(asked, Tensor) and asked.dim() == 2 and len(asked) == 1 else None
-    call = _Call(model, ids if ids is not None and ids.shape[1] else None, blocks)
+    ids = asked if isinstance(asked, Tensor) and asked.dim() == 2 and asked.shape[1] else None
+    columns = 0 if ids is None else ids.shape[1]
+    call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks)
     token = _CALL.set(call)
     try:
         with _left_as_it_was(kwargs.get("past_key_values")):
@@ -151,12 +162,16 @@ def prepare_cache(
         if several > 1 and given.rows == batch_size:
             given.freeze()
             given.repeat(several)
+    if isinstance(given, Cache):
+        _chunk_prompt(model, settings, generation_config, model_kwargs, given.specs, given.fed)
     type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
     built = model_kwargs.get("past_key_values")
     if given is not None or type(built) is not DynamicCache or built.offloading:
         return
+    specs = per_layer(settings.spec, layer_kinds(base_config(model)))
+    _chunk_prompt(model, settings, generation_config, model_kwargs, specs, 0)
     drafting = bool(generation_config.is_assistant)
     cache = None
     if not (drafting or drafted or generation_config.token_healing):
@@ -173,6 +188,43 @@ def prepare_cache(
         if drafting:
             cache.activate_past_recording()
     model_kwargs["past_key_values"] = cache
+
+
+def _chunk_prompt(
+    model: PreTrainedModel,
+    settings: Settings,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    specs: Sequence[CacheSpec],
+    fed: int,
+) -> None:
+    """Let `generate` feed a long prompt in chunks where some layer has a budget, unless the call
+    says how: otherwise the cache would first hold all of it.
+
+    Not where that would change what is asked for or cannot be done: outputs of the whole prompt,
+    inputs that are no token ids, and steps that `generate` compiles, for it would compile each
+    chunk's length.
+    """
+    call, chunk = _CALL.get(), settings.prefill_chunk
+    if chunk is None or generation_config.prefill_chunk_size is not None:
+        return
+    if call is None or call.model is not model or call.columns - fed <= chunk:
+        return
+    others = [
+        name
+        for name, x in model_kwargs.items()
+        if isinstance(x, Tensor) and name not in _CUT_BY_COLUMNS
+    ]
+    compiled = model.device.type != "cpu" or generation_config.compile_config is not None
+    if (
+        all(spec.policy.budget is None for spec in specs)
+        or others
+        or generation_config.output_hidden_states
+        or generation_config.output_attentions
+        or (compiled and all(spec.storage.name == Fixed.name for spec in specs))
+    ):
+        return
+    generation_config.prefill_chunk_size = chunk
 
 
 def _take_over(model: PreTrainedModel, cache: Cache) -> None:

@@ -41,6 +41,19 @@ def live_bytes(cache: Any) -> int:
     return sum(x.numel() * x.element_size() for keys, values, _ in cache for x in (keys, values))
 
 
+def allocated_bytes(cache: Any) -> int:
+    """Bytes allocated for them, spare slots included."""
+    return cache.nbytes if isinstance(cache, Cache) else live_bytes(cache)
+
+
+def buffers(cache: Any) -> list[Tensor]:
+    """The tensors a cache holds; views of the buffers in which they lie."""
+    if isinstance(cache, Cache):
+        parts = [planes for layer in cache.layers for planes in layer.state().parts.values()]
+        return [plane for planes in parts for plane in planes.values()]
+    return [x for keys, values, _ in cache for x in (keys, values)]
+
+
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of one token's keys and values in all layers, which a step must read at least."""
     config = decoder_config(base_config(model))
@@ -56,12 +69,17 @@ def decode(
     cache: Any,
     steps: int,
     after_step: Callable[[], None] = lambda: None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Prefill `prompt` (B, n), then feed `steps` greedy tokens; returns their ids (B, steps).
 
-    `after_step` is called after the prefill and after every step.
+    `after_step` is called after the prefill and after every step. The prompt is fed in one call, or
+    `chunk` tokens a call.
     """
-    tokens, fed = [], prompt
+    *before, fed = torch.split(prompt, chunk or prompt.shape[1], dim=1)
+    for part in before:
+        model(part, past_key_values=cache, logits_to_keep=1)
+    tokens: list[Tensor] = []
     for _ in range(steps):
         logits = model(fed, past_key_values=cache, logits_to_keep=1).logits
         after_step()

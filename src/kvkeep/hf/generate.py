@@ -120,7 +120,8 @@ def generate(
         temperature: 0 is greedy.
         top_p: nucleus sampling, with a temperature.
         seed: for sampling.
-        prefill_chunk: feed the prompt in chunks of that many tokens.
+        prefill_chunk: feed the prompt in chunks of that many tokens; None: of 1,024 where the cache
+            has a budget, otherwise at once.
         on_text: given each piece of text as it comes.
 
     Raises:

@@ -113,7 +113,10 @@ def _positions(
 
 def _was_fed(layer: LayerCache, real: Tensor) -> bool:
     """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
-    known, and False only, while nothing was evicted."""
+    known, and False only, while nothing was evicted, or up to when slots were."""
+    shown = layer.ledger.shown
+    if shown is not None:
+        return bool(shown.equal(real[:, : shown.shape[1]].to(shown.device)))
     if not layer.padded or layer.ledger.floor:
         return True
     position = layer.positions()[:, 0]

@@ -5,9 +5,9 @@ from kvkeep.storage.concat import Concat
 from kvkeep.storage.fixed import Fixed
 from kvkeep.storage.growing import Growing
 from kvkeep.storage.host import Host
-from kvkeep.storage.per_head import PerHead
+from kvkeep.storage.split import Split, parted
 
 STORAGES: dict[str, type[Storage]] = {s.name: s for s in (Growing, Fixed, Concat, Host)}
 """Name in a spec -> class; its constructor's parameters are the spec's options."""
 
-__all__ = ["STORAGES", "Concat", "Fixed", "Growing", "Host", "PerHead", "Storage"]
+__all__ = ["STORAGES", "Concat", "Fixed", "Growing", "Host", "Split", "Storage", "parted"]

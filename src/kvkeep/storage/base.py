@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 
@@ -27,6 +27,10 @@ class Storage(ABC):
 
     limit: int | None = None
     """Most slots this storage can ever hold; None: as many as memory allows."""
+
+    bound: int | None = None
+    """Most slots that stay after a step, as far as is known: 0 where it is known only that slots
+    are evicted. Storage that grows then allocates little beyond what stays. None: all stay."""
 
     reallocations: int = 0
     """How often slots that were already stored had to be copied to make room."""
@@ -93,7 +97,14 @@ class Storage(ABC):
     def rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]; int64 (new B,)."""
 
+    @final
     def another(self) -> Storage:
+        """A new, empty storage of the same options and bound."""
+        fresh = self._alike()
+        fresh.bound = self.bound
+        return fresh
+
+    def _alike(self) -> Storage:
         """A new, empty storage of the same options."""
         return type(self)()
 

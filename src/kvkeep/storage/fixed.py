@@ -28,7 +28,7 @@ class Fixed(Buffer):
             )
         self.limit = capacity
 
-    def another(self) -> Fixed:
+    def _alike(self) -> Fixed:
         return Fixed(self.limit or 1)
 
     def behind(self, slots: int) -> Fixed:

@@ -53,23 +53,52 @@ class Growth(NamedTuple):
         return max(_FIRST_SLOTS, int(slots * self.left))
 
 
+class Bounded(NamedTuple):
+    """How many slots are allocated where at most `bound` stay after a step, see `Storage.bound`.
+
+    At most an eighth is spare then, on any device: also on the CPU small buffers are memory, and so
+    is what a chunk has written to before it was evicted. A sixteenth is spare after growing, so
+    that each slot is moved sixteen times in all; chunks of an eighth of the bound or less are fed
+    without reallocation.
+    """
+
+    bound: int
+    factor: float | None = None
+    """By how much it grows in place of a sixteenth, up to the bound."""
+
+    def room(self, slots: int) -> int:
+        """Slots to allocate so that `slots` fit."""
+        little = slots + max(1, slots // 16)
+        if slots > self.bound:
+            return little
+        wanted = little if self.factor is None else int(slots * self.factor)
+        return min(self.bound, max(_FIRST_SLOTS, wanted))
+
+    def less(self, slots: int, capacity: int) -> int | None:
+        """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
+        stay = max(slots, self.bound)
+        return None if capacity <= stay + max(2, stay // 8) else self.room(slots)
+
+
 @final
 class Growing(Buffer):
     """Written in place; multiplies its capacity when full. The default.
 
     Args:
-        factor: by how much it grows; None: as its device suggests, see `Growth`. A factor above 1.5
+        factor: by how much it grows; None: as its device suggests, see `Growth`, or
+            a policy's budget, see `Bounded`. A factor above 1.5
             is taken on an accelerator too, and costs as much memory as it says.
 
     Freed slots are given back once they outnumber those in use and their spare part, on an
-    accelerator once capacity is 1.5 times what is used.
+    accelerator once capacity is 1.5 times what is used. Where a policy has a budget (`bound`), no
+    more than an eighth beyond it stays allocated after a step.
     """
 
     name: ClassVar[str] = "growing"
 
     def __init__(self, factor: float | None = None) -> None:
         super().__init__()
-        self._growth: Growth | None = None
+        self._growth: Growth | Bounded | None = None
         if factor is not None and not 1.0 < factor <= _MOST_GROWTH:
             raise SpecError(
                 f"growing storage with factor {factor}: it must be above 1 and at most "
@@ -77,15 +106,20 @@ class Growing(Buffer):
             )
         self.factor = factor
 
-    def another(self) -> Growing:
+    def _alike(self) -> Growing:
         return Growing(self.factor)
 
     def behind(self, slots: int) -> Growing:
         """In smaller steps, for what lies behind frozen slots is often one of many forks."""
-        return Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
+        storage = Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
+        storage.bound = None if self.bound is None else max(0, self.bound - slots)
+        return storage
 
     def _capacity_for(self, slots: int, device: torch.device) -> int:
-        self._growth = Growth.on(device, self.factor)
+        if self.bound is None:
+            self._growth = Growth.on(device, self.factor)
+        else:
+            self._growth = Bounded(self.bound, self.factor)
         return self._growth.room(slots)
 
     def evict(self, victims: Tensor) -> None:

@@ -14,7 +14,7 @@ from kvkeep.planes import Planes, along_slots, part, plane_bytes, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.buffer import device_of, moves
 from kvkeep.storage.courier import Courier, Lane, Layout
-from kvkeep.storage.growing import Growing, Growth
+from kvkeep.storage.growing import Bounded, Growing, Growth
 from kvkeep.storage.side import Landing
 
 _HOST = torch.device("cpu")
@@ -150,7 +150,7 @@ class Host(Storage):
         self.layout, self.host = layout, fresh
         self._lane.forget(self)
 
-    def another(self) -> Host:
+    def _alike(self) -> Host:
         return Host(courier=self._courier)
 
     def share(self, common: dict[str, Any]) -> None:
@@ -191,12 +191,17 @@ class Host(Storage):
             self.reallocations = state["reallocations"]
 
     @property
+    def _growth(self) -> Growth | Bounded:
+        return Growth.on(_HOST) if self.bound is None else Bounded(self.bound)
+
+    @property
     def _lane(self) -> Lane:
         return self._courier.lane(self._device)
 
     def _begin(self, heavy: Planes, device: torch.device) -> None:
         """Prepare for the first slots."""
         layout = tuple(Layout(n, (*p.shape[:2], *p.shape[3:]), p.dtype) for n, p in heavy.items())
+        self.near.bound = self.bound
         if (layout, device) != (self.layout, self._device):
             self.reset()
             self.layout, self._device = layout, device
@@ -204,7 +209,7 @@ class Host(Storage):
     def _room(self, stop: int) -> dict[str, Tensor]:
         """Views (B, H, n, ...) of the slots on the device from the first free one to `stop`."""
         if stop > self.capacity or not self.host:
-            self._reallocate(Growth.on(_HOST).room(stop))
+            self._reallocate(self._growth.room(stop))
         planes, start = self._lane.widened(self, stop), self._length
         return {name: plane.narrow(2, start, stop - start) for name, plane in planes.items()}
 
@@ -227,7 +232,7 @@ class Host(Storage):
         self.land()
 
     def _give_back(self) -> None:
-        capacity = Growth.on(_HOST).less(self._length, self.capacity)
+        capacity = self._growth.less(self._length, self.capacity)
         if capacity is not None and self.host:
             with suppress(OutOfMemoryError):
                 self._reallocate(capacity)

@@ -1,0 +1,321 @@
+"""Storage in parts of different lengths: some rows or one head each, in a storage of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import OutOfMemoryError
+from kvkeep.planes import POSITION, Planes, slot_count, take
+from kvkeep.storage.base import Storage
+
+MOST_EMPTY = 1.15
+"""How many slots for each token rows may take together before they are parted."""
+
+
+class Part(NamedTuple):
+    """A storage, whose rows and whose head it holds: `rows` int64 (b,), None: all; `head` None:
+    all."""
+
+    storage: Storage
+    rows: Tensor | None = None
+    head: int | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """This part of x (B|1, H|1, ...)."""
+        if self.rows is not None and x.shape[0] > 1:
+            x = x.index_select(0, self.rows)
+        if self.head is not None and x.shape[1] > 1:
+            x = x.narrow(1, self.head, 1)
+        return x
+
+    def put(self, x: Tensor, whole: Tensor, start: int = 0) -> None:
+        """Write x, (b, h, n, ...), to this part of `whole` (B, H, S, ...), from slot `start` on."""
+        if self.head is not None and whole.shape[1] > 1:
+            whole = whole.narrow(1, self.head, 1)
+        whole = whole.narrow(2, start, x.shape[2])
+        if self.rows is None:
+            whole.copy_(x)
+        else:
+            whole.index_copy_(0, self.rows.to(x.device), x)
+
+
+@final
+class Padded(Planes):
+    """The planes of all parts as one set (B, H, S, ...): each is copied when it is first asked for,
+    and filled up to the longest part with zeros, positions with -1: behind its slots, or `before`
+    them. `resting`: from where they rest."""
+
+    def __init__(
+        self, parts: Sequence[Part], rows: int, *, before: bool = False, resting: bool = False
+    ) -> None:
+        self._parts = [
+            (part, part.storage.resting() if resting else part.storage.read()) for part in parts
+        ]
+        self._rows, self._before = rows, before
+        self._heads = max((part.head or 0 for part in parts), default=0) + 1
+        self._whole: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._whole:
+            first = self._parts[0][1][name]
+            heads = first.shape[1] if self._parts[0][0].head is None else self._heads
+            longest = max(slot_count(planes) for _, planes in self._parts)
+            shape = (self._rows, heads, longest, *first.shape[3:])
+            whole = first.new_full(shape, -1 if name == POSITION else 0)
+            for part, planes in self._parts:  # of which one may be read at a time
+                part.put(planes[name], whole, (longest - slot_count(planes)) * self._before)
+            self._whole[name] = whole
+        return self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts[0][1])
+
+    def __len__(self) -> int:
+        return len(self._parts[0][1])
+
+
+@final
+class Split(Storage):
+    """Parts like `each`: one for each kv head, or for rows of like lengths, or both; `length` is
+    the longest one's.
+
+    Parts grow together and shrink apart. What a part frees is freed, whatever the others hold.
+
+    Args:
+        by_head: whether each head has parts of its own.
+    """
+
+    name: ClassVar[str] = "split"
+
+    def __init__(self, each: Storage, *, by_head: bool) -> None:
+        super().__init__()
+        self._each, self.by_head = each, by_head
+        self.differentiable = each.differentiable  # type: ignore[misc]
+        self.parts: tuple[Part, ...] = ()
+        self._rows = 0
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Those of the parts."""
+        return tuple(part.storage for part in self.parts)
+
+    @property
+    def length(self) -> int:
+        return max((storage.length for storage in self.storages), default=0)
+
+    @property
+    def capacity(self) -> int:
+        return max((storage.capacity for storage in self.storages), default=0)
+
+    @property
+    def reallocations(self) -> int:  # type: ignore[override]
+        return sum(storage.reallocations for storage in self.storages)
+
+    def append(self, planes: Planes) -> slice:
+        start, former = self.length, self.parts
+        if not former:
+            rows, heads = planes["k"].shape[:2]
+            own = range(heads) if self.by_head else (None,)
+            self.parts = tuple(Part(self._each.another(), None, head) for head in own)
+            self._rows = rows
+        before = [storage.length for storage in self.storages]
+        try:
+            for part in self.parts:
+                part.storage.append({name: part.of(plane) for name, plane in planes.items()})
+        except OutOfMemoryError:  # all of them or none
+            for storage, length in zip(self.storages, before, strict=True):
+                storage.truncate(min(storage.length, length))
+            self.parts = former
+            raise
+        return slice(start, start + slot_count(planes))
+
+    def write(self, slots: Tensor, planes: Planes) -> None:
+        for part in self.parts:
+            own = {name: part.of(plane) for name, plane in planes.items()}
+            part.storage.write(part.of(slots), own)
+
+    def read(self) -> Planes:
+        """Copies, filled up to the longest part."""
+        return Padded(self.parts, self._rows)
+
+    def resting(self) -> Planes:
+        """Copies, filled up to the longest part, with each row's newest slots at the end."""
+        return Padded(self.parts, self._rows, before=True, resting=True)
+
+    def resting_head(self, head: int) -> Planes:
+        """The same of one head; no copies if one part holds it."""
+        own = [part for part in self.parts if part.head == head]
+        if len(own) == 1 and own[0].rows is None:
+            return own[0].storage.resting()
+        own = [part._replace(head=None) for part in own]
+        return Padded(own, self._rows, before=True, resting=True)
+
+    @property
+    def heads(self) -> range:
+        """Those with parts of their own."""
+        return range(max((part.head or 0 for part in self.parts), default=-1) + 1)
+
+    def newest(self, name: str, count: int) -> Tensor:
+        """A plane of the newest `count` slots of each part, (B, H, count, ...), after which nothing
+        was evicted."""
+        found = [(part, part.storage.read()[name]) for part in self.parts]
+        first = found[0][1]
+        heads = first.shape[1] if self.parts[0].head is None else len(self.heads)
+        whole = first.new_empty((self._rows, heads, count, *first.shape[3:]))
+        for part, plane in found:
+            part.put(plane[:, :, plane.shape[2] - count :], whole)
+        return whole
+
+    def load(self, heads: Sequence[Planes]) -> None:
+        """Hold copies of these slots, one set for each head."""
+        self.parts = tuple(Part(self._each.another(), None, i) for i in range(len(heads)))
+        for storage, planes in zip(self.storages, heads, strict=True):
+            storage.append(planes)
+            self._rows = planes[POSITION].shape[0]
+
+    def copied_to(self, each: Storage) -> Split:
+        """The same slots, copied, in storages like `each`; gradients reach the copies."""
+        other = Split(each, by_head=self.by_head)
+        other._rows = self._rows
+        other.parts = tuple(part._replace(storage=each.another()) for part in self.parts)
+        for mine, its in zip(self.storages, other.storages, strict=True):
+            its.append(mine.read())
+        return other
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        """Write a plane of `read()` back."""
+        for part in self.parts:
+            part.storage.read()[name].copy_(part.of(plane)[:, :, : part.storage.length])
+
+    def drop(self, dropped: Tensor) -> None:
+        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True, and free what is then empty
+        in all rows and heads of a part."""
+        for part in self.parts:
+            storage = part.storage
+            position = storage.read()[POSITION]
+            with torch.inference_mode():  # in place, whatever mode the plane was made in
+                position.masked_fill_(part.of(dropped)[:, :, : storage.length], -1)
+            live = position >= 0
+            empty = int((~live).sum(dim=2).amin()) if live.numel() else 0
+            if empty:
+                order = live.to(torch.uint8).argsort(dim=2, stable=True)
+                storage.evict(order[:, :, :empty])
+
+    @property
+    def whole(self) -> Storage | None:
+        """The one part, if it holds all rows and heads."""
+        one = len(self.parts) == 1 and not self.by_head
+        return self.parts[0].storage if one else None
+
+    def surplus(self, budget: int) -> int:
+        """Slots held beyond a budget: of all heads together if they have parts of their own."""
+        if self.by_head and not any(part.rows is not None for part in self.parts):
+            return sum(storage.length - budget for storage in self.storages)
+        if not self.by_head:
+            return self.length - budget
+        heads = {part.head: 0 for part in self.parts}
+        for part in self.parts:
+            heads[part.head] = max(heads[part.head], part.storage.length)
+        return sum(length - budget for length in heads.values())
+
+    def evict(self, victims: Tensor) -> None:
+        for part in self.parts:
+            part.storage.evict(part.of(victims))
+
+    def truncate(self, length: int) -> None:
+        fewer = self.length - length
+        for storage in self.storages:
+            storage.truncate(max(0, storage.length - fewer))
+
+    def rows(self, index: Tensor) -> None:
+        parts = []
+        for part in self.parts:
+            own = index
+            if part.rows is not None:
+                place = torch.full((self._rows,), -1, dtype=torch.int64, device=index.device)
+                place[part.rows] = torch.arange(len(part.rows), device=index.device)
+                mine = (place[index] >= 0).nonzero().flatten()
+                if not len(mine):
+                    continue
+                own = place[index[mine]]
+                part = part._replace(rows=_some(mine, len(index)))
+            part.storage.rows(own)
+            parts.append(part)
+        self.parts, self._rows = tuple(parts), len(index)
+
+    def reset(self) -> None:
+        self.parts, self._rows = (), 0
+
+    def share(self, common: dict[str, Any]) -> None:
+        self._each.share(common)
+
+    def _alike(self) -> Split:
+        return Split(self._each, by_head=self.by_head)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(storage.live_bytes for storage in self.storages)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self.storages)
+
+
+def _some(rows: Tensor, count: int) -> Tensor | None:
+    """Rows in order; None if they are all."""
+    return None if len(rows) == count else rows
+
+
+def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
+    """Copies of slots of which many are empty, in parts of rows that have about as many tokens; the
+    tokens of a row keep their order. None where few are empty.
+
+    Raises:
+        OutOfMemoryError: there is no memory for the copies.
+    """
+    live = planes[POSITION] >= 0
+    rows, _, slots = live.shape
+    counts = live.sum(dim=2)
+    if not by_head:
+        counts = counts.amax(dim=1, keepdim=True)
+    lists: list[list[int]] = counts.T.tolist()
+    if rows * slots * len(lists) <= MOST_EMPTY * sum(map(sum, lists)):
+        return None
+    split = Split(each, by_head=by_head)
+    split._rows, parts = rows, []
+    for head, own in enumerate(lists):
+        for group in alike(own):
+            index = torch.tensor(group, device=live.device)
+            part = Part(each.another(), _some(index, rows), head if by_head else None)
+            taken = {name: part.of(planes[name]) for name in planes}
+            order = part.of(live).to(torch.uint8).argsort(dim=2, stable=True)
+            longest = max(1, *(own[row] for row in group))
+            part.storage.append(take(taken, order[:, :, slots - longest :]))
+            parts.append(part)
+    split.parts = tuple(parts)
+    return split
+
+
+def alike(counts: Sequence[int]) -> list[list[int]]:
+    """Indices in groups of like counts, as few as give each group's longest at most `MOST_EMPTY`
+    times what all have together."""
+    order = sorted(range(len(counts)), key=lambda index: -counts[index])
+    groups, need = [order], sum(counts)
+
+    def held(group: list[int]) -> int:
+        return len(group) * counts[group[0]]
+
+    while sum(map(held, groups)) > MOST_EMPTY * need:
+        saved, which, cut = max(
+            (held(group) - held(group[:cut]) - held(group[cut:]), which, cut)
+            for which, group in enumerate(groups)
+            for cut in range(1, len(group))
+        )
+        if not saved:
+            break
+        groups[which : which + 1] = [groups[which][:cut], groups[which][cut:]]
+    return [sorted(group) for group in groups]
