@@ -22,6 +22,7 @@ from kvkeep.planes import (
     Planes,
     concatenated,
     joined,
+    norms,
     part,
     plane_bytes,
     slot_count,
@@ -153,7 +154,7 @@ class LayerSlots:
         pairs = ((k, self._new_key, "k"), (v, self._new_value, "v"))
         total = torch.zeros(k.shape[:3], device=k.device)
         for x, codec, name in pairs:
-            total += (x.float() - codec.decode(part(planes, name), torch.float32)).norm(dim=-1)
+            total += norms(x.float() - codec.decode(part(planes, name), torch.float32))
         return total
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:

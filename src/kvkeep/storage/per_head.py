@@ -98,17 +98,16 @@ class PerHead(Storage):
             head.append(planes)
 
     def keep(self, name: str, plane: Tensor) -> None:
-        """Write a plane of `read()` back."""
         for index, head in enumerate(self.heads):
-            head.read()[name].copy_(plane[:, index : index + 1, : head.length])
+            head.keep(name, plane[:, index : index + 1, : head.length])
 
     def drop(self, dropped: Tensor) -> None:
         """Empty the slots where `dropped`, bool (B, H, S), is True, and free what is then empty in
         all rows of a head."""
         for index, head in enumerate(self.heads):
-            position = head.read()[POSITION]
-            with torch.inference_mode():  # in place, whatever mode the plane was made in
-                position.masked_fill_(dropped[:, index : index + 1, : head.length], -1)
+            gone = dropped[:, index : index + 1, : head.length]
+            position = head.read()[POSITION].masked_fill(gone, -1)
+            head.keep(POSITION, position)
             live = position >= 0
             empty = int((~live).sum(dim=2).amin()) if len(live) else 0
             if empty:
