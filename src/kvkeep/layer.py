@@ -14,7 +14,7 @@ from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, limits, part, positions_of, slot_count
+from kvkeep.planes import POSITION, Reach, limits, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
@@ -51,10 +51,11 @@ class LayerCache:
                 f"holds {storage.limit}; use @fixed:{policy.budget} or more"
             )
         if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
+            own = window is not None and policy.reach == Reach(window)
+            who = f"a sliding window of {window} tokens" if own else f"policy {policy.name}"
             raise SpecError(
-                f"policy {policy.name} evicts single slots, but codec {key_codec.name}/"
-                f"{value_codec.name} encodes blocks of tokens; use int8 or int4, or keep_all on "
-                "layers without a sliding window"
+                f"{who} evicts single slots, but codec {key_codec.name}/{value_codec.name} encodes "
+                "blocks of tokens; use int8 or int4, or keep_all on layers without a sliding window"
             )
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
@@ -181,10 +182,24 @@ class LayerCache:
             raise RollbackError(f"crop({-tokens}): to take back {-tokens} tokens, crop({tokens})")
         if tokens > self.rollback_limit:
             raise RollbackError(
-                f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly "
-                f"(policy {self.policy.name}, {self.fed} tokens fed); reset() and feed again, or "
-                "use keep_all"
+                f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly: "
+                f"{self.fed} were fed{self._why_lasting}"
             )
+
+    @property
+    def _why_lasting(self) -> str:
+        """Why not every token can be taken back, and the remedy; empty if all that were fed can."""
+        policy, again = self.policy, "reset() and feed again"
+        if not policy.rollback:
+            return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
+        if not self._ledger.floor:
+            return ""
+        if policy.budget is None:
+            codec = self.key_codec.name
+            return f", and codec {codec} encodes them in blocks; {again}, or use int8 or int4"
+        if self.window is not None and policy.reach == Reach(self.window):
+            return f", and a sliding window of {self.window} tokens drops the older ones; {again}"
+        return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def crop(self, tokens: int) -> None:
         """Take back the newest -`tokens` tokens (tokens <= 0) of every row, padding included. With
