@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvkeep import library
 from kvkeep.attention import native, reference, sdpa, triton
+from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Segment, View
-from kvkeep.chunk import check_sinks
-from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.planes import Reach, unsliced
+from kvkeep.errors import UnsupportedError
+from kvkeep.planes import Reach
 
 __all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends", "dispatch"]
 
@@ -126,10 +126,10 @@ def attend(
         group, or None.
 
     Raises:
-        ShapeError: q does not fit the view.
+        ShapeError: q does not fit the view, or a segment is not what it should be.
         UnsupportedError: the named backend cannot do this call.
     """
-    _check(q, view, sinks)
+    check_call(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
     return dispatch(q, view, Options(scale, softcap, sinks, need_mass, observed), backend)
@@ -143,7 +143,8 @@ def dispatch(
     *,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend`, for queries that are known to fit the view; `differentiable`: by a backend that
+    """`attend`, for a view of a layer's own slots and queries that were checked with the chunk (see
+    `check_call`, which this leaves out); `differentiable`: by a backend that
     gradients could go through, whether they are wanted now or not."""
     if view.by_head:
         return _each_head(q, view, options, backend, differentiable)
@@ -179,18 +180,3 @@ def _each_head(
         if mass is not None:
             masses.append(torch.nn.functional.pad(mass, (0, slots - mass.shape[2])))
     return torch.cat(outs, dim=1), torch.cat(masses, dim=1) if masses else None
-
-
-def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
-    key = unsliced(view.segments[-1].planes)["k"]
-    heads = len(view.segments) if view.by_head else key.shape[1]
-    if q.dim() != 4 or q.shape[2] != view.chunk or 0 in q.shape:
-        raise ShapeError(
-            f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"
-        )
-    if q.shape[1] % heads or key.shape[0] not in (1, q.shape[0]):
-        raise ShapeError(
-            f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
-            "of the kv heads, and the rows the same"
-        )
-    check_sinks(q, sinks)
