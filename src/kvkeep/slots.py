@@ -273,15 +273,31 @@ class LayerSlots:
                 self.frozen.drop(tokens)
                 self.storage = self._blank.behind(self.frozen.length)
 
+    def mark(self) -> tuple[int, ...]:
+        """How much is held, for `cut`: in each head, where they differ."""
+        if self.ragged is not None:
+            return tuple(head.length for head in self.ragged.heads)
+        return (self.length,)
+
+    def cut(self, mark: tuple[int, ...]) -> None:
+        """Take back what was added since, in however many pieces it came; nothing was evicted."""
+        if self.ragged is None:
+            self.drop(max(0, self.length - mark[0]))
+            return
+        if not mark:
+            self.ragged.reset()
+        for head, length in zip(self.ragged.heads, mark, strict=False):
+            head.truncate(length)
+
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
-        self.rows = len(index)
         self.storage.rows(index)
         if self.bulk is not None:
             self.bulk.take_rows(index)
         self.frozen.take_rows(index)
         if self.aside is not None:
             self.aside = {name: p.index_select(0, index) for name, p in self.aside.items()}
+        self.rows = len(index)
 
     def reset(self) -> None:
         """Free every slot."""
