@@ -68,7 +68,7 @@ struct KvCall {
     double softcap;  // 0 for none
 };
 
-// One layer's slots to choose from. A slot's worth is its score; infinite if it is protected (the
+// One layer's slots to choose from. A slot's worth is its score, to 16 significant bits; infinite if it is protected (the
 // newest `recent` positions, the first `sinks`, those from keep_from to below keep_to), minus infinity
 // if it is empty, out of the window or without a number.
 struct KvRanking {

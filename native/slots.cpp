@@ -17,16 +17,37 @@ struct Ranked {
     std::vector<float> worth;
     const int32_t* position;
 
+    // The bits of a score that are not compared.
+    static constexpr uint32_t NOISE = 0xFF;
+
+    // The largest finite number without them.
+    static float largest() {
+        const uint32_t bits = 0x7F7FFFFFu & ~NOISE;
+        float x;
+        memcpy(&x, &bits, sizeof x);
+        return x;
+    }
+
     bool before(int64_t a, int64_t b) const {
         if (worth[a] != worth[b]) return worth[a] < worth[b];
         if (position[a] != position[b]) return position[a] < position[b];
         return a < b;
     }
 
+    // The nearest number of 16 significant bits, as `rounded` of policy/ranking.py; not for numbers
+    // above `largest`. Infinities stay what they are.
+    static float rounded(float x) {
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        bits = (bits + (NOISE + 1) / 2) & ~NOISE;
+        memcpy(&x, &bits, sizeof bits);
+        return x;
+    }
+
     // Without branches, so that it is vectorised.
     void rank(const KvRanking& ranking, const float* score, int32_t newest) {
         constexpr float NONE = -std::numeric_limits<float>::infinity();
-        constexpr float MOST = std::numeric_limits<float>::max();
+        const float most = largest();
         constexpr int32_t LAST = std::numeric_limits<int32_t>::max();
         const int32_t recent = ranking.recent ? (int32_t)(newest - ranking.recent) : LAST;
         const int32_t sinks = (int32_t)ranking.sinks;
@@ -35,8 +56,8 @@ struct Ranked {
         for (int64_t slot = 0; slot < ranking.slots; ++slot) {
             const int32_t place = position[slot];
             const float given = score ? score[slot] : 0.0f;
-            float own = given > MOST ? MOST : given;
-            own = given == given ? own : NONE;
+            float own = given > most ? most : given;
+            own = rounded(given == given ? own : NONE);
             own = (place > recent) | (place < sinks) | ((place >= from) & (place < to)) ? -NONE : own;
             worth[slot] = (place < 0) | (place <= out) ? NONE : own;
         }

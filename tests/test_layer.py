@@ -126,6 +126,25 @@ def test_rollback_limit_is_honest(spec):
     assert all(plane.equal(planes[n]) for n, plane in example_planes(layer).items())
 
 
+@pytest.mark.parametrize(
+    ("spec", "window", "tokens", "reason"),
+    [
+        ("keep_all", None, 10, "9 were fed$"),
+        ("keep_all", 4, 2, "9 were fed, and a sliding window of 4 tokens drops the older ones; "),
+        ("keep_all+kivi:4,together=4,recent=0", None, 2, "kivi encodes them in blocks; .* int8"),
+        ("window:4", None, 2, "policy window evicted some; .* keep_all"),
+        ("h2o:16", None, 2, "policy h2o cannot undo a step; .* keep_all"),
+    ],
+)
+def test_what_cannot_be_taken_back_says_why(spec, window, tokens, reason):
+    layer = CacheSpec.parse(spec).layer(window=window)
+    layer.extend(*kv(9))
+    layer.settle()
+    with pytest.raises(RollbackError, match=reason) as raised:
+        layer.crop(-tokens)
+    assert spec.startswith("keep_all") <= ("use keep_all" not in str(raised.value))
+
+
 @pytest.mark.parametrize("spec", ["window:4", "window:4@fixed", "window:4@concat"])
 def test_recording_keeps_what_a_crop_needs(spec):
     layer, oracle = new(spec), OracleLayer(reach=Reach(4))

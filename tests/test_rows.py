@@ -103,6 +103,23 @@ def test_reordered_rows_go_on_as_if_they_had_run_from_the_start(spec):
         history = [history[i] for i in index]
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("text", ["keydiff:8", "adakv(keydiff:8)"])
+def test_equal_keys_go_the_oldest_first_wherever_padding_left_them(text, seed):
+    torch.manual_seed(seed)
+    together, alone = CacheSpec.parse(text).layer(), CacheSpec.parse(text).layer()
+    for step, n in enumerate([6, 5, 1, 9, 1, 1, 14, 1, 9]):
+        q, k, v = tokens(2, n)
+        k = k.sign()  # a few different keys, of the same norm
+        real = torch.ones(2, n, dtype=torch.bool)
+        real[0, : [2, 0, 1, 4, 0, 0, 5, 0, 3][step]] = False
+        together.step(q, k, v, together.next_positions(n, k.device, real), scale=0.4)
+        own = real[0].nonzero().flatten()
+        if len(own):
+            alone.step(*(x[:1, :, own] for x in (q, k, v)), scale=0.4)
+        assert live(together)[0] == live(alone)[0]
+
+
 @pytest.mark.parametrize("spec", EVICTING, ids=str)
 @pytest.mark.parametrize("chunks", [[3, 5, 9, 7, 4], [1] * 24, [14, 1, 1, 6, 1, 1]], ids=str)
 def test_a_ragged_batch_equals_its_rows_alone(spec, chunks):

@@ -55,6 +55,7 @@ class Cache:
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers: list[LayerCache] = list(layers)
+        self._changing = False  # the rows of all layers, which an interrupt leaves different
         self._share()
 
     def __len__(self) -> int:
@@ -76,13 +77,16 @@ class Cache:
         """Forget every token."""
         for layer in self.layers:
             layer.reset()
+        self._changing = False
 
     def crop(self, tokens: int) -> None:
         """Take back the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
 
         Raises:
             RollbackError: positive, or some layer cannot; no layer is changed then.
+            StateError: a change of all slots was interrupted before.
         """
+        self._mend()
         for layer in self.layers:
             layer.require_rollback(-tokens)
         for layer in self.layers:
@@ -94,7 +98,9 @@ class Cache:
 
         Raises:
             RollbackError: some layer cannot; no layer is changed then.
+            StateError: an eviction, or a change of rows, was what was interrupted.
         """
+        self._mend()
         for layer in self.layers:
             layer.require_rollback(layer.fed - columns)
         for layer in self.layers:
@@ -176,9 +182,10 @@ class Cache:
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.require_room(state)
+        self._changing = True
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(state)
-        self.routed = snapshot.routed
+        self.routed, self._changing = snapshot.routed, False
 
     def freeze(self) -> Frozen[Self]:
         """What is held now, as an immutable cache that any number of forks share.
@@ -207,7 +214,18 @@ class Cache:
         for layer in self.layers:
             layer.storage.share(common)
 
+    def _mend(self) -> None:
+        """Take back what an interrupted step wrote, see `LayerCache.mend`."""
+        if self._changing:
+            raise StateError(
+                "a change of rows was interrupted, and layers have different ones; reset() the "
+                "cache and feed again, or restore() a snapshot"
+            )
+        for layer in self.layers:
+            layer.mend()
+
     def _between_forwards(self, doing: str) -> None:
+        self._mend()
         fed = {layer.fed for layer in self.layers}
         if len(fed) > 1:
             raise StateError(
@@ -279,8 +297,11 @@ class Cache:
             raise ShapeError(f"row indices {index.tolist()}; give whole numbers (B,)")
         if rows and (not len(index) or index.min() < 0 or index.max() >= rows):
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
+        self._mend()
+        self._changing = True
         for layer in self.layers:
             layer.take_rows(index)
+        self._changing = False
 
 
 CacheType = TypeVar("CacheType", bound=Cache)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -14,11 +16,12 @@ from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
-from kvkeep.planes import POSITION, limits, part, positions_of, slot_count
+from kvkeep.planes import POSITION, Reach, limits, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
 from kvkeep.storage import Storage
+from kvkeep.turn import Turn
 
 
 class LayerCache:
@@ -51,10 +54,11 @@ class LayerCache:
                 f"holds {storage.limit}; use @fixed:{policy.budget} or more"
             )
         if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
+            own = window is not None and policy.reach == Reach(window)
+            who = f"a sliding window of {window} tokens" if own else f"policy {policy.name}"
             raise SpecError(
-                f"policy {policy.name} evicts single slots, but codec {key_codec.name}/"
-                f"{value_codec.name} encodes blocks of tokens; use int8 or int4, or keep_all on "
-                "layers without a sliding window"
+                f"{who} evicts single slots, but codec {key_codec.name}/{value_codec.name} encodes "
+                "blocks of tokens; use int8 or int4, or keep_all on layers without a sliding window"
             )
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
@@ -73,6 +77,11 @@ class LayerCache:
         )
         self._ledger, self._checks = Ledger(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
+        self._turn = Turn()
+        # What the last chunk was written behind, whether it is being written or taken back, and
+        # whether slots are being moved: what an interrupt leaves behind, see `mend`.
+        self._begun: tuple[Ledger, tuple[int, ...]] | None = None
+        self._writing = self._moving = False
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -92,8 +101,14 @@ class LayerCache:
         Raises:
             ShapeError: the tensors do not fit each other or what the layer already holds.
             CapacityError: the tokens do not fit and the policy evicts nothing.
-            StateError: gradients are wanted but the storage writes in place.
+            StateError: gradients are wanted but the storage writes in place; another thread is
+                changing the layer; or an eviction was interrupted.
         """
+        with self._turn:
+            return self._extend(k, v, position)
+
+    def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
+        self.mend()
         self._checks.chunk(k, v, position, self._ledger.like)
         self.check_gradients(k, v)
         n = k.shape[2]
@@ -105,11 +120,18 @@ class LayerCache:
         # What no query from here on can reach makes room first: the ring of a window.
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
-        self._slots.add(k, v, self.own_planes(k, v, position))
-        if self._ledger.like is None:
-            self._ledger.like = (empty_like(k), empty_like(v))
-        self._chunk = position
-        self._ledger, queries = self._ledger.feed(position, k.shape[0])
+        own = self.own_planes(k, v, position)
+        self._begun, self._writing = (self._ledger, self._slots.mark()), True
+        try:
+            self._slots.add(k, v, own)
+            if self._ledger.like is None:
+                self._ledger.like = (empty_like(k), empty_like(v))
+            self._chunk = position
+            self._ledger, queries = self._ledger.feed(position, k.shape[0])
+        except BaseException:
+            self._take_back()
+            raise
+        self._writing = False
         if not self.policy.shows_padding:
             queries = position.expand_as(queries)
         return self._view(queries)
@@ -120,11 +142,12 @@ class LayerCache:
         next `crop` can take steps back."""
         if observation is not None:
             self.policy.require_shown(observation)
-        if self.record_past:
-            self._evict(0, observation)
-        else:
-            self._fit(observation)
-            self._pack()
+        with self._turn:
+            if self.record_past:
+                self._evict(0, observation)
+            else:
+                self._fit(observation)
+                self._pack()
 
     def step(
         self,
@@ -140,22 +163,45 @@ class LayerCache:
         """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`.
 
         Arguments that do not fit raise before anything is changed, as does a lack of memory for
-        more slots; if attention fails, or there is no memory to settle, the new tokens are taken
-        back. Slots that no later query could reach may be gone.
+        more slots; if attention fails or is interrupted, or there is no memory to settle, the new
+        tokens are taken back. Slots that no later query could reach may be gone.
         """
         self._checks.queries(q, k, sinks)
         self.check_gradients(q, k, v)
-        before = self._ledger
-        view = self.extend(k, v, position)
-        try:
-            needed, observed = Need.MASS in self.policy.needs, self.policy.observed
-            out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
-            self.settle(Observation(mass, queries=q.detach(), scale=scale))
-        except BaseException:
-            if self._ledger.floor == before.floor:  # no eviction has followed
-                self._drop(k.shape[2], before)
-            raise
-        return out
+        with self._turn:
+            self._begun = None
+            try:
+                view = self._extend(k, v, position)
+                needed, observed = Need.MASS in self.policy.needs, self.policy.observed
+                out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
+                self.settle(Observation(mass, queries=q.detach(), scale=scale))
+            except BaseException:
+                begun = self._begun
+                if begun and not self._moving and self._ledger.floor == begun[0].floor:
+                    self._take_back()  # no eviction has followed
+                raise
+            return out
+
+    def mend(self) -> None:
+        """Take back what an interrupted step wrote, if one was.
+
+        Raises:
+            StateError: it was interrupted while slots were moved, so what they hold is not known;
+                or there are not as many slots as tokens were fed.
+        """
+        if self._moving:
+            raise StateError(
+                "an eviction, or another change of all slots, was interrupted, and what the slots "
+                "hold is not known; reset() the cache and feed again, or go on from a snapshot"
+            )
+        if self._writing:
+            self._take_back()
+        ledger = self._ledger
+        if not ledger.floor and not ledger.apart and self.length != ledger.columns:
+            raise StateError(
+                f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
+                "evicted none; it was changed from outside: reset() the cache and feed again"
+            )
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `Ledger.next_positions`."""
@@ -173,8 +219,10 @@ class LayerCache:
 
     def reset(self) -> None:
         """Forget every token; the next one may have other rows, heads, widths and dtype."""
+        self._writing, self._moving = False, True
         self._slots.reset()
-        self._ledger, self._chunk = Ledger(), None
+        self._ledger, self._chunk, self._begun = Ledger(), None, None
+        self._moving, self._turn = False, Turn()
 
     @property
     def rollback_limit(self) -> int:
@@ -187,10 +235,24 @@ class LayerCache:
             raise RollbackError(f"crop({-tokens}): to take back {-tokens} tokens, crop({tokens})")
         if tokens > self.rollback_limit:
             raise RollbackError(
-                f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly "
-                f"(policy {self.policy.name}, {self.fed} tokens fed); reset() and feed again, or "
-                "use keep_all"
+                f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly: "
+                f"{self.fed} were fed{self._why_lasting}"
             )
+
+    @property
+    def _why_lasting(self) -> str:
+        """Why not every token can be taken back, and the remedy; empty if all that were fed can."""
+        policy, again = self.policy, "reset() and feed again"
+        if not policy.rollback:
+            return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
+        if not self._ledger.floor:
+            return ""
+        if policy.budget is None:
+            codec = self.key_codec.name
+            return f", and codec {codec} encodes them in blocks; {again}, or use int8 or int4"
+        if self.window is not None and policy.reach == Reach(self.window):
+            return f", and a sliding window of {self.window} tokens drops the older ones; {again}"
+        return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def crop(self, tokens: int) -> None:
         """Take back the newest -`tokens` tokens (tokens <= 0) of every row, padding included. With
@@ -199,21 +261,26 @@ class LayerCache:
         Raises:
             RollbackError: positive, or more than `rollback_limit`.
         """
+        self.mend()
         self.require_rollback(-tokens)
-        if tokens < 0:
-            self._drop(-tokens, self._ledger.without(self._slots.newest_positions(-tokens)))
-        if self.record_past:
-            self._fit()
+        with self._turn:
+            if tokens < 0:
+                left = self._ledger.without(self._slots.newest_positions(-tokens))
+                self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
+                self._take_back()
+            if self.record_past:
+                self._fit()
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
         if self._ledger.like is None:
             return
         index = index.to(self._ledger.like[0].device)
-        self._slots.take_rows(index)
-        if self._chunk is not None and self._chunk.dim() == 2:
-            self._chunk = self._chunk.index_select(0, index)
-        self._ledger.take_rows(index)
+        with self._turn, self._moved():
+            self._slots.take_rows(index)
+            if self._chunk is not None and self._chunk.dim() == 2:
+                self._chunk = self._chunk.index_select(0, index)
+            self._ledger.take_rows(index)
 
     @property
     def ledger(self) -> Ledger:
@@ -231,15 +298,19 @@ class LayerCache:
     def restore(self, state: LayerState) -> None:
         """Hold copies of what a layer like this one held."""
         self.reset()
+        self._moving = True
         self._slots.load(state.parts, state.ledger.rows)
         self._ledger = state.ledger.fork()
         if self.padded and self._ledger.floor and self._slots.pack():
             self._ledger.floor = self.fed
+        self._moving = False
 
     def adopt(self, ledger: Ledger, **slots: Any) -> None:
         """Hold slots that lie elsewhere: see `LayerSlots.adopt`."""
+        self._moving = True
         self._ledger = ledger
         self._slots.adopt(ledger, **slots)
+        self._moving = False
 
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""
@@ -249,7 +320,7 @@ class LayerCache:
         """A layer in the same state, which shares this one's frozen slots and copies the others."""
         other = copy(self)
         other._slots, other._ledger = self._slots.fork(), self._ledger.fork()
-        other._checks, other.evicted = Checks(), None
+        other._checks, other.evicted, other._turn = Checks(), None, Turn()
         return other
 
     @property
@@ -380,37 +451,56 @@ class LayerCache:
         if not observes and count <= 0:
             return
         planes, seen = self._slots.rewritable(), self.seeing(observation)
-        if observes:
-            with torch.inference_mode():  # in place, whatever mode the planes were made in
-                policy.observe(planes, seen)
-                for name in self._planes_of_policy:
-                    self._slots.keep(name, planes[name])
-        if count > 0:
-            victims = policy.victims(count, planes, seen)
-            if self.evicted is not None:
-                self.evicted.append(positions_of(victims, planes))
-            self._slots.evict(victims)
-            self._ledger.floor = self.fed
+        with self._moved():
+            if observes:
+                with torch.inference_mode():  # in place, whatever mode the planes were made in
+                    policy.observe(planes, seen)
+                    for name in self._planes_of_policy:
+                        self._slots.keep(name, planes[name])
+            if count > 0:
+                victims = policy.victims(count, planes, seen)
+                if self.evicted is not None:
+                    self.evicted.append(positions_of(victims, planes))
+                self._slots.evict(victims)
+                self._ledger.floor = self.fed
 
     def _fit(self, observation: Observation | None = None) -> None:
         """Evict down to the budget, and encode what waited for its block to be full."""
         budget = self.policy.budget
         self._evict(0 if budget is None else self._slots.surplus(budget), observation)
         if self._slots.waiting:
-            self._slots.encode_waiting()
-            self._ledger.floor = self.fed
+            with self._moved():
+                self._slots.encode_waiting()
+                self._ledger.floor = self.fed
 
     def _pack(self) -> None:
         """After a chunk with padding, free what it left empty, if that is much."""
         chunk = self._chunk
         if chunk is not None and chunk.dim() == 2 and chunk.shape[1] > 1:
             shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
-            if self._slots.pack():
-                self._ledger.shown, self._ledger.floor = shown, self.fed
+            with self._moved():
+                if self._slots.pack():
+                    self._ledger.shown, self._ledger.floor = shown, self.fed
 
-    def _drop(self, n: int, before: Ledger) -> None:
-        """Take back the newest n tokens, which no eviction has followed."""
-        self._slots.drop(n)
+    @contextmanager
+    def _moved(self) -> Iterator[None]:
+        """While slots are moved. An error leaves them as they were; an interrupt does not."""
+        self._moving = True
+        try:
+            yield
+        except Exception:
+            self._moving = False
+            raise
+        self._moving = False
+
+    def _take_back(self) -> None:
+        """Go back to what `_begun` says, which no eviction has followed. May be done again after
+        it was interrupted."""
+        assert self._begun is not None
+        self._writing = True
+        before, mark = self._begun
+        self._slots.cut(mark)
         self._ledger = before
-        if not self.fed:
+        if not before.columns:
             self.reset()
+        self._writing = False

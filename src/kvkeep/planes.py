@@ -182,6 +182,13 @@ def positions_of(slots: Tensor, planes: Planes) -> Tensor:
     return position.gather(2, along_slots(slots, position))
 
 
+def norms(x: Tensor) -> Tensor:
+    """Euclidean norms of vectors (..., D), fp32 (...). The order of additions depends on D only:
+    a vector has the same norm, to the last bit, in a batch and alone."""
+    found: Tensor = x.float().contiguous().norm(dim=-1)
+    return found
+
+
 def survivors(victims: Tensor, length: int) -> Tensor:
     """Slots that are not victims, in slot order.
 

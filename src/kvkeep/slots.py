@@ -23,6 +23,7 @@ from kvkeep.planes import (
     concatenated,
     joined,
     marked,
+    norms,
     part,
     plane_bytes,
     slot_count,
@@ -161,7 +162,7 @@ class LayerSlots:
         pairs = ((k, self._new_key, "k"), (v, self._new_value, "v"))
         total = torch.zeros(k.shape[:3], device=k.device)
         for x, codec, name in pairs:
-            total += (x.float() - codec.decode(part(planes, name), torch.float32)).norm(dim=-1)
+            total += norms(x.float() - codec.decode(part(planes, name), torch.float32))
         return total
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
@@ -307,9 +308,24 @@ class LayerSlots:
                 self.frozen.drop(tokens)
                 self.storage = self._blank.behind(self.frozen.length)
 
+    def mark(self) -> tuple[int, ...]:
+        """How much is held, for `cut`: in each part, where heads or rows differ."""
+        if self.split is not None:
+            return tuple(storage.length for storage in self.split.storages)
+        return (self.length,)
+
+    def cut(self, mark: tuple[int, ...]) -> None:
+        """Take back what was added since, in however many pieces it came; nothing was evicted."""
+        if self.split is None:
+            self.drop(max(0, self.length - mark[0]))
+            return
+        if not mark:
+            self.split.reset()
+        for storage, length in zip(self.split.storages, mark, strict=False):
+            storage.truncate(length)
+
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""
-        self.rows = len(index)
         self.storage.rows(index)
         if self.split is not None:
             self._hold(self.split)
@@ -318,6 +334,7 @@ class LayerSlots:
         self.frozen.take_rows(index)
         if self.aside is not None:
             self.aside = {name: p.index_select(0, index) for name, p in self.aside.items()}
+        self.rows = len(index)
 
     def reset(self) -> None:
         """Free every slot."""

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.attention import Rotation, Segment, View, attend, backends, reference, sdpa
-from kvkeep.codec import Plain
+from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.planes import POSITION, Reach
+from kvkeep.planes import POSITION, Reach, joined
 
 BACKENDS = [b.name for b in backends() if b.available]
 D = 8
@@ -290,6 +290,55 @@ def test_shapes_that_do_not_fit():
             attend(wrong, view, scale=0.4)
     with pytest.raises(ShapeError, match=r"\(4,\)"):
         attend(q, view, scale=0.4, sinks=torch.zeros(3))
+
+
+def unfit(view, **changes):
+    """The view, with the last segment's planes replaced, or taken away."""
+    segment = view.segments[-1]
+    planes = {name: x for name, x in ({**segment.planes} | changes).items() if x is not None}
+    return view._replace(segments=(*view.segments[:-1], segment._replace(planes=planes)))
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize(
+    "codec", [Plain(), Int8(), Int4(affine=True), Fp8(), Kivi(together=4)], ids=str
+)
+def test_segments_that_do_not_fit_never_reach_a_kernel(codec, ragged):
+    q, k, v = (torch.randn(2, heads, 12, 32) for heads in (4, 2, 2))
+    q, codecs = q[:, :, :4], (codec, codec.for_values())
+    planes = joined(codecs[0].encode(k), "k") | joined(codecs[1].encode(v), "v")
+    slots = planes["k"].shape[2]
+    rest = (codec.block,) if codec.block > 1 else ()
+    place = torch.arange(12, dtype=torch.int32).view(1, 1, slots, *rest).expand(2, 1, slots, *rest)
+    last = Segment(planes | {POSITION: place}, *codecs)
+    fitting = View((last,), torch.arange(8, 12), ragged)
+    attend(q, fitting, scale=0.4)
+    wide, few = torch.randn(2, 4, 4, 64), fitting._replace(position=torch.arange(3))
+    wrong = [(wide, fitting), (q[:, :3], fitting), (q[:1], fitting), (q, few)]
+    wrong.append((torch.cat([q] * 3), fitting))
+    wrong.append((q, fitting._replace(position=torch.arange(4)[None])))
+    wrong.append((q, fitting._replace(position=torch.arange(4.0))))
+    wrong.append((q, fitting._replace(segments=())))
+    wrong.append((q, fitting._replace(segments=(last._replace(head=1),))))
+    # As the second of two, where a check of the last segment only would not look.
+    for name, plane in last.planes.items():
+        others = [None, plane[:, :, :-1], plane[:1, :, :0], torch.cat([plane, plane, plane])]
+        others.append(plane.repeat_interleave(3, dim=1))
+        if name == POSITION:
+            others += [plane.long(), plane[:1], plane[0]]
+        else:
+            others += [plane[:, :1], plane[0], plane[:1]]
+            others += [] if name == "v" else [plane[..., :-1]]  # values may be of any width
+            others += [] if name in "kv" and codec.packing == "plain" else [plane.float()]
+        for other in others:
+            bad = unfit(fitting, **{name: other})
+            wrong += [(q, bad), (q, bad._replace(segments=(*bad.segments, last)))]
+    short = {name: plane[:, :, :0] for name, plane in last.planes.items()}
+    wrong.append((q, unfit(fitting, **short)))
+    for asked, view in wrong:
+        for backend in (None, "reference"):
+            with pytest.raises(ShapeError):
+                attend(asked, view, scale=0.4, backend=backend)
 
 
 def test_a_backend_that_cannot():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Segment, View, attend, native
 from kvkeep.attention.options import Options
-from kvkeep.codec import Int4, Int8
+from kvkeep.codec import Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.planes import POSITION
 
@@ -41,7 +41,7 @@ if native.available:
     native.use_instructions(BEST)
 
 
-class Secret:
+class Secret(Plain):
     """A codec whose planes only it can read."""
 
     packing = None

@@ -26,6 +26,10 @@ LLAMA3 = {
     "rope_theta": 1e4,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+BY_TYPE = {
+    "full_attention": LINEAR | {"rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 MODELS = {
     "default": ("llama", {}),
     "linear": ("llama", {"rope_parameters": LINEAR}),
@@ -37,6 +41,7 @@ MODELS = {
     "neox": ("gpt-neox", {}),
     "not in every layer": ("smollm3", {}),
     "qwen3": ("qwen3", {}),
+    "one for each type of layer": ("gemma3", {"sliding_window": 128, "rope_parameters": BY_TYPE}),
 }
 
 

@@ -161,6 +161,23 @@ def test_more_is_nearer_on_a_real_model(smollm2):
     assert distance["boundary:8"] < distance[0]
 
 
+def test_layers_with_windows_of_their_own():
+    """Texts that fit the window are joined, and nothing is read where that cannot be."""
+    kinds = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"]
+    model = tiny("gemma3", num_hidden_layers=4, layer_types=kinds)  # windows of 8
+    kvkeep.attach(model)
+    reads = []
+    model.get_decoder().register_forward_pre_hook(lambda *_: reads.append(1))
+    refused = r"3 of 4 layers \(layers 0-1, 3\) see a window of their own"
+    for recompute in ("boundary:1", 0.3):
+        with pytest.raises(UnsupportedError, match=refused):
+            prefill(model, texts((3, 2)), recompute=recompute)
+    assert not reads
+    assert prefill(model, texts((3, 5))).fed == 8
+    with pytest.raises(UnsupportedError, match="its sliding window holds 8"):
+        prefill(model, texts((3, 12)))
+
+
 def test_bad_input():
     model = tiny("llama", max_position_embeddings=256)
     parts = texts((9, 5))
@@ -173,10 +190,6 @@ def test_bad_input():
     for recompute in (-1, 1, 1.5, "some", "boundary", "boundary:0", "boundary:x"):
         with pytest.raises(SpecError, match="recompute="):
             prefill(model, parts, recompute=recompute)
-    mistral = tiny("mistral")
-    kvkeep.attach(mistral)
-    with pytest.raises(UnsupportedError, match="windows of their own"):
-        prefill(mistral, texts((3, 2)), recompute="boundary:1")
     from kvkeep.blocks import repair
 
     cache = prefill(model, parts)

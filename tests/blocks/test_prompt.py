@@ -197,7 +197,12 @@ def test_refused_by_model_and_store(tokenizer):
             None,
             "depend on a text's length",
         ),
-        (model_of("mistral", **window), "keep_all", None, "a window of their own"),
+        (
+            model_of("mistral", **window),
+            "keep_all",
+            None,
+            "3 of 3 layers (layers 0-2) see a window of their own",
+        ),
         (model_of(), "h2o:1000", None, "keeps scores"),
         (model_of(), "keep_all", 2000, "the store holds 2000"),
     ]

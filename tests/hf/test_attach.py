@@ -395,3 +395,23 @@ def test_per_layer_specs():
     assert texts[0].equal(texts[1])
     assert [layer.length for layer in named.layers] == [8, 14]
     assert [layer.capacity for layer in named.layers] == [8, named.layers[1].capacity]
+
+
+def test_a_spec_that_some_layers_cannot_take_names_the_way_to_give_each_type_its_own():
+    model = tiny("gemma3")
+    typed = {"sliding_attention": "keep_all+int8", "full_attention": "keep_all+kivi"}
+    with pytest.raises(SpecError) as raised:
+        kvkeep.attach(model, "keep_all+kivi")
+    said = str(raised.value)
+    assert "in layers of type sliding_attention: a sliding window of 8 tokens" in said
+    assert str(typed) in said
+    assert "'sliding_attention=keep_all+int8;full_attention=keep_all+kivi'" in said
+    with kvkeep.attach(model, typed):
+        assert model.generate(torch.ones(1, 20, dtype=torch.long), max_new_tokens=20).shape[1] == 40
+    for every in (
+        "window:4+kivi",
+        {"sliding_attention": "keep_all+kivi", "full_attention": "h2o:8"},
+    ):
+        with pytest.raises(SpecError) as raised:
+            kvkeep.Cache(model, every)
+        assert "for each type" not in str(raised.value)

@@ -15,8 +15,8 @@ from kvkeep.spec import CacheSpec
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, HEADS, DIM, SCALE = 32, 2, 8, 0.4
-SEPARATED = 1e-5
-"""Scores that decide differ by more than float32 can err."""
+SEPARATED = 1e-4
+"""Scores that decide differ by more than float32 can err, and than what counts as equal."""
 
 SPECS: list[tuple[str, int | None]] = [
     ("window:8", None),

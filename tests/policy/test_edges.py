@@ -46,6 +46,22 @@ def test_equal_scores_evict_the_oldest(text, chunk):
         assert not plane.float().isnan().any()
 
 
+@pytest.mark.parametrize("text", ["knorm:4", "vlen:4,recent=1", "qh2o:4,recent=1+int8"])
+def test_scores_do_not_depend_on_how_tensors_lie(text):
+    held = []
+    k = torch.randn(3, HEADS, 9, 64)
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)):
+        layer = CacheSpec.parse(text).layer()
+        there = k.permute(order).contiguous()
+        same = there.permute([order.index(axis) for axis in range(4)])
+        layer.extend(same, same)
+        held.append(layer.storage.read())
+    names = {"score", "value_norm", "error"} & set(held[0])
+    assert names
+    for planes in held[1:]:
+        assert all(planes[name].equal(held[0][name]) for name in names)
+
+
 def test_snapkv_pools_equal_scores_to_less_at_the_ends_only():
     layer = CacheSpec.parse("snapkv:8,window=4,pool=3").layer()
     k = torch.full((1, HEADS, 20, DIM), 0.5)

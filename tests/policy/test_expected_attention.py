@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from families import tiny
 
+import kvkeep
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
@@ -99,3 +101,21 @@ def test_rotary_turns_as_the_matrix_does():
             [rotation(int(p), rotary) @ row for p, row in zip(place, x, strict=True)]
         )
         torch.testing.assert_close(rotary.turn(x, place), expected)
+
+
+@torch.no_grad()
+def test_each_type_of_layer_has_its_own_rotation():
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    }
+    model = tiny("gemma3", rope_parameters=rope, sliding_window=64)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model, "expected_attention:16,sinks=1")
+        model(torch.randint(2, 96, (1, 40)), past_key_values=cache)
+    assert [layer.length for layer in cache.layers] == [16, 16]
+    x, place = torch.randn(1, 1, 5, 8), torch.arange(5)
+    for layer, kind in zip(cache.layers, model.config.layer_types, strict=True):
+        cos, sin = model.model.rotary_emb(x, place[None], layer_type=kind)
+        expected = x * cos + torch.cat([-x[..., 4:], x[..., :4]], dim=-1) * sin
+        torch.testing.assert_close(layer.rotary.turn(x, place), expected)

@@ -38,6 +38,12 @@ nan, inf = float("nan"), float("inf")
         ([3, 1, 2], [7, 8, 9], 1, {}, [1]),
         ([3, 1, 2], [7, 8, 9], 2, {}, [1, 2]),
         ([1, 1, 1], [9, 7, 8], 2, {}, [1, 2]),  # the oldest among equals
+        ([1 + 2**-23, 1 - 2**-23, 1], [7, 9, 8], 2, {}, [0, 2]),  # which rounding makes differ
+        ([8.0002, 8.0, 8.0004], [7, 9, 8], 1, {}, [1]),  # more than rounding
+        ([-0.0, 0.0, 0.0], [9, 7, 8], 2, {}, [1, 2]),
+        ([inf, 3.4e38, 3.4028235e38], [9, 8, 7], 3, {}, [1, 2, 0]),  # infinity is finite
+        ([-inf, nan, -3e38], [9, 8, 7], 2, {}, [1, 0]),
+        ([nan, nan, nan], [9, 7, 8], 2, {}, [1, 2]),
         (None, [9, 7, 8], 1, {}, [1]),
         ([0, 5, 0], [3, -1, 2], 1, {}, [1]),  # empty slots first
         ([0, nan, -1], [3, 4, 2], 1, {}, [1]),  # then what is not a number
@@ -67,6 +73,8 @@ def test_compiled_and_torch_agree(data):
     position = position.view(rows, heads, 60)[:, :, :slots].int()
     position[torch.rand(position.shape, generator=generator) < 0.1] = -1
     score = torch.randint(0, 6, position.shape, generator=generator).float()
+    noisy = score * (1 + (torch.rand(position.shape, generator=generator) - 0.5) * 2**-15)
+    score = torch.where(score < 4, noisy * data.draw(st.sampled_from([1, -1, 1e38])), score)
     score = score.masked_fill(score == 4, nan).masked_fill(
         score == 5, data.draw(st.sampled_from([inf, -inf]))
     )

@@ -143,7 +143,28 @@ def test_every_codec(spec, side):
     assert compare(model, ids, labels, spec, mask) < 1e-10
 
 
-@pytest.mark.parametrize("spec", ["h2o:8", "window:8,sinks=2", "tova:8"])
+@pytest.mark.parametrize("spec", ["adakv(knorm:8)", "adakv:0(random:8)"])
+def test_heads_of_different_lengths_in_each_row(spec):
+    model = model_of("llama")
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    assert compare(model, ids, labels, spec, mask) < 1e-10
+
+
+@pytest.mark.parametrize("spec", ["knorm:8", "adakv(knorm:8)"])
+def test_equal_scores_are_decided_alike_in_a_batch_and_alone(spec):
+    model = model_of("qwen3", torch.float32, hidden_size=64, head_dim=64)
+    for layer in model.model.layers:
+        torch.nn.init.ones_(layer.self_attn.k_norm.weight)  # keys whose norms differ by rounding
+    ids, labels, _ = texts(3, TOKENS)
+    backward(model, ids, labels, cache=spec, chunk=CHUNK)
+    ours, alone = gradients(model), 0
+    for row in range(3):
+        backward(model, ids[row : row + 1], labels[row : row + 1], cache=spec, chunk=CHUNK)
+        alone = alone + gradients(model) / 3
+    assert error(ours, alone) < 1e-5
+
+
+@pytest.mark.parametrize("spec", ["h2o:8", "window:8,sinks=2", "tova:8", "adakv(knorm:8)"])
 def test_decides_as_a_cache_that_is_served(spec):
     model = model_of("llama")
     ids, labels, mask = texts(3, TOKENS, pads=PADS)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvkeep import library
 from kvkeep.attention import native, reference, sdpa, triton
+from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Segment, View
-from kvkeep.chunk import check_sinks
-from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.errors import UnsupportedError
 from kvkeep.planes import Reach, unsliced
 
 __all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends", "dispatch"]
@@ -126,10 +126,10 @@ def attend(
         group, or None.
 
     Raises:
-        ShapeError: q does not fit the view.
+        ShapeError: q does not fit the view, or a segment is not what it should be.
         UnsupportedError: the named backend cannot do this call.
     """
-    _check(q, view, sinks)
+    check_call(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
     return dispatch(q, view, Options(scale, softcap, sinks, need_mass, observed), backend)
@@ -143,8 +143,9 @@ def dispatch(
     *,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend`, for queries that are known to fit the view; `differentiable`: by a backend that
-    gradients could go through, whether they are wanted now or not."""
+    """`attend` without `check_call`: for a view of a layer's own slots, and queries that were
+    checked with the chunk. `differentiable`: by a backend that gradients could go through, whether
+    they are wanted now or not."""
     if view.in_parts:
         return _each_part(q, view, options, backend, differentiable)
     for candidate in _TABLE:
@@ -204,21 +205,3 @@ def _joined(parts: list[Tensor], view: View, rows: int) -> Tensor:
         order = torch.cat(found).argsort()
         heads[head] = torch.cat([x for _, x in own]).index_select(0, order)
     return torch.cat(list(heads.values()), dim=1)
-
-
-def _check(q: Tensor, view: View, sinks: Tensor | None) -> None:
-    key = unsliced(view.segments[-1].planes)["k"]
-    heads = key.shape[1]
-    if view.segments[0].head is not None:
-        heads = 1 + max(segment.head or 0 for segment in view.segments)
-    if q.dim() != 4 or q.shape[2] != view.chunk or 0 in q.shape:
-        raise ShapeError(
-            f"queries {tuple(q.shape)} for a chunk of {view.chunk} tokens; give (B, Hq, n, Dk)"
-        )
-    alike = view.in_parts or key.shape[0] in (1, q.shape[0])
-    if q.shape[1] % heads or not alike:
-        raise ShapeError(
-            f"queries {tuple(q.shape)} on keys {tuple(key.shape)}: query heads must be a multiple "
-            "of the kv heads, and the rows the same"
-        )
-    check_sinks(q, sinks)

@@ -12,6 +12,7 @@ from kvkeep.planes import (
     POSITION,
     Chain,
     Planes,
+    PlaneSpec,
     Reach,
     along_slots,
     part,
@@ -30,6 +31,9 @@ class Decoder(Protocol):
     @property
     def block(self) -> int:
         """Tokens in a slot; their planes have a token axis when it is more than one."""
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        """What one slot of a tensor of width `dim` is in each plane."""
 
     def width(self, planes: Planes) -> int:
         """D of the tensor that these planes hold."""

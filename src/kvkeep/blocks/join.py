@@ -13,7 +13,7 @@ from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.frozen import Run
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config
-from kvkeep.hf.rotary import rotary_of
+from kvkeep.hf.rotary import rotaries_of
 from kvkeep.ledger import Ledger
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
@@ -56,7 +56,7 @@ def place(
             fed, see `kvkeep.blocks.repair`.
     """
     _require_alike(caches)
-    rotaries = rotaries_of(model)
+    rotaries = moving(model)
     result = Cache(model, caches[0].specs)
     texts = [(cache, start) for cache, start in zip(caches, starts, strict=True) if cache.fed]
     for cache, _ in texts:
@@ -74,24 +74,33 @@ def place(
     return result
 
 
-def rotaries_of(model: PreTrainedModel) -> list[Rotary]:
+def moving(model: PreTrainedModel) -> list[Rotary]:
     """How each layer rotates its keys; by no frequency where it does not.
 
     Raises:
         UnsupportedError: what was computed at a position belongs there.
     """
-    text = decoder_config(base_config(model))
-    rotary = rotary_of(text)
-    if rotary is None:
+    config = base_config(model)
+    found = rotaries_of(config)
+    if not any(found):
         raise UnsupportedError(
-            f"{text.model_type} has no rotary embedding, so what it computed for a text belongs to "
-            "its place; use a PrefixStore, which keeps places"
+            f"{decoder_config(config).model_type} has no rotary embedding, so what it computed for "
+            "a text belongs to its place; use a PrefixStore, which keeps places"
         )
     none = Rotary(torch.empty(0))
-    uses: Sequence[int] | None = getattr(text, "no_rope_layers", None)  # 1 where it is used
-    return [
-        rotary if uses is None or uses[index] else none for index in range(text.num_hidden_layers)
-    ]
+    return [one or none for one in found]
+
+
+def windowed(cache: Cache) -> str:
+    """Which layers of a cache see a window of their own, in words; empty if none does."""
+    found = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
+    if not found:
+        return ""
+    ends = [i for i in found if i + 1 not in found]
+    starts = [i for i in found if i - 1 not in found]
+    runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    several = f"layers {', '.join(runs)}" if len(found) > 1 else f"layer {found[0]}"
+    return f"{len(found)} of {len(cache)} layers ({several}) see a window of their own"
 
 
 def _moved(run: Run, by: int, rotary: Rotary) -> Run:

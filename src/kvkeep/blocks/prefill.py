@@ -131,14 +131,17 @@ def assemble(
     if mode == "all" or not spans:
         whole = read(0, len(tokens), prompt)
         return Assembled(whole.cache, whole.found, 0, 0, 0.0)
+    begins = Span(0, first)
+    kinds = _kinds(len(tokens), [begins, *spans])
+    certain = kinds == _BETWEEN
+    if mode != "none" or bool(certain.any()):
+        repair.require_repairable(Cache(model, spec, capacity=capacity))
     begun = read(0, first, prompt)
     others = [read(start, stop, prompt[:0]) for start, stop in spans]
-    spans = [Span(0, first), *spans]
+    spans = [begins, *spans]
     caches = [begun.cache, *(other.cache for other in others)]
     cache = place(model, caches, [span.start for span in spans], len(tokens))
     cache.takeover = begun.cache.takeover
-    kinds = _kinds(len(tokens), spans)
-    certain = kinds == _BETWEEN
     if mode == "boundary":
         for start, stop in spans[1:]:
             certain[start : min(start + int(amount), stop)] = True

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.blocks import chat
-from kvkeep.blocks.join import rotaries_of
+from kvkeep.blocks.join import moving, windowed
 from kvkeep.blocks.parts import Part, listed, marked
 from kvkeep.blocks.prefill import Assembled, Span, assemble
 from kvkeep.blocks.repair import compares
@@ -276,15 +276,15 @@ def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> 
         return f"{cache.config.model_type} keeps a latent, whose positions are not moved"
     if not is_routed(cache.config):
         return "the model is not attached; kvkeep.attach(model)"
-    windows = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
+    windows = windowed(cache)
     if windows:
-        return f"layers {windows[:3]} see a window of their own, and what stands there moves"
+        return f"{windows}, and what stands there moves"
     if any(layer.policy.budget is not None for layer in cache.layers):
         return "the spec evicts, and would take what is computed again for the newest; use keep_all"
     if any(layer.limit is not None for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
     try:
-        rotaries_of(model)
+        moving(model)
     except UnsupportedError as error:
         return str(error)
     if parsed(recompute).mode == "share" and not compares(model):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvkeep.blocks.join import windowed
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
@@ -36,7 +37,7 @@ def recompute(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: T
         tokens: all that the cache counts as fed, int64 (T,).
         positions: of those to compute, int64 (n,), ascending; all of those that it does not hold.
     """
-    _require(model, cache, tokens, positions)
+    _require(cache, tokens, positions)
     for layer in cache.layers:
         _replace(layer, positions)
     _feed(model, cache, tokens, positions)
@@ -65,7 +66,7 @@ def blend(
 
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
-    _require(model, cache, tokens, candidates[certain])
+    _require(cache, tokens, candidates[certain])
     if not compares(model):
         raise UnsupportedError(
             f"{type(model).__name__} has no list of several layers, of which the second would tell "
@@ -219,9 +220,26 @@ def _feed(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tenso
     )
 
 
-def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor, certain: Tensor) -> None:
+def require_repairable(cache: Cache) -> None:
+    """Raise UnsupportedError when tokens in a cache like this one can never be computed again."""
     if not is_routed(cache.config):
         raise UnsupportedError("tokens are computed again by attached models; kvkeep.attach(model)")
+    windows = windowed(cache)
+    if windows:
+        raise UnsupportedError(
+            f"{windows}, and tokens there are not computed again; use recompute=0 with texts that "
+            "fit the window, or recompute='all'"
+        )
+    evicting = next((x.policy for x in cache.layers if x.policy.budget is not None), None)
+    if evicting is not None:
+        raise UnsupportedError(
+            f"policy {evicting.name} evicts, and would take what is computed again for the "
+            "newest; use keep_all"
+        )
+
+
+def _require(cache: Cache, tokens: Tensor, certain: Tensor) -> None:
+    require_repairable(cache)
     if tokens.shape != (cache.fed,):
         raise ShapeError(f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}")
     held = cache.layers[0].positions()[0, 0].cpu()
@@ -232,10 +250,3 @@ def _require(model: PreTrainedModel, cache: Cache, tokens: Tensor, certain: Tens
     missing = int((~known).sum())
     if missing:
         raise ShapeError(f"{missing} of {len(tokens)} tokens are neither held nor to be computed")
-    if any(layer.window is not None for layer in cache.layers):
-        raise UnsupportedError("layers with windows of their own are not computed again")
-    if any(layer.policy.budget is not None for layer in cache.layers):
-        raise UnsupportedError(
-            f"policy {cache.layers[0].policy.name} evicts, and would take what is computed "
-            "again for the newest; use keep_all"
-        )

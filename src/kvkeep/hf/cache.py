@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep import cache as core
 from kvkeep import snapshot
 from kvkeep.compiled import LayerTicket, Traced
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.figures import promised_bytes
 from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.config import (
@@ -28,11 +28,12 @@ from kvkeep.hf.config import (
     layer_kinds,
 )
 from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.hf.rotary import rotary_of
-from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.hf.rotary import rotaries_of
+from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.layer import LayerCache
 from kvkeep.policy import Need
+from kvkeep.spec import CacheSpec
 
 DEFAULT_SPEC = "keep_all"
 
@@ -92,17 +93,18 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
         asking = any(Need.ROTARY in s.policy.needs for s in self.specs)
-        rotary = rotary_of(config) if asking else None
-        layers = [
-            s.layer(
-                window=kind.window,
-                capacity=capacity,
-                index=i,
-                count=len(self._kinds),
-                rotary=rotary,
-            )
-            for i, (s, kind) in enumerate(zip(self.specs, self._kinds, strict=True))
-        ]
+        rotaries = rotaries_of(config) if asking else [None] * len(self._kinds)
+        layers = []
+        for i, (s, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
+            place: dict[str, int] = {"index": i, "count": len(self._kinds)}
+            try:
+                layers.append(
+                    s.layer(window=kind.window, capacity=capacity, rotary=rotaries[i], **place)
+                )
+            except SpecError as error:
+                if isinstance(spec, str | CacheSpec):
+                    raise fitting_some(s, self._kinds, error) from error
+                raise
         core.Cache.__init__(self, layers)
         kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}
         self._alike = len(kept) == len(set(self._kinds))

@@ -11,6 +11,7 @@ from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.specs import Specs, per_layer
 from kvkeep.layer import LayerCache
 from kvkeep.policy import ReplayPolicy
+from kvkeep.storage import Concat
 
 Decisions = list[list[Tensor]]
 """Each layer's evictions, call by call: positions, see `ReplayPolicy`."""
@@ -34,7 +35,7 @@ def replaying(model: Any, spec: Specs, decisions: Decisions) -> Cache:
             ReplayPolicy(old.policy, made),
             old.key_codec,
             old.value_codec,
-            old.storage,
+            Concat(),
             window=old.window,
         )
     return cache

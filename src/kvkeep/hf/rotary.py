@@ -1,8 +1,9 @@
-"""The rotary embedding of a transformers model, found in its own code."""
+"""The rotary embeddings of a transformers model, found in its own code."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,17 +11,25 @@ import torch
 from transformers import AutoModel, PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.config import decoder_config
+from kvkeep.hf.config import decoder_config, layer_kinds
 from kvkeep.rotary import Rotary
 
 
-def rotary_of(config: PreTrainedConfig) -> Rotary | None:
-    """How the model of this config rotates queries and keys; None if it does not.
+def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
+    """How each layer of the model of this config rotates queries and keys; None where it does not.
 
     Raises:
-        UnsupportedError: it does, in a way that is not found in its code.
+        UnsupportedError: some layer does, in a way that is not found in the model's code.
     """
     text = decoder_config(config)
+    names = [kind.name for kind in layer_kinds(config)]
+    used: Sequence[int] = getattr(text, "no_rope_layers", None) or [1] * len(names)  # 1 where it is
+    by_name = _by_name(text, set(names))
+    return [by_name[name] if uses else None for name, uses in zip(names, used, strict=True)]
+
+
+def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None]:
+    """The rotary embedding of each type of layer."""
     module = _code(text)
     turning = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
     classes = [
@@ -29,18 +38,28 @@ def rotary_of(config: PreTrainedConfig) -> Rotary | None:
         if name.endswith("RotaryEmbedding") and "Vision" not in name
     ]
     if turning is None and not classes:
-        return None
-    inv_freq = getattr(classes[0](text), "inv_freq", None) if len(classes) == 1 else None
+        return dict.fromkeys(names)
+    embedding = classes[0](text) if turning is not None and len(classes) == 1 else None
     rope = getattr(text, "rope_parameters", None) or {}
-    changing = rope.get("rope_type") in ("dynamic", "longrope")  # frequencies that depend on length
-    if turning is None or inv_freq is None or changing:
-        raise UnsupportedError(
-            f"kvkeep does not find how {text.model_type} rotates its keys, which the policy must "
-            "know; use snapkv or h2o"
-        )
-    # Which element comes first, negated, tells which is paired with the first.
-    interleaved = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0] == -2.0
-    return Rotary(inv_freq.float(), interleaved)
+    found: dict[str, Rotary | None] = {}
+    for name in sorted(names):
+        own = rope.get(name, rope)  # one for all layers, or one for each type
+        if own is None:
+            found[name] = None
+            continue
+        shared = getattr(embedding, "inv_freq", None)
+        inv_freq = getattr(embedding, f"{name}_inv_freq", shared)
+        changing = own.get("rope_type") in ("dynamic", "longrope")  # depend on the length
+        if turning is None or inv_freq is None or changing:
+            raise UnsupportedError(
+                f"kvkeep does not find how {text.model_type} rotates its keys in layers of type "
+                f"{name}, which must be known to move keys and to expect queries; without it use "
+                "the policy snapkv or h2o, and a PrefixStore for texts"
+            )
+        # Which element comes first, negated, tells which is paired with the first.
+        interleaved = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0] == -2.0
+        found[name] = Rotary(inv_freq.float(), interleaved)
+    return found
 
 
 def _code(config: PreTrainedConfig) -> ModuleType:

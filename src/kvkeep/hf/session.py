@@ -318,7 +318,7 @@ class Session:
                 self.cache.rewind(mark.columns)
             else:
                 self.cache.reset()
-        except RollbackError:
+        except (RollbackError, StateError):  # an eviction may have been interrupted
             self.cache.reset()
             self._marks = []
         self._ids = self._ids[: mark.ids] if self.cache.fed else []

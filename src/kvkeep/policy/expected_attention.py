@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
-from kvkeep.planes import POSITION, Planes, PlaneSpec
+from kvkeep.planes import POSITION, Planes, PlaneSpec, norms
 from kvkeep.policy.base import Need, Observation
 from kvkeep.policy.scored import Scored
 
@@ -78,7 +78,7 @@ class ExpectedAttention(Scored):
         logits = logits + scale**2 / 2 * ((grouped @ spread) * grouped).sum(dim=-1)
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         expected = torch.softmax(logits, dim=-1).mean(dim=2)
-        return torch.where(live, expected * values.norm(dim=-1), 0)
+        return torch.where(live, expected * norms(values), 0)
 
     def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
         """x (B, Hq, m, D) rotated by the mean of the next positions' rotations."""

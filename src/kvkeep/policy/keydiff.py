@@ -32,5 +32,7 @@ class KeyDiff(Scored):
         assert seen.keys is not None
         keys, live = seen.keys(planes), planes[POSITION][..., None] >= 0
         unit = torch.where(live, normalize(keys, dim=-1), 0).nan_to_num()  # a key may be no number
-        anchor = unit.sum(dim=2, keepdim=True) / live.sum(dim=2, keepdim=True).clamp(min=1)
-        return -cosine_similarity(keys, anchor, dim=-1)
+        # In float64 the sum does not depend on the order in which the slots lie.
+        total = unit.sum(dim=2, keepdim=True, dtype=torch.float64)
+        anchor = total / live.sum(dim=2, keepdim=True).clamp(min=1)
+        return -cosine_similarity(keys, anchor.float(), dim=-1)

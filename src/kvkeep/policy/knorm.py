@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from kvkeep.planes import Planes
+from kvkeep.planes import Planes, norms
 from kvkeep.policy.base import Arrivals, Observation
 from kvkeep.policy.scored import SCORE, Scored
 
@@ -23,7 +23,7 @@ class KNorm(Scored):
     rollback: ClassVar[bool] = True
 
     def enter(self, tokens: Arrivals) -> Planes:
-        return {SCORE: -tokens.keys.float().norm(dim=-1)}
+        return {SCORE: -norms(tokens.keys)}
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         return planes[SCORE]

@@ -1,4 +1,12 @@
-"""Which slots are worth least: the choice that all evicting policies share."""
+"""Which slots are worth least: the choice that all evicting policies share.
+
+The order is by worth, then by position, the oldest first. Positions, because a slot's index depends
+on what was evicted before, in the other rows of a batch too.
+
+Scores are compared to 16 significant bits. Kernels add in an order that depends on the number of
+rows, tokens and threads, so two tokens that are worth the same may get scores that differ in their
+last bits, in one way in a batch and in another way alone. Without these bits they are equal.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,11 @@ from kvkeep.policy.base import Observation
 
 _RANKING = Struct("=18q")  # KvRanking of native/abi.h
 _LAST = 2**31 - 1
+_NOISE = 0xFF
+"""The bits of a float32 score that are not compared; as in `native/slots.cpp`."""
+
+_MOST = torch.tensor(0x7F7FFFFF & ~_NOISE, dtype=torch.int32).view(torch.float32).item()
+"""The largest finite score."""
 
 
 class Protection(NamedTuple):
@@ -33,13 +46,14 @@ class Protection(NamedTuple):
 
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:
-    """Scores fp32 (B, H, S) as they are compared: infinite for the protected, minus infinity for
-    slots that are empty, out of the layer's window, or without a number. None: all are alike."""
+    """Scores fp32 (B, H, S) as they are compared, see `rounded`: infinite for the protected, minus
+    infinity for slots that are empty, out of the layer's window, or without a number. None: all are
+    alike."""
     position = planes[POSITION]
     if score is None:
-        score = torch.zeros(position.shape, device=position.device)
-    most = torch.finfo(torch.float32).max
-    result = score.float().nan_to_num(nan=-torch.inf, posinf=most, neginf=-torch.inf)
+        result = torch.zeros(position.shape, device=position.device)
+    else:
+        result = rounded(score)
     protected = position < kept.sinks
     protected |= (position >= kept.keep_from) & (position < kept.keep_to)
     if kept.recent:
@@ -48,6 +62,13 @@ def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protect
     if seen.window is not None:  # the next query stands one further
         dead |= position <= seen.newest + 1 - seen.window
     return result.masked_fill(protected, torch.inf).masked_fill(dead, -torch.inf)
+
+
+def rounded(score: Tensor) -> Tensor:
+    """Scores as fp32 of 16 significant bits: the nearest such number, the largest finite one for
+    infinity, minus infinity for what is no number."""
+    held = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=_MOST)
+    return ((held.view(torch.int32) + (_NOISE + 1) // 2) & ~_NOISE).view(torch.float32)
 
 
 def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:

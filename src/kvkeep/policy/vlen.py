@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 import torch
 
-from kvkeep.planes import Planes, PlaneSpec
+from kvkeep.planes import Planes, PlaneSpec, norms
 from kvkeep.policy.base import Arrivals, Observation
 from kvkeep.policy.h2o import H2O
 from kvkeep.policy.scored import SCORE
@@ -29,7 +29,7 @@ class VLen(H2O):
         return super().planes | {_NORM: PlaneSpec((), torch.float32)}
 
     def enter(self, tokens: Arrivals) -> Planes:
-        return {**super().enter(tokens), _NORM: tokens.values.float().norm(dim=-1)}
+        return {**super().enter(tokens), _NORM: norms(tokens.values)}
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None

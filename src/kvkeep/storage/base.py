@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor
 
 from kvkeep.errors import CapacityError
@@ -76,6 +77,11 @@ class Storage(ABC):
     @abstractmethod
     def read(self) -> Planes:
         """All slots in use: (B, H|1, length, ...); views that the next change may overwrite."""
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        """Overwrite one plane (B, H|1, length, ...) of the slots in use."""
+        with torch.inference_mode():  # in place, whatever mode the plane was made in
+            self.read()[name].copy_(plane)
 
     def resting(self) -> Planes:
         """Like `read`, but where the slots lie while they are not attended to, on whatever device:

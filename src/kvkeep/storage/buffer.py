@@ -222,9 +222,11 @@ class Buffer(Storage):
         try:
             for name, plane in like.items():  # one at a time: old and new overlap least
                 self._move(name, plane, capacity)
-        except SHORTAGE as error:
-            needed = sum(p[:, :, :1].numel() * p.element_size() for p in like.values()) * capacity
+        except BaseException as error:
             self._level(min(before, capacity))
+            if not isinstance(error, SHORTAGE):
+                raise
+            needed = sum(p[:, :, :1].numel() * p.element_size() for p in like.values()) * capacity
             raise out_of_memory(capacity, needed, self.live_bytes, device_of(like)) from error
         self.reallocations += bool(before)
 

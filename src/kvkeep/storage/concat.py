@@ -44,6 +44,9 @@ class Concat(Storage):
             for name, plane in self._planes.items()
         }
 
+    def keep(self, name: str, plane: Tensor) -> None:
+        self._planes = {**self._planes, name: plane.clone()}
+
     def read(self) -> Planes:
         return dict(self._planes)
 

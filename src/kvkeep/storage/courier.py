@@ -68,19 +68,27 @@ class _Stage:
         """Divide an arena among planes of some layout."""
         if arena is self.arena and layout == self.layout:
             return
-        self.arena, self.layout, self.room, self.slots, self.planes = arena, layout, 0, {}, {}
+        self.arena, self.layout, self.room, self.slots, self.planes = None, (), 0, {}, {}
         if arena is None:
             return
         spare = arena.numel() - _ALIGNED * len(layout)
-        self.room = room = spare // sum(plane.slot_bytes for plane in layout)
+        room = spare // sum(plane.slot_bytes for plane in layout)
+        found: dict[str, Tensor] = {}
         start = 0
         with torch.inference_mode(False), torch.no_grad():
             for plane in layout:
                 stop = start + room * plane.slot_bytes
-                slots = arena[start:stop].view(plane.dtype).view(room, *plane.shape)
-                self.slots[plane.name] = slots
-                self.planes[plane.name] = slots.movedim(0, 2)
+                found[plane.name] = arena[start:stop].view(plane.dtype).view(room, *plane.shape)
                 start = -(-stop // _ALIGNED) * _ALIGNED
+            planes = {name: slots.movedim(0, 2) for name, slots in found.items()}
+        # All at once: an interrupt leaves a stage divided, or empty.
+        self.arena, self.layout, self.room, self.slots, self.planes = (
+            arena,
+            layout,
+            room,
+            found,
+            planes,
+        )
 
 
 class Lane:

@@ -187,18 +187,17 @@ class Split(Storage):
         return other
 
     def keep(self, name: str, plane: Tensor) -> None:
-        """Write a plane of `read()` back."""
         for part in self.parts:
-            part.storage.read()[name].copy_(part.of(plane)[:, :, : part.storage.length])
+            part.storage.keep(name, part.of(plane)[:, :, : part.storage.length])
 
     def drop(self, dropped: Tensor) -> None:
         """Empty the slots where `dropped`, bool (B|1, H|1, S), is True, and free what is then empty
         in all rows and heads of a part."""
         for part in self.parts:
             storage = part.storage
-            position = storage.read()[POSITION]
-            with torch.inference_mode():  # in place, whatever mode the plane was made in
-                position.masked_fill_(part.of(dropped)[:, :, : storage.length], -1)
+            gone = part.of(dropped)[:, :, : storage.length]
+            position = storage.read()[POSITION].masked_fill(gone, -1)
+            storage.keep(POSITION, position)
             live = position >= 0
             empty = int((~live).sum(dim=2).amin()) if live.numel() else 0
             if empty:

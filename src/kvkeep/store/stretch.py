@@ -13,7 +13,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.frozen import FrozenPlanes
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import LayerState
-from kvkeep.planes import Planes, plane_bytes
+from kvkeep.planes import Planes, Reach, plane_bytes
 
 
 @final
@@ -70,9 +70,14 @@ def why_not_whole(layer: LayerCache) -> str:
     if layer.padded:
         return "its rows are padded; feed each text by itself"
     if layer.length < layer.fed or layer.rollback_limit < layer.fed:
+        if layer.window is not None and layer.policy.reach == Reach(layer.window):
+            return (
+                f"{layer.fed} tokens were fed, and some of them evicted, for its sliding window "
+                f"holds {layer.window}; keep texts as short as that"
+            )
         return (
-            f"{layer.fed} tokens were fed, and some of them evicted; keep texts shorter than the "
-            "layer's window, or use keep_all"
+            f"{layer.fed} tokens were fed, and some of them evicted by policy "
+            f"{layer.policy.name}; use a larger budget, or keep_all"
         )
     return ""
 

@@ -1,0 +1,116 @@
+"""A step that is interrupted anywhere is taken back, or the cache is refused: never other results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvkeep
+from kvkeep.cache import Cache
+from kvkeep.errors import RollbackError, StateError
+from kvkeep.spec import CacheSpec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OWN = str(Path(kvkeep.__file__).parent)
+SPECS = [
+    "keep_all",
+    "keep_all+int8@fixed:40",
+    "keep_all@concat",
+    "keep_all@host",
+    "keep_all+kivi:4,together=4,recent=0",
+    "window:8",
+    "window:8@fixed",
+    "h2o:8",
+    "tova:8@fixed",
+    "adakv(h2o:8)",
+]
+SCHEDULES = {"token": [12, 1], "growth": [12, 13], "chunk": [12, 6], "first": [12]}
+
+
+class Interruption:
+    """Raises KeyboardInterrupt at one of the lines of kvkeep that run meanwhile."""
+
+    def __init__(self, at: int) -> None:
+        self.left, self.met = at, False
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(OWN):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0 and not self.met:
+                self.met = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+        return error[0] is KeyboardInterrupt
+
+
+def inputs(schedule):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(2, h, n, 8, generator=generator) for h in (4, 2, 2)]
+        for n in [*SCHEDULES[schedule], 1, 1]
+    ]
+
+
+def forward(cache, chunk):
+    cache.admit(chunk[0].shape[2])
+    return torch.stack([layer.step(*chunk, scale=0.4) for layer in cache.layers])
+
+
+def run(spec, chunks, at):
+    """Feed the chunks, of which the last but two is interrupted at a line and fed again: whether it
+    was interrupted, and what the last two give."""
+    cache = Cache([CacheSpec.parse(spec).layer() for _ in range(2)])
+    *before, interrupted, one, two = chunks
+    for chunk in before:
+        forward(cache, chunk)
+    columns = cache.fed
+    with Interruption(at) as interruption:
+        forward(cache, interrupted)
+    if interruption.met:
+        try:
+            cache.rewind(columns)
+        except (RollbackError, StateError):  # said, and nothing but a reset helps
+            cache.reset()
+            for chunk in before:
+                forward(cache, chunk)
+        forward(cache, interrupted)
+    cache.snapshot()
+    return interruption.met, [forward(cache, one), forward(cache, two)]
+
+
+def interrupt_each(spec, schedule, every):
+    chunks = inputs(schedule)
+    _, wanted = run(spec, chunks, 10**9)
+    met, at = True, every // 2
+    while met:
+        met, found = run(spec, chunks, at)
+        assert all(x.equal(y) for x, y in zip(found, wanted, strict=True)), at
+        at += every
+    assert at > 100
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_interrupt_at_some_lines(spec, schedule):
+    interrupt_each(spec, schedule, 17)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_interrupt_at_any_line(spec, schedule):
+    interrupt_each(spec, schedule, 1)
