@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
-from kvkeep.hf.cache import Handed, MaskLength
+from kvkeep.hf.cache import Handed, MaskLength, hand_over
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.ledger import Ledger, nothing_of
 
@@ -313,9 +313,8 @@ class _Feed(transformers.Cache):
             self.ledger.pads = (self._mask[:, :columns] == 0).sum(dim=1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        handed = Handed(cast(Any, self.step), cast(Any, None))
-        self._handed.append(handed)
-        key_states.kvkeep = handed  # type: ignore[attr-defined]
+        layer, untraced = cast(Any, self.step), cast(Any, None)
+        self._handed.append(hand_over(key_states, value_states, layer, untraced))
         return key_states, value_states
 
     def forget(self) -> None:

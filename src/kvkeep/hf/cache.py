@@ -46,13 +46,24 @@ class MaskLength(int):
     compileable: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Handed:
-    """What `update` tags the new keys with: the layer whose step the attention function runs."""
+    """What `update` tags new keys and values with: the layer whose step the attention function
+    runs on them, once. `versions` are the tensors' own, where torch counts them."""
 
     layer: LayerCache
     traced: Traced
+    versions: tuple[int, int] | None = None
     taken: bool = False
+
+
+def hand_over(k: Tensor, v: Tensor, layer: LayerCache, traced: Traced) -> Handed:
+    """Tag new keys and values, (B, H, n, D) each, as those of one step of a layer."""
+    handed = Handed(layer, traced)
+    if not torch.compiler.is_compiling() and not (k.is_inference() or v.is_inference()):
+        handed.versions = k._version, v._version
+    k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
+    return handed
 
 
 class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
@@ -133,7 +144,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
-            key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
+            hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if self._handed is not None and not self._handed.taken:
             raise StateError(
@@ -144,7 +155,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
         if self.routed:
-            self._handed = key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
+            self._handed = hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         spec = self.specs[layer_idx]
         latent = is_latent(self.config)
