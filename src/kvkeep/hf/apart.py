@@ -164,6 +164,11 @@ class Apart:
         self._feed.step = step
         try:
             out = self.layers[index](hidden, *call.args, **call.kwargs)
+            if not self._feed.attended:
+                raise UnsupportedError(
+                    f"{type(self.layers[index]).__name__} does not attend once to the keys that "
+                    "it gives to its cache"
+                )
         finally:
             self._feed.forget()
         if not isinstance(out, Tensor):
@@ -317,6 +322,11 @@ class _Feed(transformers.Cache):
         self._handed.append(hand_over(key_states, value_states, layer, untraced))
         return key_states, value_states
 
+    @property
+    def attended(self) -> bool:
+        """Whether keys were given, and taken, once."""
+        return [handed.taken for handed in self._handed] == [True]
+
     def forget(self) -> None:
         """Free the step, which keys would hold as long as it holds them."""
         for handed in self._handed:
@@ -331,6 +341,7 @@ class _Feed(transformers.Cache):
         ledger, length = self.ledger, MaskLength(self.ledger.columns + query_length)
         seen = SimpleNamespace(
             next_positions=ledger.next_positions,
+            window=self._windows[layer_idx],
             fed=ledger.columns,
             seen=ledger.seen,
             padded=ledger.pads is not None,

@@ -43,7 +43,7 @@ class Attachment:
     store: PromptStore | None
     namespace: str
     recompute: Recompute
-    _hook: RemovableHandle
+    _hooks: tuple[RemovableHandle, ...]
 
     def __str__(self) -> str:
         name = type(self.model).__name__
@@ -73,7 +73,7 @@ def attach(
 ) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
-    Changes this model only: its attention implementation, one forward hook and the cache that
+    Changes this model only: its attention implementation, two forward hooks and the cache that
     `generate` builds. Training forwards, and caches that are not kvkeep's, run as before.
 
     Args:
@@ -114,9 +114,13 @@ def attach(
     _require_fit(model, implementation)
     if implementation is not None:
         _set_attention(model, implementation)
-    hook = decoder_of(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
-    decoder_of(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
-        model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hook
+    decoder = decoder_of(model)
+    hooks = (
+        decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
+        decoder.register_forward_hook(_require_attended, with_kwargs=True),
+    )
+    decoder.__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
+        model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hooks
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         settings = Settings(spec, store, namespace, recompute)
@@ -135,7 +139,8 @@ def detach(model: PreTrainedModel) -> None:
     attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
         raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
-    attachment._hook.remove()
+    for hook in attachment._hooks:
+        hook.remove()
     if attachment.attention:
         _set_attention(model, attachment.original)
     for owner in (model, decoder_of(model)):
@@ -236,6 +241,15 @@ def _supply_cache(
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
     return args, kwargs
+
+
+def _require_attended(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """No forward returns what its cache did not take part in."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        cache.require_attended()
 
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

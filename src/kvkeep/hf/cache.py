@@ -88,6 +88,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     _handed: Handed | None = None
     """The last keys that were tagged."""
 
+    _start = 0
+    """Columns fed before the forward that is under way."""
+
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,
@@ -154,6 +157,11 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             )
         if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
+        if layer.fed != self._start:
+            raise UnsupportedError(
+                f"layer {layer_idx} is given keys more than once in a forward; use transformers' "
+                "own cache for this model"
+            )
         if self.routed:
             self._handed = hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
@@ -179,7 +187,17 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 + "; reset() it, or finish with the model as it was"
             )
         self.admit(k.shape[2])
-        self.routed = routed
+        self._start, self.routed = self.fed, routed
+
+    def require_attended(self) -> None:
+        """Raise UnsupportedError if the last keys that were handed to the model's attention did
+        not reach it, once a forward is over."""
+        if self._handed is not None and not self._handed.taken:
+            raise UnsupportedError(
+                "the model's last layer gave keys to the cache and attended to others, so what it "
+                "returned is not to be used; reset() the cache, and use it with "
+                "kvkeep.detach(model)"
+            )
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
         """What `live_bytes` will be once `tokens` columns have passed.

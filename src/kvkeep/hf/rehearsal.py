@@ -43,7 +43,7 @@ def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None
     Args:
         implementation: the attention implementation it will have; None: it keeps its own.
     """
-    described = f"{implementation} {decoder.config.to_json_string(use_diff=False)}"
+    described = f"{implementation} {decoder.config.to_dict()}"
     if _passed.get(decoder) == described:
         return ""
     with _quietly():
