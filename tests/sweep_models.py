@@ -1,7 +1,7 @@
 """Every causal language model of transformers, tiny and random: does a kvkeep cache serve it?
 
     python tests/sweep_models.py            # all types; writes docs/models.md
-    python tests/sweep_models.py llama opt  # some types; prints their rows
+    python tests/sweep_models.py llama opt  # these; replaces their rows
 
 Each type runs in a process of its own, with a time limit.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ REFUSED = "refused by attach"
 FAILS = "fails after attach"
 WRONG = "wrong"
 NOT_BUILT = "not built here"
+KINDS = (WORKS, REFUSED, FAILS, WRONG, NOT_BUILT)
 
 TYPES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SECONDS = 180
@@ -76,7 +78,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(["num_key_value_heads", "multi_query_group_num"], 2),
     **dict.fromkeys(["head_dim", "global_head_dim", "swa_head_dim", "kv_channels", "d_kv"], 8),
     **dict.fromkeys(["attention_head_dim", "v_head_dim", "swa_v_head_dim", "rotary_dim"], 8),
-    **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "index_head_dim"], 8),
+    **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"], 8),
     **dict.fromkeys(["q_lora_rank", "kv_lora_rank", "o_lora_rank"], 16),
     **dict.fromkeys(["index_n_heads", "index_topk"], 4),
     **dict.fromkeys(
@@ -84,9 +86,7 @@ _SIZES: dict[str, Any] = {
     ),
     **dict.fromkeys(["max_target_positions", "max_source_positions", "seq_length"], 128),
     **dict.fromkeys(["sliding_window", "attention_window_size", "window_size"], 8),
-    **dict.fromkeys(
-        ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4
-    ),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
     **dict.fromkeys(
         ["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"], 2
     ),
@@ -96,16 +96,22 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(["n_group", "topk_group", "n_shared_experts", "num_shared_experts"], 1),
     **dict.fromkeys(["first_k_dense_replace", "moe_num_shared_experts"], 1),
     **dict.fromkeys(["pad_token_id", "bos_token_id", "decoder_start_token_id"], 1),
+    "qk_head_dim": 16,
     "eos_token_id": None,
     "is_decoder": True,
     "tie_word_embeddings": False,
 }
 """What every config is told, as far as its class knows the name."""
 
-_KEPT_NONE = {"sliding_window", "q_lora_rank", "n_inner", "num_key_value_heads", "head_dim"}
+_KEPT_NONE = {"sliding_window", "q_lora_rank", "n_inner"}
 """Sizes that stay None where a class has None for them."""
 
-_OF_TYPE: dict[str, dict[str, Any]] = {}
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 90},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+}
 """What single types need beside."""
 
 
@@ -131,20 +137,24 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
     heads = getattr(usual, "num_attention_heads", None)
     if isinstance(heads, int) and getattr(usual, "num_key_value_heads", None) == heads:
         sizes["num_key_value_heads"] = _HEADS
-    for name, part in usual.sub_configs.items():
-        if part is not None and isinstance(getattr(usual, name, None), part):
-            inner = own.get(name, {})
-            sizes[name] = _shrunk(part, inner).to_dict()
-    own = {name: value for name, value in own.items() if not isinstance(value, dict) or name not in sizes}
-    return config_class(**sizes | own)
+    for name in usual.sub_configs:
+        part = getattr(usual, name, None)
+        if isinstance(part, transformers.PreTrainedConfig):
+            sizes[name] = _shrunk(type(part), own.get(name, {})).to_dict()
+    tiny = config_class(**own | sizes)
+    kinds = list(dict.fromkeys(getattr(usual, "layer_types", None) or []))
+    if set(kinds) - set(getattr(tiny, "layer_types", None) or kinds):
+        tiny = config_class(**own | sizes, layer_types=(kinds * _LAYERS)[:_LAYERS])
+    return tiny
 
 
 def model_of(kind: str) -> Any:
     """A tiny model of a type, with weights large enough that its attention and its text vary."""
     torch.manual_seed(0)
     model_class, config = getattr(transformers, TYPES[kind]), config_of(kind)
-    if model_class.config_class is type(config.get_text_config()):  # as AutoModelForCausalLM does
-        config = config.get_text_config()
+    for name in config.sub_configs:
+        if type(getattr(config, name, None)) is model_class.config_class:
+            config = getattr(config, name)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(config).parameters())
     if parameters > MOST_PARAMETERS:
@@ -224,9 +234,9 @@ def _comparisons(model: Any, routed: bool) -> Iterator[Comparison]:
         )
 
     def text(inputs: dict[str, Any], spec: str | None) -> Any:
-        cache: dict[str, Any] = {"use_cache": False} if spec is None else {
-            "past_key_values": kvkeep.Cache(model, spec)
-        }
+        cache: dict[str, Any] = (
+            {"use_cache": False} if spec is None else {"past_key_values": kvkeep.Cache(model, spec)}
+        )
         found = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **cache)
         assert spec is None or cache["past_key_values"].fed == PROMPT + NEW - 1, "no cache was used"
         return found
@@ -259,7 +269,7 @@ def _reason(message: str) -> str:
 def _said(error: BaseException) -> str:
     text = " ".join(str(error).split())
     name = "" if isinstance(error, KVKeepError) else f"{type(error).__name__}: "
-    return f"{name}{text[:160]}"
+    return f"{name}{text}".replace("|", "/")[:160]
 
 
 # -- one process for each type --------------------------------------------------------------
@@ -290,12 +300,56 @@ def _child(kind: str, connection: Any) -> None:
     connection.send(outcome_of(kind))
 
 
+# -- the table ------------------------------------------------------------------------------
+
+TABLE = Path(__file__).parents[1] / "docs" / "models.md"
+
+
+def written(rows: dict[str, Outcome]) -> str:
+    """docs/models.md."""
+    counts = Counter(found.kind for found in rows.values())
+    lines = [
+        "# Which models work",
+        "",
+        *_wrapped(
+            "Each causal language model type of transformers was built tiny, with random weights "
+            "in float32, attached, and compared with itself unattached and without a cache: logits "
+            f"of a prompt of {PROMPT} tokens, at once and in chunks (within {RELATIVE:g} of the "
+            "largest logit), the greedy text of one prompt and of a padded batch; a window spec "
+            "must run. Written by `python tests/sweep_models.py` with kvkeep "
+            f"{kvkeep.__version__}, torch {torch.__version__.partition('+')[0]} and transformers "
+            f"{transformers.__version__}: "
+            + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+            + "."
+        ),
+        "",
+        "| type | outcome | why |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {kind} | {found.kind} | {found.reason} |" for kind, found in sorted(rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, break_on_hyphens=False, break_long_words=False)
+
+
+def _rows_of(text: str) -> dict[str, Outcome]:
+    cells = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {
+        kind.strip(): Outcome(outcome.strip(), reason.strip())
+        for _, kind, outcome, reason, _ in cells
+        if kind.strip() in TYPES
+    }
+
+
 def main(kinds: list[str]) -> None:
-    rows = []
+    rows = _rows_of(TABLE.read_text()) if kinds and TABLE.exists() else {}
     for kind, found in sweep(kinds or sorted(TYPES)):
-        print(f"{kind:28} {found.kind:20} {found.reason}", flush=True)
-        rows.append((kind, found))
-    print(Counter(found.kind for _, found in rows))
+        sys.stdout.write(f"{kind:28} {found.kind:20} {found.reason}\n")
+        sys.stdout.flush()
+        rows[kind] = found
+    TABLE.write_text(written(rows))
 
 
 if __name__ == "__main__":

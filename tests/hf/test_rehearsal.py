@@ -197,3 +197,26 @@ def test_gradients_through_a_model_that_attach_refuses():
         backward(model, ids(), ids())
     assert not calls
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gradients_of_what_no_rehearsal_sees(fault):
+    model = tiny("llama")
+    with kvkeep.attach(model):
+        with_odd_attention(model.model, fault)
+        with pytest.raises(UnsupportedError, match=f"{FAULTS[fault]}|does not attend once"):
+            backward(model, ids(), ids(), chunk=2)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Infinite(tf.LlamaModel):
+    """A decoder whose keys are no numbers where its weights are not its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.input_layernorm.variance_epsilon = float("nan")
+
+
+def test_what_is_no_number_is_not_taken_for_changed():
+    assert kvkeep.attach(Infinite(config("llama"))).attention == 2

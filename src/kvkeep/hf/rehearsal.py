@@ -141,7 +141,10 @@ class _Attended:
         self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, *, sinks: Tensor | None, **_: Any
     ) -> Tensor:
         """See `LayerCache.step`."""
-        if not (k.equal(self._given[0]) and v.equal(self._given[1])):
+        if not all(
+            bool(x.isclose(y, rtol=0, atol=0, equal_nan=True).all())
+            for x, y in zip((k, v), self._given, strict=True)
+        ):
             raise UnsupportedError("its keys or values are changed in place after the cache")
         check_queries(q, k, sinks)
         self._layer.extend(k, v, position)
@@ -171,7 +174,7 @@ def _quietly() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
-        _WithoutProducts(),
+        _Products(),  # type: ignore[no-untyped-call]
     ):
         yield
 
@@ -181,7 +184,7 @@ def _without_weights(decoder: PreTrainedModel) -> PreTrainedModel:
     config = deepcopy(decoder.config)
     decoder_config(config)._attn_implementation = _EAGER
     with torch.device("meta"):
-        copied = type(decoder)(config).eval()
+        copied: PreTrainedModel = type(decoder)(config).eval()
     for module in copied.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
@@ -218,14 +221,13 @@ _PRODUCTS: dict[str, Callable[..., tuple[int, ...]]] = {
 """The shapes of the results of matrix products, by their operators."""
 
 
-class _WithoutProducts(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Matrix products give numbers of the right shape, and read no weight."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         shape = _PRODUCTS.get(func._schema.name)
-        kwargs = kwargs or {}
         if shape is None or args[0].is_meta:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         return _numbers(shape(*args), args[0])
