@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvkeep
+from kvkeep import Cache, attach, detach
 from kvkeep.errors import KVKeepError, UnsupportedError
 
 WORKS = "works"
@@ -106,9 +107,32 @@ _SIZES: dict[str, Any] = {
 _KEPT_NONE = {"sliding_window", "q_lora_rank", "n_inner"}
 """Sizes that stay None where a class has None for them."""
 
+_QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ngram_vocab_size_base": 100,
+    "split_ngram_parts": 1,
+    "make_ngram_vocab_size_divisible_by": 1,
+}
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 90},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "dots3_note": {"text_config": {"num_key_value_heads": _HEADS}},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
@@ -121,31 +145,40 @@ def config_of(kind: str) -> Any:
 
 
 def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
-    usual = config_class()
+    usual, own = config_class(), dict(own)
     known = usual.to_dict()
     names = set(known) | set(getattr(config_class, "attribute_map", {}))
     sizes = {}
     for name, size in _SIZES.items():
         if name not in names:
             continue
-        value = getattr(usual, name, None)
+        value = _of(usual, name)
         if value is None and name in _KEPT_NONE:
             continue
         if isinstance(value, (list, tuple)):
             continue
         sizes[name] = size
-    heads = getattr(usual, "num_attention_heads", None)
-    if isinstance(heads, int) and getattr(usual, "num_key_value_heads", None) == heads:
+    heads = _of(usual, "num_attention_heads")
+    if isinstance(heads, int) and _of(usual, "num_key_value_heads") == heads:
         sizes["num_key_value_heads"] = _HEADS
     for name in usual.sub_configs:
-        part = getattr(usual, name, None)
+        part = _of(usual, name)
         if isinstance(part, transformers.PreTrainedConfig):
-            sizes[name] = _shrunk(type(part), own.get(name, {})).to_dict()
-    tiny = config_class(**own | sizes)
+            sizes[name] = _shrunk(type(part), own.pop(name, {})).to_dict()
+    sizes |= own
+    tiny = config_class(**sizes)
     kinds = list(dict.fromkeys(getattr(usual, "layer_types", None) or []))
     if set(kinds) - set(getattr(tiny, "layer_types", None) or kinds):
-        tiny = config_class(**own | sizes, layer_types=(kinds * _LAYERS)[:_LAYERS])
+        tiny = config_class(**sizes, layer_types=(kinds * _LAYERS)[:_LAYERS])
     return tiny
+
+
+def _of(config: Any, name: str) -> Any:
+    """None also where layers differ in it."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def model_of(kind: str) -> Any:
@@ -179,15 +212,15 @@ def outcome_of(kind: str) -> Outcome:
     except Exception as error:
         return _refused_whole(kind) or Outcome(NOT_BUILT, _said(error))
     try:
-        attachment = kvkeep.attach(model)
+        attachment = attach(model)
     except UnsupportedError as error:
         return Outcome(REFUSED, _reason(str(error)))
-    kvkeep.detach(model)
+    detach(model)
     try:
         compared = list(_comparisons(model, attachment.attention > 0))
     except Exception as error:
         return Outcome(NOT_BUILT, f"unattached it raises {_said(error)}")
-    with kvkeep.attach(model):
+    with attach(model):
         for what, expected, call in compared:
             try:
                 found = call()
@@ -204,7 +237,7 @@ def _refused_whole(kind: str) -> Outcome | None:
     try:
         with torch.device("meta"):
             model = getattr(transformers, TYPES[kind])(CONFIG_MAPPING[kind]())
-        kvkeep.attach(model)
+        attach(model)
     except UnsupportedError as error:
         return Outcome(REFUSED, _reason(str(error)))
     except Exception:
@@ -224,10 +257,10 @@ def _comparisons(model: Any, routed: bool) -> Iterator[Comparison]:
     one, batch = {"input_ids": ids[2:]}, {"input_ids": ids * mask, "attention_mask": mask}
 
     def logits() -> Any:
-        return model(**one, past_key_values=kvkeep.Cache(model), use_cache=True).logits
+        return model(**one, past_key_values=Cache(model), use_cache=True).logits
 
     def chunked() -> Any:
-        cache = kvkeep.Cache(model)
+        cache = Cache(model)
         parts = one["input_ids"].split(list(CHUNKS), dim=1)
         return torch.cat(
             [model(x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1
@@ -235,7 +268,7 @@ def _comparisons(model: Any, routed: bool) -> Iterator[Comparison]:
 
     def text(inputs: dict[str, Any], spec: str | None) -> Any:
         cache: dict[str, Any] = (
-            {"use_cache": False} if spec is None else {"past_key_values": kvkeep.Cache(model, spec)}
+            {"use_cache": False} if spec is None else {"past_key_values": Cache(model, spec)}
         )
         found = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **cache)
         assert spec is None or cache["past_key_values"].fed == PROMPT + NEW - 1, "no cache was used"
@@ -316,7 +349,8 @@ def written(rows: dict[str, Outcome]) -> str:
             "in float32, attached, and compared with itself unattached and without a cache: logits "
             f"of a prompt of {PROMPT} tokens, at once and in chunks (within {RELATIVE:g} of the "
             "largest logit), the greedy text of one prompt and of a padded batch; a window spec "
-            "must run. Written by `python tests/sweep_models.py` with kvkeep "
+            "must run. Layers are of the kinds in a type's default config: others may be refused. "
+            "Written by `python tests/sweep_models.py` with kvkeep "
             f"{kvkeep.__version__}, torch {torch.__version__.partition('+')[0]} and transformers "
             f"{transformers.__version__}: "
             + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
