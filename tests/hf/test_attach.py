@@ -39,7 +39,8 @@ def ids(rows: int = 1, n: int = 6) -> torch.Tensor:
 
 def test_report_and_undo(model):
     implementation = model.config._attn_implementation
-    state, hooks = set(model.__dict__), len(model.model._forward_pre_hooks)
+    state, decoder = set(model.__dict__), model.model
+    hooks = len(decoder._forward_pre_hooks), len(decoder._forward_hooks)
     attachment = kvkeep.attach(model, "window:64,sinks=4")
     assert attachment.layers == attachment.attention == 2
     assert "2 layers of LlamaForCausalLM" in str(attachment)
@@ -47,7 +48,7 @@ def test_report_and_undo(model):
     kvkeep.detach(model)
     assert model.config._attn_implementation == implementation
     assert set(model.__dict__) == state
-    assert len(model.model._forward_pre_hooks) == hooks
+    assert (len(decoder._forward_pre_hooks), len(decoder._forward_hooks)) == hooks
     output = model.generate(ids(), max_new_tokens=2, return_dict_in_generate=True)
     assert type(output.past_key_values) is DynamicCache
 
@@ -154,7 +155,8 @@ def test_import_is_cheap_and_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_only_the_text_model_of_a_composite_is_routed():
+def with_vision():
+    """A tiny Gemma 3 with a vision tower."""
     text = tiny("gemma3").config
     vision = tf.SiglipVisionConfig(
         hidden_size=32,
@@ -164,9 +166,13 @@ def test_only_the_text_model_of_a_composite_is_routed():
         image_size=28,
         patch_size=14,
     )
-    model = tf.Gemma3ForConditionalGeneration(
+    return tf.Gemma3ForConditionalGeneration(
         tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     ).eval()
+
+
+def test_only_the_text_model_of_a_composite_is_routed():
+    model = with_vision()
     options = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids(1, 14), use_cache=False, **options)
     with kvkeep.attach(model):
@@ -175,6 +181,26 @@ def test_only_the_text_model_of_a_composite_is_routed():
         output = model.generate(ids(1, 14), return_dict_in_generate=True, **options)
     assert isinstance(output.past_key_values, kvkeep.Cache)
     assert output.sequences.equal(expected)
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 64])
+def test_a_text_with_the_types_of_its_tokens_where_none_is_an_image(monkeypatch, at_once):
+    """As the processor of a model with vision returns it."""
+    monkeypatch.setattr("kvkeep.hf.masks._AT_ONCE", at_once)
+    model, types = with_vision(), torch.zeros(2, 14, dtype=torch.long)
+    mask = torch.ones_like(types)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
+    expected = model.generate(ids(2, 14), use_cache=False, token_type_ids=types, **options)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        given = {"token_type_ids": types, "past_key_values": cache}
+        assert model.generate(ids(2, 14), **given, **options).equal(expected)
+        assert cache.fed == 17
+        cache.reset()
+        types[1, 5:9] = 1
+        with pytest.raises(UnsupportedError, match="image blocks"):
+            model.generate(ids(2, 14), **given, **options)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
-from kvkeep.hf.cache import Handed, MaskLength
+from kvkeep.hf.cache import Handed, MaskLength, hand_over
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.ledger import Ledger, nothing_of
 
@@ -164,6 +164,11 @@ class Apart:
         self._feed.step = step
         try:
             out = self.layers[index](hidden, *call.args, **call.kwargs)
+            if not self._feed.attended:
+                raise UnsupportedError(
+                    f"{type(self.layers[index]).__name__} does not attend once to the keys that "
+                    "it gives to its cache"
+                )
         finally:
             self._feed.forget()
         if not isinstance(out, Tensor):
@@ -313,10 +318,14 @@ class _Feed(transformers.Cache):
             self.ledger.pads = (self._mask[:, :columns] == 0).sum(dim=1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        handed = Handed(cast(Any, self.step), cast(Any, None))
-        self._handed.append(handed)
-        key_states.kvkeep = handed  # type: ignore[attr-defined]
+        layer, untraced = cast(Any, self.step), cast(Any, None)
+        self._handed.append(hand_over(key_states, value_states, layer, untraced))
         return key_states, value_states
+
+    @property
+    def attended(self) -> bool:
+        """Whether keys were given, and taken, once."""
+        return [handed.taken for handed in self._handed] == [True]
 
     def forget(self) -> None:
         """Free the step, which keys would hold as long as it holds them."""
@@ -332,6 +341,7 @@ class _Feed(transformers.Cache):
         ledger, length = self.ledger, MaskLength(self.ledger.columns + query_length)
         seen = SimpleNamespace(
             next_positions=ledger.next_positions,
+            window=self._windows[layer_idx],
             fed=ledger.columns,
             seen=ledger.seen,
             padded=ledger.pads is not None,

@@ -21,6 +21,7 @@ from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings, generate, prep
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
+from kvkeep.hf.rehearsal import rehearse, serves_unattached
 from kvkeep.hf.specs import Specs
 
 _ATTRIBUTE = "_kvkeep_attachment"
@@ -42,7 +43,7 @@ class Attachment:
     store: PromptStore | None
     namespace: str
     recompute: Recompute
-    _hook: RemovableHandle
+    _hooks: tuple[RemovableHandle, ...]
 
     def __str__(self) -> str:
         name = type(self.model).__name__
@@ -73,7 +74,7 @@ def attach(
 ) -> Attachment:
     """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
-    Changes this model only: its attention implementation, one forward hook and the cache that
+    Changes this model only: its attention implementation, two forward hooks and the cache that
     `generate` builds. Training forwards, and caches that are not kvkeep's, run as before.
 
     Args:
@@ -117,12 +118,17 @@ def attach(
     layers = len(Cache(model, spec))
     original = text._attn_implementation
     latent = is_latent(model.config)
-    if not latent:
-        # transformers takes a name with "flash" in it for a kernel to be imported.
-        _route(model, ATTENTION_PREFIX + original.replace("flash", "fa"), original)
-    hook = decoder_of(model).register_forward_pre_hook(_supply_cache, with_kwargs=True)
-    decoder_of(model).__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
-        model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hook
+    implementation = None if latent else _registered(model, original)
+    _require_fit(model, implementation)
+    if implementation is not None:
+        _set_attention(model, implementation)
+    decoder = decoder_of(model)
+    hooks = (
+        decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
+        decoder.register_forward_hook(_require_attended, with_kwargs=True),
+    )
+    decoder.__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
+        model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hooks
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
@@ -141,7 +147,8 @@ def detach(model: PreTrainedModel) -> None:
     attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
         raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
-    attachment._hook.remove()
+    for hook in attachment._hooks:
+        hook.remove()
     if attachment.attention:
         _set_attention(model, attachment.original)
     for owner in (model, decoder_of(model)):
@@ -171,20 +178,41 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, decoder)
 
 
-def _route(model: PreTrainedModel, name: str, original: str) -> None:
-    """Send the decoder's attention through kvkeep, or leave the model as it was and raise."""
-    family = type(model).__name__
+def _registered(model: PreTrainedModel, original: str) -> str:
+    """The name under which transformers knows kvkeep's attention for a model that had `original`.
+
+    Raises:
+        UnsupportedError: the model does not ask transformers for its attention.
+    """
     if (
         not model._can_set_attn_implementation()
         or not decoder_of(model)._supports_attention_backend
     ):
         raise UnsupportedError(
-            f"kvkeep cannot attach {family}: its attention does not go through transformers' "
-            "AttentionInterface; pass kvkeep.Cache(model) to it unattached"
+            f"kvkeep cannot attach {type(model).__name__}: its attention does not go through "
+            "transformers' AttentionInterface; pass kvkeep.Cache(model) to it unattached"
         )
+    # transformers takes a name with "flash" in it for a kernel to be imported.
+    name = ATTENTION_PREFIX + original.replace("flash", "fa")
     AttentionInterface.register(name, attention_over(original))
     AttentionMaskInterface.register(name, mask_over(original))
-    _set_attention(model, name)
+    return name
+
+
+def _require_fit(model: PreTrainedModel, implementation: str | None) -> None:
+    """Raise UnsupportedError if a rehearsal shows that the model's forward would be refused or
+    wrong on a kvkeep cache."""
+    decoder = decoder_of(model)
+    fault = rehearse(decoder, implementation)
+    if fault:
+        raise UnsupportedError(
+            f"kvkeep cannot attach {type(model).__name__}: {fault}; "
+            + (
+                "pass kvkeep.Cache(model) to it unattached"
+                if serves_unattached(decoder)
+                else "use transformers' own cache for it"
+            )
+        )
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -221,6 +249,15 @@ def _supply_cache(
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
     return args, kwargs
+
+
+def _require_attended(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """No forward returns what its cache did not take part in."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        cache.require_attended()
 
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

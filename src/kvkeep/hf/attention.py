@@ -38,8 +38,9 @@ def attention_over(original: str) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         handed: Handed | None = getattr(key, "kvkeep", None)
+        with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
-        if handed is None and asked is None:
+        if handed is None and with_values is None and asked is None:
             if softcap is not None:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
@@ -54,7 +55,9 @@ def attention_over(original: str) -> AttentionFunction:
                 dropout=dropout,
                 **kwargs,
             )
-        reason = _unfit(handed, asked, attention_mask)
+        reason = _unfit(handed, with_values, asked, attention_mask)
+        if not reason and handed is not None:
+            reason = _misused(handed, key, value)
         if handed is None or reason:
             raise UnsupportedError(
                 f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
@@ -115,19 +118,35 @@ def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:
     return position if len(position) == rows else position[0]
 
 
-def _unfit(handed: Handed | None, asked: MaskRequest | None, mask: Tensor | None) -> str:
-    """Why these keys and this mask cannot be one step of a layer; empty when they can.
+def _unfit(
+    handed: Handed | None,
+    with_values: Handed | None,
+    asked: MaskRequest | None,
+    mask: Tensor | None,
+) -> str:
+    """Why what came with keys, values and mask is not one step of a layer; empty when it is.
 
     A mask that another device's layer gets is a copy, which lacks the request it was made for.
     """
     if handed is None:
         return "changes its keys after the cache"
+    if with_values is not handed:
+        return "changes its values after the cache"
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:3] != (1, 1):
         return "uses a mask of its own"
     if asked is not None and asked.window != handed.layer.window:
         return (
             f"masks a window of {asked.window} tokens where its config says {handed.layer.window}"
         )
+    return ""
+
+
+def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
+    """Why these tensors are not those that the cache handed over, once; empty when they are."""
+    if handed.taken:
+        return "attends more than once to what it gave to the cache"
+    if handed.versions is not None and handed.versions != (key._version, value._version):
+        return "changes its keys or values in place after the cache"
     return ""
 
 

@@ -47,13 +47,24 @@ class MaskLength(int):
     compileable: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Handed:
-    """What `update` tags the new keys with: the layer whose step the attention function runs."""
+    """What `update` tags new keys and values with: the layer whose step the attention function
+    runs on them, once. `versions` are the tensors' own, where torch counts them."""
 
     layer: LayerCache
     traced: Traced
+    versions: tuple[int, int] | None = None
     taken: bool = False
+
+
+def hand_over(k: Tensor, v: Tensor, layer: LayerCache, traced: Traced) -> Handed:
+    """Tag new keys and values, (B, H, n, D) each, as those of one step of a layer."""
+    handed = Handed(layer, traced)
+    if not torch.compiler.is_compiling() and not (k.is_inference() or v.is_inference()):
+        handed.versions = k._version, v._version
+    k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
+    return handed
 
 
 class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
@@ -77,6 +88,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     _handed: Handed | None = None
     """The last keys that were tagged."""
+
+    _start = 0
+    """Columns fed before the forward that is under way."""
 
     def __init__(
         self,
@@ -135,7 +149,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
-            key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
+            hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if self._handed is not None and not self._handed.taken:
             raise StateError(
@@ -145,8 +159,13 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             )
         if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
+        if layer.fed != self._start:
+            raise UnsupportedError(
+                f"layer {layer_idx} is given keys more than once in a forward; use transformers' "
+                "own cache for this model"
+            )
         if self.routed:
-            self._handed = key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
+            self._handed = hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         spec = self.specs[layer_idx]
         latent = is_latent(self.config)
@@ -170,7 +189,17 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
                 + "; reset() it, or finish with the model as it was"
             )
         self.admit(k.shape[2])
-        self.routed = routed
+        self._start, self.routed = self.fed, routed
+
+    def require_attended(self) -> None:
+        """Raise UnsupportedError if the last keys that were handed to the model's attention did
+        not reach it, once a forward is over."""
+        if self._handed is not None and not self._handed.taken:
+            raise UnsupportedError(
+                "the model's last layer gave keys to the cache and attended to others, so what it "
+                "returned is not to be used; reset() the cache, and use it with "
+                "kvkeep.detach(model)"
+            )
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
         """What `live_bytes` will be once `tokens` columns have passed.

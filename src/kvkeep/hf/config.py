@@ -57,7 +57,9 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
         raise _refused(text, "some of its layers reuse another layer's keys and values")
     if getattr(text, "cross_attention_layers", None):
         raise _refused(text, "some of its layers attend to images and cache those")
-    count = text.num_hidden_layers
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None:
+        raise _refused(text, "its config does not say how many layers it has")
     window = getattr(text, "sliding_window", None)
     names = getattr(text, "layer_types", None)
     if names is None:

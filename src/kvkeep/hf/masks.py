@@ -11,11 +11,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.cache import MaskLength
 from kvkeep.layer import LayerCache
+
+_AT_ONCE = 1 << 22
+"""Most elements of a mask that is looked at."""
 
 
 class MaskRequest(NamedTuple):
@@ -69,11 +77,17 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             )
         layer = kv_length.layer
         # For a cache that it may compile, transformers declines to skip the mask of one token.
-        if use_vmap or not (allow_is_causal_skip or (kv_length.compileable and q_length == 1)):
-            raise UnsupportedError(
-                "the model asks for a mask that is not causal, sliding or padding (image blocks, "
-                "packed sequences, ...); use the cache with kvkeep.detach(model)"
-            )
+        plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
+        if use_vmap or not plain:
+            local_size = layer.window
+            asked = request | {"use_vmap": use_vmap, "device": device}
+            if torch.compiler.is_compiling() or not _is_causal(
+                q_length, int(kv_length), local_size, asked
+            ):
+                raise UnsupportedError(
+                    "the model asks for a mask that is not causal, sliding or padding (image "
+                    "blocks, packed sequences, ...); use the cache with kvkeep.detach(model)"
+                )
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
             place = torch.device(device)
@@ -85,6 +99,36 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         return cast(Tensor, found)
 
     return mask
+
+
+def _is_causal(n: int, columns: int, window: int | None, request: dict[str, Any]) -> bool:
+    """Whether a mask function shows the n new tokens just what causal attention within a window
+    shows them; that of image blocks does, in texts without images. It is asked for some queries at
+    a time."""
+    causal = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    rows, start, first_column = request["batch_size"], request["q_offset"], request["kv_offset"]
+    some = max(1, _AT_ONCE // (rows * columns))
+
+    def shown(first: int, function: Callable[..., Any], use_vmap: bool) -> Tensor:
+        mask = sdpa_mask(
+            rows,
+            min(some, n - first),
+            columns,
+            start + first,
+            first_column,
+            function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=request["device"],
+        )
+        return cast(Tensor, mask)
+
+    return all(
+        shown(first, request["mask_function"], request["use_vmap"]).equal(
+            shown(first, causal, False)
+        )
+        for first in range(0, n, some)
+    )
 
 
 def _positions(

@@ -1,0 +1,233 @@
+"""A rehearsal: whether a model's attention can run on a cache, seen before its first forward.
+
+A copy of the decoder is built from its config, with the same classes and layers, but without
+weights: each is one number, expanded to the weight's shape. It runs two short forwards, in which
+matrix products return numbers of the right shape at once, so that neither time nor memory depends
+on the model's size. Everything else is computed: masks, routing of experts, rotary embeddings, the
+calls of the cache and of the attention function. The model itself is not touched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from kvkeep.chunk import check_queries
+from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.hf.cache import Cache, Handed
+from kvkeep.hf.config import decoder_config
+from kvkeep.layer import LayerCache
+
+_ROWS, _CHUNKS = 3, (2, 1)
+_EAGER = "eager"
+_SMALL = 1 << 16
+"""Elements of a buffer that is given numbers of its own, which a forward may write to."""
+
+_passed: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+"""The configs with which decoders were found to be fit."""
+
+
+def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None:
+    """Why a decoder cannot run on a kvkeep cache; empty if it can. None: that cannot be told, for
+    it does not run without its weights, not even as it is.
+
+    Args:
+        implementation: the attention implementation it will have; None: it keeps its own.
+    """
+    described = f"{implementation} {decoder.config.to_dict()}"
+    if _passed.get(decoder) == described:
+        return ""
+    with _quietly():
+        try:
+            copied = _without_weights(decoder)
+        except Exception:  # whatever its constructor needs, this is no word on its attention
+            return None
+        fault = _fault(copied, implementation)
+    if fault == "":
+        _passed[decoder] = described
+    return fault
+
+
+def serves_unattached(decoder: PreTrainedModel) -> bool:
+    """Whether a kvkeep cache serves the decoder as it is."""
+    with _quietly():
+        try:
+            _forwards(_without_weights(decoder), Cache)
+        except Exception:
+            return False
+    return True
+
+
+def _fault(decoder: PreTrainedModel, implementation: str | None) -> str | None:
+    text = decoder_config(decoder.config)
+    text._attn_implementation = implementation or _EAGER
+    try:
+        _forwards(decoder, _Watched)
+    except KVKeepError as error:
+        return str(error).partition("; ")[0]
+    except Exception as error:
+        text._attn_implementation = _EAGER
+        try:
+            _forwards(decoder, lambda config: DynamicCache(config=config))
+        except Exception:
+            return None
+        reason = " ".join(str(error).split())[:200]
+        return f"with a kvkeep cache its forward raises {type(error).__name__}: {reason}"
+    return ""
+
+
+class _Watched(Cache):
+    """A cache that follows what a decoder does with it."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self._given: Counter[int] = Counter()
+        self._attended: Counter[int] = Counter()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not 0 <= layer_idx < len(self):
+            raise UnsupportedError(f"it has more layers than the {len(self)} of its config")
+        self._given[layer_idx] += 1
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        handed: Handed | None = getattr(found[0], "kvkeep", None)
+        if handed is None:
+            self._attended[layer_idx] += 1
+        else:
+            layer = _Attended(self.layers[layer_idx], found, lambda: self._attend(layer_idx))
+            handed.layer = cast(LayerCache, layer)
+        return found
+
+    def _attend(self, index: int) -> None:
+        self._attended[index] += 1
+
+    def require_complete(self) -> None:
+        """Raise UnsupportedError if a forward did not feed each layer, and attend in it, once."""
+        for index in range(len(self)):
+            given, attended = self._given[index], self._attended[index]
+            if given != 1:
+                times = "more than once" if given else "no keys"
+                raise UnsupportedError(f"layer {index} gives {times} to its cache in a forward")
+            if attended != 1:
+                raise UnsupportedError(
+                    f"layer {index} computes attention elsewhere than in transformers' "
+                    "AttentionInterface"
+                )
+        self._given.clear()
+        self._attended.clear()
+
+
+class _Attended:
+    """A layer's step that computes no attention, but sees that it could."""
+
+    def __init__(
+        self, layer: LayerCache, given: tuple[Tensor, Tensor], note: Callable[[], None]
+    ) -> None:
+        self._layer, self._note = layer, note
+        self._given = [x.clone() for x in given]
+        self.window, self.next_positions = layer.window, layer.next_positions
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, *, sinks: Tensor | None, **_: Any
+    ) -> Tensor:
+        """See `LayerCache.step`."""
+        if not all(
+            bool(x.isclose(y, rtol=0, atol=0, equal_nan=True).all())
+            for x, y in zip((k, v), self._given, strict=True)
+        ):
+            raise UnsupportedError("its keys or values are changed in place after the cache")
+        check_queries(q, k, sinks)
+        self._layer.extend(k, v, position)
+        self._layer.settle()
+        self._note()
+        return _numbers((*q.shape[:3], v.shape[3]), q)
+
+
+def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], Any]) -> None:
+    cache = new_cache(decoder.config)
+    for n in _CHUNKS:
+        decoder(
+            input_ids=torch.zeros(_ROWS, n, dtype=torch.int64),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        if isinstance(cache, _Watched):
+            cache.require_complete()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Whatever runs inside neither draws random numbers nor asks for much time or memory."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        _Products(),  # type: ignore[no-untyped-call]
+    ):
+        yield
+
+
+def _without_weights(decoder: PreTrainedModel) -> PreTrainedModel:
+    """A decoder of the same class and config, whose weights take no memory."""
+    config = deepcopy(decoder.config)
+    decoder_config(config)._attn_implementation = _EAGER
+    with torch.device("meta"):
+        copied: PreTrainedModel = type(decoder)(config).eval()
+    for module in copied.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = nn.Parameter(_filled(weight), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _filled(buffer)
+        for name, other in vars(module).items():
+            if isinstance(other, Tensor) and other.is_meta:
+                setattr(module, name, _filled(other))
+    return copied
+
+
+def _filled(like: Tensor) -> Tensor:
+    number = 0.5 if like.is_floating_point() else 0
+    one = torch.full((), number, dtype=like.dtype, device="cpu")
+    filled = one.expand(like.shape)
+    return filled.clone() if like.numel() <= _SMALL else filled
+
+
+def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device).view(shape)
+
+
+_PRODUCTS: dict[str, Callable[..., tuple[int, ...]]] = {
+    "aten::mm": lambda a, b, *_: (a.shape[0], b.shape[1]),
+    "aten::addmm": lambda _, a, b, *__: (a.shape[0], b.shape[1]),
+    "aten::bmm": lambda a, b, *_: (*a.shape[:2], b.shape[2]),
+    "aten::baddbmm": lambda _, a, b, *__: (*a.shape[:2], b.shape[2]),
+    "aten::_grouped_mm": lambda a, b, *_: (a.shape[0], b.shape[-1]),
+    "transformers::grouped_mm_fallback": lambda a, b, *_: (a.shape[0], b.shape[-1]),
+}
+"""The shapes of the results of matrix products, by their operators."""
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Matrix products give numbers of the right shape, and read no weight."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        shape = _PRODUCTS.get(func._schema.name)
+        if shape is None or args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        return _numbers(shape(*args), args[0])

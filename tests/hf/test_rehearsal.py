@@ -1,0 +1,222 @@
+"""Models whose attention cannot run on a cache: refused by attach, or by their first forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from families import config, tiny
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+
+import kvkeep
+from kvkeep.errors import UnsupportedError
+from kvkeep.hf.attach import decoder_of
+from kvkeep.hf.rehearsal import rehearse
+from kvkeep.train import backward
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+REFUSED = {
+    "DiffLlama": "changes its values after the cache",
+    "JetMoe": "changes its keys after the cache",
+    "Moshi": "masks a window of None tokens where its config says 3000",
+    "Doge": "uses a mask of its own",
+}
+
+
+def ids(n: int = 6) -> torch.Tensor:
+    return torch.randint(2, 96, (1, n), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_attach_refuses_by_a_rehearsal(family):
+    with torch.device("meta"):
+        model = getattr(tf, f"{family}ForCausalLM")(getattr(tf, f"{family}Config")(**SMALL))
+    before, drawn = set(model.__dict__), torch.get_rng_state()
+    implementation = model.config._attn_implementation
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=f"{family}ForCausalLM: .*{REFUSED[family]}; "):
+            kvkeep.attach(model)
+    assert set(model.__dict__) == before
+    assert model.config._attn_implementation == implementation
+    assert not decoder_of(model)._forward_hooks
+    assert torch.get_rng_state().equal(drawn)
+
+
+def attend(self, q, k, v, mask):
+    function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    return function(self, q, k, v, mask, scaling=self.scaling)[0]
+
+
+class Odd(llama.LlamaAttention):
+    """Llama's attention, with something done between the cache and the attention function."""
+
+    fault = "none"
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **_
+    ):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            project(hidden_states).view(shape).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        out = self.attended(q, k, v, attention_mask, past_key_values)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    def attended(self, q, k, v, mask, cache):
+        if self.layer_idx == 1:
+            if self.fault == "keys":
+                k = 2 * k
+            elif self.fault == "values":
+                v = 2 * v
+            elif self.fault == "in place":
+                v.mul_(2)
+            elif self.fault == "mask":
+                mask = torch.zeros(1, 1, q.shape[2], k.shape[2])
+            elif self.fault == "twice":
+                return attend(self, q, k, v, mask) - 0.5 * attend(self, q, k, v, mask)
+            elif self.fault == "elsewhere":
+                k = k.repeat_interleave(2, dim=1)
+                weights = (q @ k.mT).softmax(dim=-1)
+                return (weights @ v.repeat_interleave(2, dim=1)).transpose(1, 2)
+            elif self.fault == "again" and cache is not None:
+                attend(self, q, k, v, mask)
+                k, v = cache.update(k.clone(), v.clone(), self.layer_idx)
+        return attend(self, q, k, v, mask)
+
+
+FAULTS = {
+    "keys": "changes its keys after the cache",
+    "values": "changes its values after the cache",
+    "in place": "in place after the cache",
+    "mask": "uses a mask of its own",
+    "twice": "attends more than once",
+    "elsewhere": "attention elsewhere|attended to others",
+    "again": "more than once",
+}
+
+
+def with_odd_attention(model, fault):
+    odd = type("OddAttention", (Odd,), {"fault": fault})
+    for layer in model.layers:
+        layer.self_attn.__class__ = odd
+    return model
+
+
+class OddModel(tf.LlamaModel):
+    """Code from elsewhere, whose layers attend in a way of their own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        with_odd_attention(self, config.fault)
+
+
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_a_model_of_unknown_code(fault):
+    model = OddModel(config("llama", fault=fault)).eval()
+    calls = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    if fault == "none":
+        kvkeep.attach(model)
+    else:
+        with pytest.raises(UnsupportedError, match=f"OddModel: .*({FAULTS[fault]})"):
+            kvkeep.attach(model)
+        assert not model.config._attn_implementation.startswith("kvkeep")
+    assert not calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_no_rehearsal_sees_is_refused_by_the_first_forward(fault):
+    model = tiny("llama")
+    with kvkeep.attach(model):
+        with_odd_attention(model.model, fault)
+        with pytest.raises(UnsupportedError, match=FAULTS[fault]):
+            model(ids(), past_key_values=kvkeep.Cache(model))
+
+
+class Particular(tf.LlamaModel):
+    """A decoder that its config alone does not build."""
+
+    def __init__(self, config, more):
+        super().__init__(config)
+
+
+def test_a_decoder_that_cannot_be_built_again_is_attached():
+    model = Particular(config("llama"), 1).eval()
+    assert rehearse(model, "sdpa") is None
+    with kvkeep.attach(model), torch.no_grad():
+        out = model(ids(), past_key_values=kvkeep.Cache(model)).last_hidden_state
+    torch.testing.assert_close(out, model(ids()).last_hidden_state, atol=2e-5, rtol=2e-4)
+
+
+class NeedsWeights(tf.LlamaModel):
+    """A decoder whose forward fails where its weights are not what they were."""
+
+    def forward(self, *args, **kwargs):
+        if float(self.embed_tokens.weight.std()) == 0:
+            raise ValueError("no weights")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_failure_that_is_not_the_cache_s_does_not_count():
+    model = NeedsWeights(config("llama")).eval()
+    assert rehearse(model, "sdpa") is None
+    kvkeep.attach(model)
+
+
+def test_a_changed_config_is_rehearsed_again():
+    model = OddModel(config("llama", fault="none")).eval()
+    with kvkeep.attach(model):
+        pass
+    model.config.fault = "twice"
+    with pytest.raises(UnsupportedError, match="attends more than once"):
+        kvkeep.attach(model)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss", "gemma3", "deepseek-v3"])
+def test_the_rehearsal_reaches_its_end(family):
+    """Experts are chosen by what is computed, and latent attention is the model's own."""
+    model = tiny(family)
+    attachment = kvkeep.attach(model)
+    name = model.config._attn_implementation if attachment.attention else None
+    kvkeep.detach(model)
+    assert rehearse(decoder_of(model), name) == ""
+
+
+def test_gradients_through_a_model_that_attach_refuses():
+    torch.manual_seed(0)
+    model = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**SMALL, num_key_value_heads=2))
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(UnsupportedError, match="DiffLlamaAttention changes its values"):
+        backward(model, ids(), ids())
+    assert not calls
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gradients_of_what_no_rehearsal_sees(fault):
+    model = tiny("llama")
+    with kvkeep.attach(model):
+        with_odd_attention(model.model, fault)
+        with pytest.raises(UnsupportedError, match=f"{FAULTS[fault]}|does not attend once"):
+            backward(model, ids(), ids(), chunk=2)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Infinite(tf.LlamaModel):
+    """A decoder whose keys are no numbers where its weights are not its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.input_layernorm.variance_epsilon = float("nan")
+
+
+def test_what_is_no_number_is_not_taken_for_changed():
+    assert kvkeep.attach(Infinite(config("llama"))).attention == 2
