@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -37,11 +38,16 @@ def small():
 
 
 @contextmanager
-def serving(model, tokenizer, *, cache="keep_all", limits=None, key="none", **options):
-    """A server in a thread: its engine, and a client."""
+def serving(
+    model, tokenizer, *, cache="keep_all", limits=None, key="none", sending=None, **options
+):
+    """A server in a thread: its engine, and a client. `sending`: bytes that the system takes before
+    the client does."""
     store, limits = kvkeep.PrefixStore(), limits or Limits()
     engine = Engine(model, tokenizer, name="tiny", cache=cache, store=store, limits=limits)
     bound = bind("127.0.0.1", 0)
+    if sending is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sending)
     url = listen(bound)
     options = {"share": "keys" not in options} | options
     app = application(engine, **options)

@@ -25,6 +25,7 @@ from kvkeep.serve.limits import Limits
 _GRACE_S = 5  # for requests that are being answered when the server is told to stop
 _MOST_GRACE_S = 60  # for one whose prompt is being read then
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 5  # that a connection is kept for a client's next request
 
 
 def is_loopback(host: str) -> bool:
@@ -85,6 +86,7 @@ def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
         log_config=log,
         backlog=_BACKLOG,
         server_header=False,
+        timeout_keep_alive=max(1, min(_KEEP_ALIVE_S, int(limits.timeout_s))),
         timeout_graceful_shutdown=_MOST_GRACE_S,
     )
 
