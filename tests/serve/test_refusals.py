@@ -32,6 +32,7 @@ from kvkeep.serve.limits import Limits
         ({"seed": 2**63}, "seed"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
@@ -88,13 +89,27 @@ def test_what_is_wrong_with_completions_is_named(served, options, param):
 
 def test_bodies_that_are_no_requests(served):
     url = f"{served[1].base_url}chat/completions"
-    for body in (b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5, b"\x00"):
+    bodies = [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5, b"\x00", b"1" * 5000]
+    bodies += [b'{"seed": NaN}', b'{"top_p": -Infinity}', b'{"n": 1, "seed": 2, "n": 1}']
+    for body in bodies:
         answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
         assert answer.status_code == 400
         assert "JSON" in answer.json()["error"]["message"]
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
     answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
     assert "no Unicode text" in answer.json()["error"]["message"]
+
+
+def test_an_error_may_tell_of_text_that_is_no_unicode(served, monkeypatch):
+    template = "{{ tools }}{{ raise_exception(tools[0].function.name) }}"
+    monkeypatch.setattr(served[0].tokenizer, "chat_template", template)
+    body = (
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": [{"function":'
+    )
+    body += b' {"name": "\\ud800"}}]}'
+    url = f"{served[1].base_url}chat/completions"
+    answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
+    assert answer.status_code == 400
 
 
 def test_paths_and_models(served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,27 +114,6 @@ def read(body: bytes, *, chat: bool) -> Asked:
         given = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
-    try:
-        return _read(given, chat)
-    except RecursionError:  # what was read may still be too deep to be shown or compared
-        raise RequestError("the body is nested too deeply; give a flatter one") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a name that comes twice, another program may take the other value."""
-    given = dict(pairs)
-    if len(given) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has {json.dumps(twice)[:80]} twice")
-    return given
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _read(given: Any, chat: bool) -> Asked:
     if not isinstance(given, dict):
         raise RequestError(f"the body is {_kind(given)}; give a JSON object")
     for name, off in (_OFF_IN_CHAT if chat else _OFF_IN_COMPLETIONS).items():
@@ -165,6 +145,19 @@ def _read(given: Any, chat: bool) -> Asked:
         stream=_of(given, "stream", bool, False),
         include_usage=_of(options, "include_usage", bool, False, "stream_options."),
     )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that comes twice, another program may take the other value."""
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has {json.dumps(twice)[:80]} twice")
+    return given
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _conversation(given: Mapping[str, Any]) -> list[Message]:
