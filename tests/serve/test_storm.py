@@ -15,7 +15,9 @@ from contextlib import suppress
 import httpx2
 import openai
 import pytest
-from serving import CONTEXT, JSON, asking, said, until
+from serving import CONTEXT, JSON, asking, said, serving, small, until
+
+from kvkeep.serve.limits import Limits
 
 DEEP = "\N{BULLET}deep"  # stands for a list too deep to be written by Python
 VALUES = [
@@ -79,11 +81,23 @@ def vanish(base, draw):
         time.sleep(draw.choice((0, 0.01, 0.1)))
 
 
-def storm(served, ask, seed, requests, clients):
+@pytest.fixture(scope="module")
+def harbour(tokenizer):
+    """A server whose answers are short, whatever they are asked for."""
+    with serving(small(), tokenizer, limits=Limits(answer_tokens=64)) as both:
+        yield both
+
+
+def storm(harbour, seed, requests, clients):
     """Wrong requests, each followed by nothing worse than a refusal, and what is right meanwhile.
 
     Returns how often each status came."""
-    engine, talk = served
+    engine, talk = harbour
+
+    def ask():
+        create = talk.chat.completions.create
+        return create(model="tiny", messages=asking("Hello."), temperature=0, max_tokens=12)
+
     expected = said(ask())
     seen: dict[int, int] = {}
 
@@ -111,14 +125,14 @@ def storm(served, ask, seed, requests, clients):
     return seen
 
 
-def test_a_storm_of_wrong_requests(served, ask):
-    seen = storm(served, ask, seed=1, requests=120, clients=3)
+def test_a_storm_of_wrong_requests(harbour):
+    seen = storm(harbour, seed=1, requests=120, clients=3)
     assert seen[200] > 10
     assert seen[400] > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_storm_of_wrong_requests(served, ask, seed):
-    seen = storm(served, ask, seed=f"long {seed}", requests=1500, clients=8)
+def test_a_long_storm_of_wrong_requests(harbour, seed):
+    seen = storm(harbour, seed=f"long {seed}", requests=1500, clients=8)
     assert set(seen) <= {200, 400, 403, 404, 405, 408, 415, 421, 429}, seen

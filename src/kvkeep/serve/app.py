@@ -259,7 +259,7 @@ async def _unless_left(request: Request, doing: Awaitable[_Result]) -> _Result:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _body(request: Request, limit: int, timeout_s: float) -> bytes:
+async def _body(request: Request, limit: int, timeout_s: float) -> bytearray:
     """A request's body; of one that is too large nothing more is read.
 
     Raises:
@@ -273,7 +273,7 @@ async def _body(request: Request, limit: int, timeout_s: float) -> bytes:
             while not too_large:
                 part = await anext(parts, None)
                 if part is None:
-                    return bytes(body)
+                    return body
                 body += part
                 too_large = len(body) > limit
     except TimeoutError:

@@ -104,7 +104,7 @@ class Asked:
         return replace(self, messages=[], prompt="", tools=None)
 
 
-def read(body: bytes, *, chat: bool) -> Asked:
+def read(body: bytes | bytearray, *, chat: bool) -> Asked:
     """What a request's body asks for, of chat or of plain completions.
 
     Raises:
