@@ -130,8 +130,8 @@ def serve(
         keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
         if keys is not None and share is not None:
             raise typer.BadParameter(
-                "--share is for servers without keys; with a --key-file, clients whose keys have "
-                "the same name share prompts"
+                "--share is for servers without keys; who has a key shares prompts with those "
+                "whose keys have the same name in the --key-file"
             )
         bound = bind(host, port)
         if keys is None and not is_loopback(host):

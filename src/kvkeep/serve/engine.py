@@ -144,9 +144,9 @@ class Engine:
             RequestError: those of all answers are more than the limit.
         """
         limit = self.limits.answer_tokens
-        room = limit if self.context is None else self.context - length
-        wanted = max(1, limit // asked.n) if asked.max_tokens is None else asked.max_tokens
-        most = min(wanted, room) if self.context is not None else wanted
+        most = max(1, limit // asked.n) if asked.max_tokens is None else asked.max_tokens
+        if self.context is not None:
+            most = min(most, self.context - length)
         if asked.n * most > limit:
             raise RequestError(
                 f"{asked.n} answers of up to {most} tokens are {asked.n * most} tokens, but this "
