@@ -117,16 +117,16 @@ def test_who_leaves_the_queue_leaves_nothing_behind(model, tokenizer):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"max_tokens": 101}, "max_tokens"),
-        ({"n": 2, "max_tokens": 51}, "n"),
-        ({"n": 101}, "n"),
+        ({"max_tokens": 21}, "max_tokens"),
+        ({"n": 2, "max_tokens": 11}, "n"),
+        ({"n": 21}, "n"),
     ],
 )
 def test_tokens_of_all_answers_are_limited(limited, options, param):
     create = limited.completions.create
     error = refusal(lambda: create(model="tiny", prompt="Hello.", **options))
     assert error["param"] == param
-    assert "100" in error["message"]
+    assert "gives 20 to a request" in error["message"]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def limited(tokenizer):
 
     model = small()
     model.generation_config.eos_token_id = None
-    with serving(model, tokenizer, limits=Limits(answer_tokens=100, prompt_bytes=500)) as (_, talk):
+    with serving(model, tokenizer, limits=Limits(answer_tokens=20, prompt_bytes=500)) as (_, talk):
         yield talk
 
 
@@ -143,9 +143,9 @@ def test_without_a_number_answers_are_as_long_as_all_may_be(limited):
     options = {"model": "tiny", "temperature": 0}
     create = limited.chat.completions.create
     messages = [{"role": "user", "content": "Hello."}]
-    assert create(messages=messages, **options).usage.completion_tokens == 100
-    assert create(messages=messages, n=3, **options).usage.completion_tokens == 99
-    assert create(messages=messages, n=4, max_tokens=25, **options).usage.completion_tokens == 100
+    assert create(messages=messages, **options).usage.completion_tokens == 20
+    assert create(messages=messages, n=3, **options).usage.completion_tokens == 18
+    assert create(messages=messages, n=4, max_tokens=5, **options).usage.completion_tokens == 20
 
 
 def test_the_context_bounds_an_answer_before_the_limit_does(served):

@@ -158,6 +158,22 @@ def test_a_request_that_is_too_large(model, tokenizer):
         assert answer.usage.completion_tokens == 2
 
 
+class Panic(BaseException):
+    """As tokenizers raise it."""
+
+
+def test_a_panic_is_reported_and_over(ask, served):
+    def panic(*_):
+        raise Panic
+
+    hook = served[0].model.model.layers[1].register_forward_pre_hook(panic)
+    try:
+        assert "its log says why" in refusal(lambda: ask("Panic."), 500)["message"]
+    finally:
+        hook.remove()
+    assert said(ask())
+
+
 def test_a_failure_is_reported_and_over(ask, served):
     layer = served[0].model.model.layers[1]
     kept, layer.mlp = layer.mlp, None

@@ -245,7 +245,7 @@ class Engine:
             self._answer(asked, ids, emit, stopped, name)
             if stopped():
                 emit(_stopped())
-        except Exception:
+        except BaseException:  # a tokenizer's panic is no Exception; whoever asked has to be told
             _LOG.exception("a request failed")
             emit(RequestError("the server failed; its log says why", status=500))
 
