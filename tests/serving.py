@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx2
@@ -14,10 +16,12 @@ from families import tiny
 import kvkeep
 from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.listen import bind, listen
+from kvkeep.serve.limits import Limits
+from kvkeep.serve.listen import bind, configured, listen
 
 SYSTEM = {"role": "system", "content": "You keep a lighthouse. You answer in one short sentence."}
 CONTEXT = 4096
+JSON = {"content-type": "application/json"}
 
 
 def asking(text):
@@ -34,23 +38,38 @@ def small():
 
 
 @contextmanager
-def serving(model, tokenizer, *, cache="keep_all", **options):
-    """A server in a thread: its engine, and a client."""
-    store = kvkeep.PrefixStore()
-    engine = Engine(model, tokenizer, name="tiny", cache=cache, store=store)
+def serving(
+    model, tokenizer, *, cache="keep_all", limits=None, key="none", sending=None, **options
+):
+    """A server in a thread: its engine, and a client. `sending`: bytes that the system takes before
+    the client does."""
+    store, limits = kvkeep.PrefixStore(), limits or Limits()
+    engine = Engine(model, tokenizer, name="tiny", cache=cache, store=store, limits=limits)
     bound = bind("127.0.0.1", 0)
+    if sending is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sending)
     url = listen(bound)
-    config = uvicorn.Config(application(engine, **options), lifespan="on", log_level="warning")
-    server = uvicorn.Server(config)
+    options = {"share": "keys" not in options} | options
+    app = application(engine, **options)
+    engine.turns = app.state.turns
+    server = uvicorn.Server(configured(app, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
-        yield engine, client(url)
+        yield engine, client(url, key)
     finally:
         server.should_exit = True
         thread.join()
         assert "generate" not in model.__dict__  # detached
         store.check()
+
+
+def until(condition):
+    """Wait for what is to come about."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def pieces(stream):

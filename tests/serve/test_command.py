@@ -19,6 +19,7 @@ import kvkeep
 from kvkeep.cli import app as command
 from kvkeep.errors import StateError
 from kvkeep.hf.generate import generate
+from kvkeep.serve.limits import Limits
 from kvkeep.serve.listen import bind, listen
 
 
@@ -119,6 +120,11 @@ def test_bad_options():
     for options, message in (
         (("--budget", "much"), "give a size"),
         (("--api-key", " "), "--api-key is empty"),
+        (("--api-key", "a b"), "printable ASCII without spaces"),
+        (("--api-key", "a", "--key-file", "keys"), "give one of them"),
+        (("--api-key", "a", "--share"), "--share is for servers without keys"),
+        (("--key-file", "no/such/file"), "cannot read keys"),
+        (("--prompt-bytes", "much"), "give a size"),
         (("--host", "no.such.host.invalid"), "no host"),
         (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),
         (("--port", "0", "--cache", "keep_some"), "no policy 'keep_some'"),
@@ -144,6 +150,28 @@ def test_open_to_others():
     assert "warning: without an API key" in result.stderr
     result = run("--host", "0.0.0.0", "--port", "0", "--model", "gpt-9", KVKEEP_API_KEY="a")
     assert "warning" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "hosts"),
+    [
+        ((), True, ["127.0.0.1"]),
+        (("--no-share",), False, ["127.0.0.1"]),
+        (("--host", "0.0.0.0"), False, ["0.0.0.0"]),
+        (("--host", "0.0.0.0", "--share", "--allow-host", "gpu.example"), True, None),
+    ],
+)
+def test_who_shares_prompts(model, tokenizer, monkeypatch, options, share, hosts):
+    given = {}
+    monkeypatch.setattr("kvkeep.hf.models.load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr("kvkeep.serve.app.application", lambda engine, **said: given.update(said))
+    monkeypatch.setattr("kvkeep.serve.listen.run", lambda app, bound, **said: given.update(said))
+    limits = ("--queue", "3", "--wait", "9", "--answer-tokens", "99", "--prompt-bytes", "2KB")
+    assert run("--port", "0", *options, *limits).exit_code == 0
+    assert given["share"] == share
+    assert given["keys"] is None
+    assert given["hosts"] == (hosts or ["0.0.0.0", "gpu.example"])
+    assert given["limits"] == Limits(3, 9, 99, 2000)
 
 
 def test_without_the_extra():

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import openai
 import pytest
-from serving import CONTEXT, asking, pieces, refusal, said, serving
+from serving import CONTEXT, JSON, asking, pieces, refusal, said, serving, until
+
+from kvkeep.serve.limits import Limits
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ from serving import CONTEXT, asking, pieces, refusal, said, serving
         ({"seed": 2**63}, "seed"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
@@ -86,13 +89,27 @@ def test_what_is_wrong_with_completions_is_named(served, options, param):
 
 def test_bodies_that_are_no_requests(served):
     url = f"{served[1].base_url}chat/completions"
-    for body in (b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5, b"\x00"):
-        answer = httpx2.post(url, content=body, trust_env=False)
+    bodies = [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5, b"\x00", b"1" * 5000]
+    bodies += [b'{"seed": NaN}', b'{"top_p": -Infinity}', b'{"n": 1, "seed": 2, "n": 1}']
+    for body in bodies:
+        answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
         assert answer.status_code == 400
         assert "JSON" in answer.json()["error"]["message"]
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
-    answer = httpx2.post(url, content=body, trust_env=False)
+    answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
     assert "no Unicode text" in answer.json()["error"]["message"]
+
+
+def test_an_error_may_tell_of_text_that_is_no_unicode(served, monkeypatch):
+    template = "{{ tools }}{{ raise_exception(tools[0].function.name) }}"
+    monkeypatch.setattr(served[0].tokenizer, "chat_template", template)
+    body = (
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": [{"function":'
+    )
+    body += b' {"name": "\\ud800"}}]}'
+    url = f"{served[1].base_url}chat/completions"
+    answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
+    assert answer.status_code == 400
 
 
 def test_paths_and_models(served):
@@ -126,19 +143,35 @@ def test_a_prompt_that_is_too_long(served, ask):
 
 
 def test_a_request_that_is_too_large(model, tokenizer):
-    with serving(model, tokenizer, body_limit=1000) as (_, talk):
+    with serving(model, tokenizer, limits=Limits(prompt_bytes=1000)) as (_, talk):
         url = f"{talk.base_url}completions"
 
         def parts():
             for _ in range(3):
-                yield b" " * 500
+                yield b" " * 30_000
 
-        for content in (b" " * 1001, b" " * 3 * 10**6, parts()):
-            answer = httpx2.post(url, content=content, trust_env=False)
+        for content in (b" " * 69_537, b" " * 3 * 10**6, parts()):
+            answer = httpx2.post(url, content=content, headers=JSON, trust_env=False)
             assert answer.status_code == 413
-            assert "1000 bytes" in answer.json()["error"]["message"]
+            assert "69536 bytes" in answer.json()["error"]["message"]
         answer = talk.completions.create(model="tiny", prompt="a", max_tokens=2)
         assert answer.usage.completion_tokens == 2
+
+
+class Panic(BaseException):
+    """As tokenizers raise it."""
+
+
+def test_a_panic_is_reported_and_over(ask, served):
+    def panic(*_):
+        raise Panic
+
+    hook = served[0].model.model.layers[1].register_forward_pre_hook(panic)
+    try:
+        assert "its log says why" in refusal(lambda: ask("Panic."), 500)["message"]
+    finally:
+        hook.remove()
+    assert said(ask())
 
 
 def test_a_failure_is_reported_and_over(ask, served):
@@ -200,9 +233,17 @@ def test_closing_ends_what_runs_and_what_waits(model, tokenizer):
     with serving(model, tokenizer) as (engine, talk):
         create = talk.completions.create
         options = {"model": "tiny", "max_tokens": 4000}
-        streams = [iter(create(prompt="A story.", stream=True, **options)) for _ in range(3)]
-        next(streams[0])
-        engine.close()
-        for stream in streams:
+        stream = iter(create(prompt="A story.", stream=True, **options))
+        next(stream)
+        with ThreadPoolExecutor() as threads:
+            waiting = [
+                threads.submit(create, prompt="Another.", stream=stream, **options)
+                for stream in (False, True)
+            ]
+            until(lambda: engine.turns.waiting == 2)
+            engine.close()
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)
+            for one in waiting:
+                with pytest.raises(openai.APIStatusError, match="shutting down"):
+                    one.result()

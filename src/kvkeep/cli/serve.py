@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvkeep.cli.generate import DEFAULT_MODEL
 from kvkeep.cli.output import ModelDtype, ModelName, Working, reported, size_in_bytes
+
+_ACCESS, _LIMITS = "Access", "Limits"
 
 
 def serve(
@@ -37,25 +40,109 @@ def serve(
             envvar="KVKEEP_API_KEY",
             show_envvar=True,
             help="What clients must send. Others see options, so better set the variable.",
+            rich_help_panel=_ACCESS,
         ),
     ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys of several clients, a line name:key each. Prompts are shared within a name.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    share: Annotated[
+        bool | None,
+        typer.Option(
+            help="Without keys: prompts begin with what anybody sent. On 127.0.0.1, unless told "
+            "otherwise.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that clients reach this server by; may be repeated.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose web pages may use it, e.g. https://chat.example; may be repeated.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    queue: Annotated[
+        int,
+        typer.Option(min=0, help="Requests that may wait; more get 429.", rich_help_panel=_LIMITS),
+    ] = 64,
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Seconds that each may; then it gets 503.", rich_help_panel=_LIMITS
+        ),
+    ] = 300,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most tokens of a request's answers: n x max_tokens.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 8192,
+    prompt_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Most of a prompt, e.g. 500KB; by default 16 bytes a token of the context.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds to send a request, and to take its answer.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 30,
+    connections: Annotated[
+        int, typer.Option(min=1, help="Most at a time; more get 503.", rich_help_panel=_LIMITS)
+    ] = 512,
 ) -> None:
     """Serve a model to OpenAI clients; no beginning of a prompt is computed twice."""
     with reported():
         nbytes = size_in_bytes(budget)
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
+        if api_key is not None and key_file is not None:
+            raise typer.BadParameter("--api-key and --key-file; give one of them")
+        most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
         try:
+            from kvkeep.serve.keys import Keys
+            from kvkeep.serve.limits import Limits
             from kvkeep.serve.listen import bind, is_loopback, run
         except ModuleNotFoundError as error:
             raise typer.BadParameter(
                 f"kvkeep serve needs {error.name}; pip install 'kvkeep[serve]'"
             ) from error
-        bound = bind(host, port)  # what is wrong with it shows before the model is loaded
-        if not is_loopback(host) and api_key is None:
+        # What is wrong with these shows before the model is loaded.
+        limits = Limits(queue, wait, answer_tokens, most_bytes, timeout, connections)
+        keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
+        if keys is not None and share is not None:
+            raise typer.BadParameter(
+                "--share is for servers without keys; who has a key shares prompts with those "
+                "whose keys have the same name in the --key-file"
+            )
+        bound = bind(host, port)
+        if keys is None and not is_loopback(host):
+            shared = (
+                "and find out what others sent"
+                if share
+                else "and no prompt begins with another's, unless with --share"
+            )
             typer.echo(
-                f"warning: without an API key, all who reach {host} can use this server; set "
-                "KVKEEP_API_KEY, or use --host 127.0.0.1",
+                f"warning: without an API key, all who reach {host} can use this server, {shared}; "
+                "set KVKEEP_API_KEY, or use --host 127.0.0.1",
                 err=True,
             )
         with bound, Working("starting") as working:
@@ -70,14 +157,27 @@ def serve(
             kept = PrefixStore(nbytes, backend=backend)
             loaded, tokenizer = load(model, dtype, device, working)
             engine = Engine(
-                loaded, tokenizer, name=model, cache=spec, store=kept, namespace=namespace
+                loaded,
+                tokenizer,
+                name=model,
+                cache=spec,
+                store=kept,
+                namespace=namespace,
+                limits=limits,
             )
             working.stop()
             if engine.why_no_reuse:
                 typer.echo(f"every prompt is computed: {engine.why_no_reuse}", err=True)
             run(
-                application(engine, api_key=api_key),
+                application(
+                    engine,
+                    keys=keys,
+                    share=is_loopback(host) if share is None else share,
+                    hosts=[host, *(allow_host or ())],
+                    origins=allow_origin or (),
+                ),
                 bound,
+                limits=limits,
                 announce=lambda url: typer.echo(f"{model} ({spec}) at {url}"),
                 stop=engine.close,
             )

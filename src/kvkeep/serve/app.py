@@ -3,90 +3,112 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
+from typing import NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from torch import Tensor
 
 from kvkeep.serve import replies
 from kvkeep.serve.engine import Engine, Event, Used
-from kvkeep.serve.replies import Reply
+from kvkeep.serve.gate import Gate
+from kvkeep.serve.keys import Keys
+from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import Asked, RequestError, read
+from kvkeep.serve.turns import Turns
 
-BODY_LIMIT = 8 * 2**20
-"""Most bytes of a request."""
+_JSON_PER_BYTE = 4  # bytes of a request for each of its prompt: characters may come escaped
+_JSON_BESIDE = 2**16  # bytes of a request beside the prompt
 _LEFT = 499  # the status of an answer that nobody waits for
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
+_Result = TypeVar("_Result")
 
 
 def application(
-    engine: Engine, *, api_key: str | None = None, body_limit: int = BODY_LIMIT
+    engine: Engine,
+    *,
+    keys: Keys | None = None,
+    share: bool = False,
+    hosts: Collection[str] = (),
+    origins: Collection[str] = (),
 ) -> Starlette:
     """The server of an engine, which is closed when the server shuts down.
 
     Args:
-        api_key: what clients must send as a bearer token, to all but /health; None: nothing.
-        body_limit: most bytes of a request.
+        keys: of which clients must send one as a bearer token, to all but /health; what a
+            prompt begins with is found for the clients whose keys have the same name. None:
+            everybody is answered.
+        share: without keys, a prompt may begin with what anybody sent.
+        hosts, origins: see `Gate`.
     """
     started = int(time.time())
+    turns = Turns(engine.limits)
+    reader = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-read")
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return as_json({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [replies.model(engine.name, started)]})
+        return as_json({"object": "list", "data": [replies.model(engine.name, started)]})
 
     async def model(request: Request) -> Response:
         _require_model(engine, request.path_params["name"])
-        return JSONResponse(replies.model(engine.name, started))
+        return as_json(replies.model(engine.name, started))
 
-    async def chat(request: Request) -> Response:
-        return await complete(request, chat=True)
-
-    async def completions(request: Request) -> Response:
-        return await complete(request, chat=False)
-
-    async def complete(request: Request, *, chat: bool) -> Response:
-        body = await _body(request, body_limit)
-
-        def understood() -> tuple[Asked, list[int]]:
-            asked = read(body, chat=chat)
-            _require_model(engine, asked.model)
-            return asked, engine.encode(asked)
-
-        answer = _Answer(engine, *await asyncio.to_thread(understood))
-        return _Stream(answer) if answer.asked.stream else await _whole(request, answer)
+    def client_of(request: Request) -> _Client:
+        if keys is None:
+            return _Client("", "" if share else None)
+        name = _require_key(request, keys)
+        return _Client(name, name)
 
     def keyed(endpoint: _Endpoint) -> _Endpoint:
         async def checked(request: Request) -> Response:
-            _require_key(request, api_key)
+            client_of(request)
             return await endpoint(request)
 
         return checked
+
+    def completions(chat: bool) -> _Completions:
+        return _Completions(engine, turns, reader, client_of, chat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(engine.close)
+        reader.shutdown(cancel_futures=True)
 
-    return Starlette(
+    middleware = [Middleware(Gate, hosts=hosts, origins=origins)]
+    if origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type"],
+            )
+        )
+    app = Starlette(
         routes=[
             Route("/health", health),
             Route("/v1/models", keyed(models)),
             Route("/v1/models/{name:path}", keyed(model)),
-            Route("/v1/chat/completions", keyed(chat), methods=["POST"]),
-            Route("/v1/completions", keyed(completions), methods=["POST"]),
+            Route("/v1/chat/completions", completions(True), methods=["POST"]),
+            Route("/v1/completions", completions(False), methods=["POST"]),
         ],
+        middleware=middleware,
         exception_handlers={
             RequestError: _refuse,
             HTTPException: _no_endpoint,
@@ -95,21 +117,77 @@ def application(
         },
         lifespan=lifespan,
     )
+    app.state.turns = turns
+    return app
+
+
+class _Client(NamedTuple):
+    """Who asks: in which queue, and with whom it shares prompts; None: with nobody."""
+
+    queue: str
+    shares: str | None
+
+
+class _Completions:
+    """An endpoint, as an ASGI application: a request keeps its place until its answer is sent."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        turns: Turns,
+        reader: ThreadPoolExecutor,
+        client_of: Callable[[Request], _Client],
+        chat: bool,
+    ) -> None:
+        self._engine, self._turns, self._reader = engine, turns, reader
+        self._client_of, self._chat = client_of, chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        client = self._client_of(request)
+        _require_json(request)
+        with self._turns.place(client.queue) as place:
+            asked, ids = await self._understood(request)
+            await _unless_left(request, self._turns.wait(place))
+            answer = _Answer(asked)
+            work = self._engine.submit(asked, ids, answer.emit, answer.gone, name=client.shares)
+            # A client may leave, but the engine is busy until it is done.
+            place.hand_over()
+            work.add_done_callback(lambda _: answer.in_loop(self._turns.done))
+            del ids
+            response = _Stream(answer) if asked.stream else await _whole(request, answer)
+            await response(scope, receive, send)
+
+    async def _understood(self, request: Request) -> tuple[Asked, Tensor]:
+        limit = _JSON_PER_BYTE * self._engine.prompt_bytes + _JSON_BESIDE
+        body = await _body(request, limit, self._engine.limits.timeout_s)
+
+        def understood() -> tuple[Asked, Tensor]:
+            asked = read(body, chat=self._chat)
+            _require_model(self._engine, asked.model)
+            return asked.without_prompt(), self._engine.encode(asked)
+
+        running = asyncio.get_running_loop().run_in_executor(self._reader, understood)
+        return await _unless_left(request, running)
 
 
 class _Answer:
     """A request that is with the engine, and what came of it so far."""
 
-    def __init__(self, engine: Engine, asked: Asked, ids: list[int]) -> None:
+    def __init__(self, asked: Asked) -> None:
         self.asked = asked
         self.gone = threading.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
 
-        def emit(event: Event) -> None:
-            loop.call_soon_threadsafe(self._events.put_nowait, event)
+    def emit(self, event: Event) -> None:
+        """Take what comes next, from any thread."""
+        self.in_loop(lambda: self._events.put_nowait(event))
 
-        engine.submit(asked, ids, emit, self.gone)
+    def in_loop(self, do: Callable[[], None]) -> None:
+        """Call from any thread what belongs to the server's; after its end, nothing."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(do)
 
     async def events(self) -> AsyncIterator[Event]:
         """All events, as they come."""
@@ -149,41 +227,60 @@ async def _whole(request: Request, answer: _Answer) -> Response:
     async def gathered() -> list[Event]:
         return [event async for event in answer.events()]
 
+    try:
+        events = await _unless_left(request, gathered())
+    finally:
+        answer.gone.set()
+    if isinstance(events[-1], RequestError):
+        raise events[-1]
+    return as_json(Reply(answer.asked).whole(events))
+
+
+async def _unless_left(request: Request, doing: Awaitable[_Result]) -> _Result:
+    """The result of something, which is cancelled when the client goes away.
+
+    Raises:
+        ClientDisconnect: it went away.
+    """
+
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    gathering, leaving = asyncio.ensure_future(gathered()), asyncio.ensure_future(left())
+    working, leaving = asyncio.ensure_future(doing), asyncio.ensure_future(left())
     try:
-        await asyncio.wait({gathering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not gathering.done():
-            return Response(status_code=_LEFT)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        answer.gone.set()
-        gathering.cancel()
+        working.cancel()
         leaving.cancel()
-    events = gathering.result()
-    if isinstance(events[-1], RequestError):
-        raise events[-1]
-    return JSONResponse(Reply(answer.asked).whole(events))
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _body(request: Request, limit: int) -> bytes:
+async def _body(request: Request, limit: int, timeout_s: float) -> bytearray:
     """A request's body; of one that is too large nothing more is read.
 
     Raises:
-        RequestError: it is larger than the limit.
+        RequestError: it is larger than the limit, in bytes, or does not come in time.
     """
     body = bytearray()
     length = request.headers.get("content-length", "")
     too_large = length.isdecimal() and int(length) > limit
-    async with aclosing(request.stream()) as parts:
-        while not too_large:
-            part = await anext(parts, None)
-            if part is None:
-                return bytes(body)
-            body += part
-            too_large = len(body) > limit
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(request.stream()) as parts:
+            while not too_large:
+                part = await anext(parts, None)
+                if part is None:
+                    return body
+                body += part
+                too_large = len(body) > limit
+    except TimeoutError:
+        raise RequestError(
+            f"the request did not arrive within {timeout_s:g} s; send it faster, or send less",
+            status=408,
+        ) from None
     raise RequestError(
         f"the request is larger than {limit} bytes; send less", status=413, code="request_too_large"
     )
@@ -199,36 +296,45 @@ def _require_model(engine: Engine, name: str) -> None:
         )
 
 
-def _require_key(request: Request, key: str | None) -> None:
+def _require_json(request: Request) -> None:
+    """Other types can be sent by any web page, without the browser asking the server first."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(
+            f"the content type is {given[:80]!a}; send application/json",
+            code="unsupported_content_type",
+            status=415,
+        )
+
+
+def _require_key(request: Request, keys: Keys) -> str:
+    """The name of the key that was sent.
+
+    Raises:
+        RequestError: none, or a wrong one.
+    """
     kind, _, given = request.headers.get("authorization", "").partition(" ")
-    if key is None or (
-        kind.lower() == "bearer"
-        and secrets.compare_digest(given.strip().encode("latin-1"), key.encode())
-    ):
-        return
-    said = "a wrong API key" if given else "no API key"
-    raise RequestError(
-        f"{said}; send this server's as `Authorization: Bearer KEY`",
-        code="invalid_api_key",
-        status=401,
-    )
-
-
-def _error(error: RequestError) -> Response:
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    name = keys.name(given.strip().encode("latin-1")) if kind.lower() == "bearer" else None
+    if name is None:
+        said = "a wrong API key" if given else "no API key"
+        raise RequestError(
+            f"{said}; send one of this server's as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            status=401,
+        )
+    return name
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _error(error)
+    return refusal(error)
 
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase.lower()
-    message = f"{request.method} {request.url.path}: {phrase}"
-    return _error(RequestError(message, status=error.status_code))
+    message = f"{request.method} {request.scope['path'][:200]}: {phrase}"
+    return refusal(RequestError(message, status=error.status_code))
 
 
 async def _leave(request: Request, error: Exception) -> Response:
@@ -236,4 +342,4 @@ async def _leave(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return _error(RequestError("the server failed; its log says why", status=500))
+    return refusal(RequestError("the server failed; its log says why", status=500))

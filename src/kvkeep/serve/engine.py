@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -17,13 +19,13 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import follow
+from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
 from kvkeep.spec import CacheSpec
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.stretch import require_keepable
 
-_MOST_TOKENS = 4096  # of an answer that nothing else limits
 _LOG = logging.getLogger("kvkeep.serve")
 
 
@@ -66,7 +68,8 @@ class Engine:
         name: what clients call the model.
         cache: what to keep.
         store: where the beginnings of prompts are found and kept; None computes everything.
-        namespace: of the store's entries.
+        namespace: of the store's entries; those of a request's own name are below it.
+        limits: what a request may take.
 
     Raises:
         SpecError, UnsupportedError: the cache or the model cannot work.
@@ -81,13 +84,15 @@ class Engine:
         cache: str | CacheSpec = "keep_all",
         store: PrefixStore | None = None,
         namespace: str = "",
+        limits: Limits | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.spec, self.namespace = cache, namespace
+        self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         attach(model, cache)
         held = Cache(model, cache)
-        limits = (getattr(held.config, "max_position_embeddings", None), held.get_max_length())
-        self.context: int | None = min((n for n in limits if n and n > 0), default=None)
+        lengths = (getattr(held.config, "max_position_embeddings", None), held.get_max_length())
+        self.context: int | None = min((n for n in lengths if n and n > 0), default=None)
+        self.prompt_bytes = self.limits.prompt_of(self.context)
         self.why_no_reuse = ""
         """Why no prompt begins with what others began with; empty if it does."""
         try:
@@ -99,15 +104,16 @@ class Engine:
         self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-serve")
 
-    def encode(self, asked: Asked) -> list[int]:
-        """The token ids of a request's prompt.
+    def encode(self, asked: Asked) -> Tensor:
+        """The token ids of a request's prompt, int64 (n,).
 
         Raises:
-            RequestError: the chat template or the tokenizer refuses it, or it is longer than the
-                model's context.
+            RequestError: the chat template or the tokenizer refuses it, it is longer than the
+                model's context, or its answers may be longer than the limit.
         """
         if isinstance(asked.prompt, list):
             ids = asked.prompt
+            self._require_context(asked, len(ids))
             known = int(self.model.get_input_embeddings().num_embeddings)
             if not all(0 <= token < known for token in ids):
                 raise RequestError(
@@ -115,20 +121,44 @@ class Engine:
                 )
         else:
             with self._encoding:
-                ids = self._chat_ids(asked) if asked.chat else self._text_ids(asked)
+                ids = self._chat_ids(asked) if asked.chat else self._text_ids(asked.prompt, asked)
+            self._require_context(asked, len(ids))
         if not ids:
             raise RequestError(f"{asked.param}: no tokens; give some text", param=asked.param)
-        if self.context is not None and len(ids) >= self.context:
+        self._most_of(asked, len(ids))
+        return torch.tensor(ids)
+
+    def _require_context(self, asked: Asked, length: int) -> None:
+        if self.context is not None and length >= self.context:
             raise RequestError(
                 f"this model's context is {self.context} tokens, but {asked.param} takes "
-                f"{len(ids)}, and an answer at least 1; shorten it",
+                f"{length}, and an answer at least 1; shorten it",
                 param=asked.param,
                 code="context_length_exceeded",
             )
-        return ids
 
-    def _text_ids(self, asked: Asked) -> list[int]:
-        ids: list[int] = self.tokenizer(asked.prompt)["input_ids"]
+    def _most_of(self, asked: Asked, length: int) -> int:
+        """Most tokens of each answer to a prompt of that length, in tokens.
+
+        Raises:
+            RequestError: those of all answers are more than the limit.
+        """
+        limit = self.limits.answer_tokens
+        most = max(1, limit // asked.n) if asked.max_tokens is None else asked.max_tokens
+        if self.context is not None:
+            most = min(most, self.context - length)
+        if asked.n * most > limit:
+            raise RequestError(
+                f"{asked.n} answers of up to {most} tokens are {asked.n * most} tokens, but this "
+                f"server gives {limit} to a request; ask for fewer (max_tokens, n)",
+                param="n" if asked.n > 1 else "max_tokens",
+            )
+        return most
+
+    def _text_ids(self, text: str, asked: Asked, **options: Any) -> list[int]:
+        if len(text) > self.prompt_bytes or len(text.encode()) > self.prompt_bytes:
+            raise self._too_large(asked)
+        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return ids
 
     def _chat_ids(self, asked: Asked) -> list[int]:
@@ -142,33 +172,53 @@ class Engine:
                     f"the chat template of {self.name} has no place for {field}", param=field
                 )
         try:
-            found = self.tokenizer.apply_chat_template(
-                asked.messages, tools=asked.tools, add_generation_prompt=True, return_dict=True
+            if _is_larger([asked.messages, asked.tools], self.prompt_bytes):
+                raise self._too_large(asked)
+            text: str = self.tokenizer.apply_chat_template(
+                asked.messages, tools=asked.tools, add_generation_prompt=True, tokenize=False
             )
+            return self._text_ids(text, asked, add_special_tokens=False)
+        except RequestError:
+            raise
         except Exception as error:  # templates raise what they like, for the messages they refuse
             reason = " ".join(str(error).split())[:300]
             raise RequestError(
                 f"the chat template of {self.name} cannot render these messages: {reason}",
                 param=asked.param,
             ) from error
-        ids: list[int] = found["input_ids"]
-        return ids
+
+    def _too_large(self, asked: Asked) -> RequestError:
+        return RequestError(
+            f"{asked.param} takes more than the {self.prompt_bytes} bytes that this server reads "
+            "of a prompt; shorten it",
+            param=asked.param,
+            code="context_length_exceeded",
+        )
 
     def submit(
         self,
         asked: Asked,
-        ids: list[int],
+        ids: Tensor,
         emit: Callable[[Event], None],
         gone: threading.Event,
+        *,
+        name: str | None = "",
     ) -> Future[None]:
         """Answer a request when those before it are answered.
 
         Args:
             ids: from `encode`.
+            name: of whose prompts it may begin with; None: of nobody's, and none is kept.
             emit: given each event, the last of which is `Used` or an error; from other threads.
             gone: when it is set, the answer ends with the next token, or never begins.
+
+        Raises:
+            RequestError: the engine is closed.
         """
-        future = self._worker.submit(self._run, asked, ids, emit, gone)
+        try:
+            future = self._worker.submit(self._run, asked, ids, emit, gone, name)
+        except RuntimeError:  # it was closed
+            raise _stopped() from None
         future.add_done_callback(lambda done: emit(_stopped()) if done.cancelled() else None)
         return future
 
@@ -183,18 +233,19 @@ class Engine:
     def _run(
         self,
         asked: Asked,
-        ids: list[int],
+        ids: Tensor,
         emit: Callable[[Event], None],
         gone: threading.Event,
+        name: str | None,
     ) -> None:
         def stopped() -> bool:
             return gone.is_set() or self._closing.is_set()
 
         try:
-            self._answer(asked, torch.tensor(ids), emit, stopped)
+            self._answer(asked, ids, emit, stopped, name)
             if stopped():
                 emit(_stopped())
-        except Exception:
+        except BaseException:  # a tokenizer's panic is no Exception; whoever asked has to be told
             _LOG.exception("a request failed")
             emit(RequestError("the server failed; its log says why", status=500))
 
@@ -204,9 +255,10 @@ class Engine:
         ids: Tensor,
         emit: Callable[[Event], None],
         stopped: Callable[[], bool],
+        name: str | None,
     ) -> None:
-        room = _MOST_TOKENS if self.context is None else self.context - len(ids)
-        most = room if asked.max_tokens is None else min(asked.max_tokens, room)
+        most = self._most_of(asked, len(ids))
+        store, namespace = self._store_of(asked, name)
         # Of the generator that all requests share, none is to decide what another draws.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         ends = _end_tokens(self.model)
@@ -214,7 +266,7 @@ class Engine:
         for index in range(asked.n):
             if stopped():
                 return
-            cache, found = self.prepare(ids)
+            cache, found = self._prepare(ids, store, namespace)
             stops = Stops(asked.stop)
 
             def give(text: str, stops: Stops = stops, index: int = index) -> None:
@@ -246,22 +298,34 @@ class Engine:
                 emit(Finished(index, "stop" if stops.found or whole else "length"))
                 if index == asked.n - 1:
                     emit(Used(len(ids), completion, cached))
-            if self.store is not None:
+            if store is not None:
                 fed = result.ids[0, : cache.fed]
-                self.store.learn(self.model, fed, cache, namespace=self.namespace)
+                store.learn(self.model, fed, cache, namespace=namespace)
 
-    def prepare(self, ids: Tensor) -> tuple[Cache, int]:
+    def _store_of(self, asked: Asked, name: str | None) -> tuple[PrefixStore | None, str]:
+        """Where a request's prompt is looked up and kept, and in which namespace."""
+        if self.store is None or name is not None:
+            return self.store, "/".join(filter(None, (self.namespace, name)))
+        # Its answers share the prompt in a store of its own, which ends with the request.
+        return (PrefixStore(self.store.budget) if asked.n > 1 else None), ""
+
+    def _prepare(self, ids: Tensor, store: PrefixStore | None, namespace: str) -> tuple[Cache, int]:
         """A cache that holds all tokens of a prompt, int64 (n,), but the last, or nothing; and how
         many of them were found instead of computed."""
-        if self.store is None:
+        if store is None:
             return Cache(self.model, self.spec), 0
-        return self.store.read(
-            self.model, ids[:-1], prompt=ids, spec=self.spec, namespace=self.namespace
-        )
+        return store.read(self.model, ids[:-1], prompt=ids, spec=self.spec, namespace=namespace)
 
 
 def _stopped() -> RequestError:
     return RequestError("the server is shutting down; ask again later", status=503)
+
+
+def _is_larger(given: Any, limit: int) -> bool:
+    """Whether a template that writes all that it is given, indented, would write more bytes than a
+    limit. What is nested deeply becomes long by indentation, so nothing is written to find out."""
+    pieces = json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(given)
+    return any(total > limit for total in accumulate(len(piece.encode()) for piece in pieces))
 
 
 def _end_tokens(model: Any) -> set[int]:

@@ -6,22 +6,26 @@ import asyncio
 import copy
 import errno
 import ipaddress
+import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.config import LOGGING_CONFIG
 
 from kvkeep.errors import StateError
+from kvkeep.serve.connection import Connection
+from kvkeep.serve.limits import Limits
 
 _GRACE_S = 5  # for requests that are being answered when the server is told to stop
 _MOST_GRACE_S = 60  # for one whose prompt is being read then
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 5  # that a connection is kept for a client's next request
 
 
 def is_loopback(host: str) -> bool:
@@ -68,10 +72,30 @@ def listen(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
+def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
+    """uvicorn's settings for an application: connections that wait for no client, no websockets,
+    and a log, on stderr, without query strings."""
+    log = copy.deepcopy(LOGGING_CONFIG)
+    log["filters"] = {"path": {"()": _PathOnly}}
+    log["handlers"]["access"] |= {"stream": "ext://sys.stderr", "filters": ["path"]}
+    return uvicorn.Config(
+        app,
+        http=type("Connection", (Connection,), {"limits": limits}),
+        ws="none",
+        lifespan="on",
+        log_config=log,
+        backlog=_BACKLOG,
+        server_header=False,
+        timeout_keep_alive=max(1, min(_KEEP_ALIVE_S, int(limits.timeout_s))),
+        timeout_graceful_shutdown=_MOST_GRACE_S,
+    )
+
+
 def run(
     app: Starlette,
     bound: socket.socket,
     *,
+    limits: Limits,
     announce: Callable[[str], None],
     stop: Callable[[], None],
 ) -> None:
@@ -79,22 +103,29 @@ def run(
 
     Args:
         bound: from `bind`.
+        limits: of its connections.
         announce: told the URL as soon as clients can connect.
         stop: ends what is being answered; called after those seconds, in a thread.
 
     Raises:
         StateError: see `listen`.
     """
-    logging = copy.deepcopy(LOGGING_CONFIG)
-    logging["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    options: dict[str, Any] = {"backlog": _BACKLOG, "timeout_graceful_shutdown": _MOST_GRACE_S}
-    server = _Server(uvicorn.Config(app, lifespan="on", log_config=logging, **options), stop)
+    server = _Server(configured(app, limits), stop)
     if threading.current_thread() is threading.main_thread():
         # Both signals end the server alike; uvicorn raises them again when it has shut down.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         announce(listen(bound))
         server.run(sockets=[bound])
+
+
+class _PathOnly(logging.Filter):
+    """Keeps query strings, where some clients put keys, out of the access log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        client, method, path, *rest = cast(tuple[str, ...], record.args)
+        record.args = (client, method, path.partition("?")[0], *rest)
+        return True
 
 
 class _Server(uvicorn.Server):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
+
+from starlette.responses import Response
 
 from kvkeep.serve.engine import Event, Finished, Piece, Used
 from kvkeep.serve.requests import Asked, RequestError
@@ -79,6 +81,21 @@ class Reply:
 def model(name: str, created: int) -> dict[str, Any]:
     """A model, as the list of models has it."""
     return {"id": name, "object": "model", "created": created, "owned_by": "kvkeep"}
+
+
+def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response in ASCII: what clients send may come back in it, and need not be valid Unicode."""
+    return Response(json.dumps(content), status, headers, media_type="application/json")
+
+
+def refusal(error: RequestError) -> Response:
+    """What a refused request is answered."""
+    headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.retry_s is not None:
+        headers["retry-after"] = str(error.retry_s)
+    return as_json(error.body(), error.status, headers)
 
 
 def _pieces(events: list[Event], index: int) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.errors import KVKeepError
@@ -17,6 +18,7 @@ _ROLES = {
     "tool": "tool",
 }
 _MOST_STOPS = 4
+_LONGEST_STOP = 1000  # characters: every new piece of text is compared with each beginning of one
 _MOST_CHOICES = 128
 _COLDEST = 1e-4  # a temperature below is greedy: logits divided by it would overflow
 _DEFAULT_COMPLETION = 16  # tokens, as OpenAI's completions have it
@@ -50,26 +52,35 @@ Message = dict[str, Any]
 
 
 class RequestError(KVKeepError):
-    """A request that is refused: why, which field, and with which HTTP status."""
+    """A request that is refused: why, which field, with which HTTP status, and after how many
+    seconds to try again."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        retry_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.retry_s = param, code, status, retry_s
 
     def body(self) -> dict[str, Any]:
         """As OpenAI says it."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         about = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": about}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: of `messages`, or to continue a `prompt`, text or token ids, if there are none.
-    `max_tokens` None is as many as the model's context has room for."""
+    """One request: of `chat`, with `messages`, or to continue a `prompt`, text or token ids.
+    `max_tokens` None is as many as the model's context, and the server's limit, have room for."""
 
+    chat: bool
     model: str
     messages: list[Message]
     prompt: str | list[int]
@@ -84,24 +95,23 @@ class Asked:
     include_usage: bool
 
     @property
-    def chat(self) -> bool:
-        """Whether it is a conversation."""
-        return bool(self.messages)
-
-    @property
     def param(self) -> str:
         """The field that the prompt came in."""
         return "messages" if self.chat else "prompt"
 
+    def without_prompt(self) -> Asked:
+        """All but the prompt, which may be large, and is not needed once there are tokens of it."""
+        return replace(self, messages=[], prompt="", tools=None)
 
-def read(body: bytes, *, chat: bool) -> Asked:
+
+def read(body: bytes | bytearray, *, chat: bool) -> Asked:
     """What a request's body asks for, of chat or of plain completions.
 
     Raises:
         RequestError: no JSON, or a field that is wrong or unsupported.
     """
     try:
-        given = json.loads(body)
+        given = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
@@ -121,6 +131,7 @@ def read(body: bytes, *, chat: bool) -> Asked:
     temperature = _number(given, "temperature", 1.0, 2.0)
     options = _of(given, "stream_options", dict, {})
     return Asked(
+        chat=chat,
         model=_required(given, "model", str),
         messages=_conversation(given) if chat else [],
         prompt="" if chat else _prompt(given),
@@ -134,6 +145,19 @@ def read(body: bytes, *, chat: bool) -> Asked:
         stream=_of(given, "stream", bool, False),
         include_usage=_of(options, "include_usage", bool, False, "stream_options."),
     )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that comes twice, another program may take the other value."""
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has {json.dumps(twice)[:80]} twice")
+    return given
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _conversation(given: Mapping[str, Any]) -> list[Message]:
@@ -244,6 +268,11 @@ def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
     texts = tuple(_text(string, "stop") for string in strings)
     if not all(texts):
         raise RequestError("a stop string is empty; leave it out", param="stop")
+    longest = max(map(len, texts), default=0)
+    if longest > _LONGEST_STOP:
+        raise RequestError(
+            f"a stop string of {longest} characters; give up to {_LONGEST_STOP}", param="stop"
+        )
     return texts
 
 

@@ -1,0 +1,196 @@
+"""Who is answered, and with whose prompts a client's may begin."""
+
+from __future__ import annotations
+
+import hmac
+
+import httpx2
+import pytest
+from serving import JSON, asking, client, said, serving
+from starlette.testclient import TestClient
+
+import kvkeep
+from kvkeep.serve.app import application
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.keys import Keys, KeysError
+
+HELLO = {"model": "tiny", "prompt": "Hello.", "max_tokens": 2, "temperature": 0}
+
+
+def post(talk, headers=JSON, path="completions", body=HELLO):
+    url = f"{talk.base_url}{path}"
+    return httpx2.post(url, json=body, headers=headers, trust_env=False)
+
+
+# -- pages and names -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "", "application/x-www-form-urlencoded", "application/json-seq"]
+)
+def test_what_a_page_may_send_without_asking_is_refused(served, kind):
+    answer = post(served[1], {"content-type": kind})
+    assert answer.status_code == 415
+    assert "application/json" in answer.json()["error"]["message"]
+    assert post(served[1], {"content-type": "Application/JSON; charset=utf-8"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1@evil.example", "[", ""]
+)
+def test_a_name_that_is_not_the_servers_is_refused(served, host):
+    answer = post(served[1], JSON | {"host": host})
+    assert answer.status_code == 421
+    assert answer.json()["error"]["code"] == "unknown_host"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "[::1]:8000", "10.0.0.5"])
+def test_localhost_and_addresses_are_the_servers(served, host):
+    assert post(served[1], JSON | {"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:9"])
+def test_pages_are_refused(served, origin):
+    answer = post(served[1], JSON | {"origin": origin})
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+    asks = {"origin": origin, "access-control-request-method": "POST"}
+    preflight = httpx2.options(f"{served[1].base_url}completions", headers=asks, trust_env=False)
+    assert preflight.status_code == 403
+
+
+def test_names_and_pages_that_are_let_in(model, tokenizer):
+    page, host = "https://chat.example", "gpu.example"
+    with serving(model, tokenizer, hosts=[host], origins=[page]) as (_, talk):
+        answer = post(talk, JSON | {"origin": page, "host": host})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == page
+        asks = {
+            "origin": page,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type",
+        }
+        url = f"{talk.base_url}completions"
+        assert httpx2.options(url, headers=asks, trust_env=False).status_code == 200
+        assert post(talk, JSON | {"origin": f"{page}.evil.example"}).status_code == 403
+        assert post(talk, JSON | {"host": f"{host}.evil.example"}).status_code == 421
+
+
+def test_query_strings_are_not_logged(model, tokenizer, capsys):
+    with serving(model, tokenizer) as (_, talk):
+        url = str(talk.base_url).replace("/v1/", "/health?key=secret")
+        assert httpx2.get(url, trust_env=False).status_code == 200
+    assert "GET /health HTTP" in (logged := capsys.readouterr().err)
+    assert "secret" not in logged
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+def test_white_space_around_a_key_does_not_count(model, tokenizer):
+    with serving(model, tokenizer, keys=Keys.single(" secret\n"), key="secret") as (_, talk):
+        assert talk.models.list().data
+        for header in ("bearer   secret", "Bearer \tsecret"):
+            assert post(talk, JSON | {"authorization": header}).status_code == 200
+        for header in (
+            "Bearer secre",
+            "Bearer secrets",
+            "Bearer",
+            "Basic secret",
+            "secret",
+            "Bearer \xff",
+        ):
+            answer = post(talk, JSON | {"authorization": header.encode("latin-1")})
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch):
+    keys = Keys({"first": "a", "second": "b", "third": "a"})
+    compared = []
+    monkeypatch.setattr(
+        hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
+    )
+    for given, name in ((b"first", "a"), (b"second", "b"), (b"third", "a"), (b"x" * 999, None)):
+        compared.clear()
+        assert keys.name(given) == name
+        assert compared == [(32, 32)] * 3
+
+
+def test_files_of_keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# who: key\n\n ada : key:with:colons \nbob:b\nada:c\r\n")
+    keys = Keys.read(path)
+    assert [keys.name(key) for key in (b"key:with:colons", b"b", b"c", b"", b"ada")] == [
+        "ada",
+        "bob",
+        "ada",
+        None,
+        None,
+    ]
+    for text, message in (
+        ("", "no API keys"),
+        ("secret", "line 1 of .* is not `name:key`"),
+        (":secret", "line 1"),
+        ("ada:", "the API key of ada is empty"),
+        ("ada:a b", "characters that no client can send"),
+        ("ada:é", "characters that no client can send"),
+        ("a/b:c", "name 'a/b'"),
+        ("ada:same\nbob:same", "line 2 of .* repeats a key"),
+        (b"\xff", "cannot read keys"),
+    ):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(KeysError, match=message):
+            Keys.read(path)
+    with pytest.raises(KeysError, match="cannot read keys"):
+        Keys.read(tmp_path)
+
+
+# -- tenants -------------------------------------------------------------------------------------
+
+
+def found(talk, messages):
+    answer = talk.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, max_tokens=2, seed=1
+    )
+    return answer.usage.prompt_tokens_details.cached_tokens, said(answer)
+
+
+SECRET = [{"role": "system", "content": "The code is 31415926."}, {"role": "user", "content": "?"}]
+
+
+def test_a_tenant_learns_nothing_of_anothers_prompts(model, tokenizer):
+    strangers = [f"stranger{i}" for i in range(4)]
+    names = {"a1": "ada", "a2": "ada", **{f"key-of-{who}": who for who in strangers}}
+    with serving(model, tokenizer, keys=Keys(names)) as (_, talk):
+        ada, also_ada, *others = (client(str(talk.base_url), key) for key in names)
+        nothing, text = found(ada, SECRET)
+        assert nothing == 0
+        for other, digits in zip(others, ("31415926", "3141592", "314", "2"), strict=True):
+            guess = [SECRET[0] | {"content": f"The code is {digits}."}, SECRET[1]]
+            cached, answer = found(other, guess)
+            assert cached == 0
+            assert (answer == text) == (digits == "31415926")
+        assert found(also_ada, SECRET)[0] > 10
+        assert found(others[0], SECRET)[0] > 10  # its own
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_without_keys_prompts_are_shared_only_if_the_operator_says_so(model, tokenizer, share):
+    with serving(model, tokenizer, share=share) as (engine, talk):
+        first, text = found(talk, SECRET)
+        again, same = found(talk, SECRET)
+        assert (first, again > 10, same) == (0, share, text)
+        several = talk.chat.completions.create(
+            model="tiny", messages=asking("Hello."), temperature=0, max_tokens=4, n=3
+        )
+        assert len({choice.message.content for choice in several.choices}) == 1
+        assert bool(engine.store.stats().tokens) == share
+
+
+def test_an_application_without_keys_shares_nothing_by_itself(model, tokenizer):
+    engine = Engine(model, tokenizer, name="tiny", store=kvkeep.PrefixStore())
+    with TestClient(application(engine), base_url="http://localhost") as talk:
+        for _ in range(2):
+            usage = talk.post("/v1/completions", json=HELLO).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
