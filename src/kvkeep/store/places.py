@@ -38,7 +38,7 @@ def opened(
     scheme, separator, _ = text.partition("://")
     scheme = scheme.partition("::")[0] if separator or "::" in scheme else ""
     if not scheme:
-        if not create and not (Path(text) / "index.sqlite").is_file():
+        if not create and not (Path(text) / "blocks").is_dir():
             raise _no_store(text)
         return Disk(text, budget, **options)
     servers = [*SCHEMES, SCHEME]

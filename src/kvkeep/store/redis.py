@@ -108,6 +108,11 @@ class Redis(Remote):
     def delete(self, key: str) -> None:
         self._sent([self._script(DELETE, key)])
 
+    def quarantine(self, key: str) -> None:
+        self.damaged += 1
+        name = self._aside + uuid.uuid4().hex
+        self._sent([self._script(SET_ASIDE, key, name, _ASIDE_MS)])
+
     def scan(self, prefix: str = "") -> Iterator[str]:
         start = b"[" + prefix.encode() if prefix else b"-"
         stop = b"(" + prefix.encode() + b"\xff" if prefix else b"+"
@@ -205,13 +210,7 @@ class Redis(Remote):
     def _block(self, key: str, data: Any) -> Block | None:
         if data is None or (isinstance(data, Exception) and not _is_other_type(data)):
             return None
-        try:
-            return Block.from_bytes(data if isinstance(data, bytes) else b"", key)
-        except ValueError:
-            self.damaged += 1
-            name = self._aside + uuid.uuid4().hex
-            self._sent([self._script(SET_ASIDE, key, name, _ASIDE_MS)])
-            return None
+        return self._checked(key, data)
 
     def _put(self, commands: Sequence[Command]) -> int:
         return sum(answer == 1 for answer in (self._sent(commands) or []))
