@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar, final
 
@@ -61,7 +62,8 @@ class Disk(Backend):
         require_budget(budget)
         self.budget = budget
         writable = self._made()
-        self._index = Index(self.path, self._rows, self.path / "quarantine", writable=writable)
+        rows = partial(_rows, self.path / "blocks")
+        self._index = Index(self.path, rows, self.path / "quarantine", writable=writable)
         self._asked(self._index.require_sound, None)
 
     @property
@@ -185,7 +187,9 @@ class Disk(Backend):
             def over() -> list[str]:
                 return self._index.change(lambda index: _over(budget, index))
 
-            self._remove(self._asked(over, list[str]()))
+            removed: list[str] = []
+            removed = self._asked(over, removed)
+            self._remove(removed)
             freed = before - self.nbytes
         named = self._asked(lambda: self._index.ask(_names), None)
         if named is None:  # nobody knows what is abandoned
@@ -207,7 +211,7 @@ class Disk(Backend):
 
     def _made(self) -> bool:
         """Make the directories, as far as they are not there; whether they may be written to."""
-        if self.path.exists() and not self.path.is_dir():
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise SpecError(f"{self.path} is no directory; give one, or a path for a new one")
         writable = True
         try:
@@ -216,7 +220,7 @@ class Disk(Backend):
                 (self.path / part).mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
         except OSError as error:
             writable = False
-            if error.errno not in _REFUSED or not (self.path / "blocks").is_dir():
+            if error.errno not in _REFUSED or not os.path.isdir(self.path / "blocks"):
                 raise SpecError(
                     f"no store can be made at {self.path}: {error}; give another place"
                 ) from error
@@ -269,14 +273,6 @@ class Disk(Backend):
         except (OSError, ValueError):
             return b""
 
-    def _rows(self) -> Iterator[Row]:
-        """All blocks that say what they are."""
-        for file in self._files("blocks"):
-            if NAME.fullmatch(file.name):
-                with suppress(OSError, ValueError):
-                    status, label = file.stat(), Label.read(_start(file))
-                    yield Row(label.key, file.name, status.st_size, status.st_mtime)
-
     def _put_aside(self, key: str, file: Path) -> None:
         self.damaged += 1
         self._forget(key, file.name)
@@ -291,8 +287,8 @@ class Disk(Backend):
         )
 
     def _note(self, row: Row) -> None:
-        """Enter a block that lies there already, unless another is entered under its key."""
-        insert = "insert or ignore into blocks values (?, ?, ?, ?)"
+        """Enter a block that was found to lie there."""
+        insert = "insert or replace into blocks values (?, ?, ?, ?)"
         self._changed(lambda index: index.execute(insert, row))
 
     def _changed(self, change: Callable[[sqlite3.Connection], object]) -> None:
@@ -312,6 +308,15 @@ class Disk(Backend):
             if NAME.fullmatch(file):
                 with suppress(OSError):
                     (self.path / "blocks" / file).unlink()
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """All blocks in a directory that say what they are."""
+    for file in path.iterdir():
+        if NAME.fullmatch(file.name):
+            with suppress(OSError, ValueError):
+                status, label = file.stat(), Label.read(_start(file))
+                yield Row(label.key, file.name, status.st_size, status.st_mtime)
 
 
 def _whole(file: Path) -> bytearray:
@@ -337,10 +342,11 @@ def _start(file: Path) -> bytes:
     with opened(file, follow=False) as handle:
         size = os.fstat(handle).st_size
         head = _header(handle, size)
-        tokens = Layout.read(head, HEADER_BYTES).entries.get("tokens")
+        layout = Layout.read(head, HEADER_BYTES)
+        tokens = layout.entries.get("tokens")
         stop = len(head) + (0 if tokens is None else tokens.stop)
-        if not len(head) <= stop <= min(size, len(head) + HEADER_BYTES):
-            raise ValueError("its tokens lie elsewhere")
+        if layout.nbytes != size or stop > len(head) + HEADER_BYTES:
+            raise ValueError(f"{size} bytes of {layout.nbytes}, or its tokens lie elsewhere")
         data = bytearray(stop)
         read_into(handle, data, 0)
     return bytes(data)

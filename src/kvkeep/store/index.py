@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import sqlite3
+import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -159,7 +160,7 @@ class Index:
         file = self._current()
         if not _is_file(file):
             if os.path.lexists(file):
-                raise sqlite3.DatabaseError(f"{file} is no file")  # no code, so it is damage
+                raise sqlite3.DatabaseError(f"{file} is no index")  # no code, so it is damage
             self._repair()
             file = self._current()
         index = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)
@@ -191,11 +192,13 @@ class Index:
 
     def _repair(self) -> None:
         """Make the index of what there is, unless another process just did."""
+        held: tuple[_Stamp, sqlite3.Connection] | None = getattr(self._local, "held", None)
+        self._local.held = self._local.current = None
+        if held is not None and held[0].process == os.getpid():
+            held[1].close()
         if not self.writable:
-            self._local.held = None
             return
         with self._alone():
-            self._local.current = None
             file = self._current()
             if _is_file(file):
                 with closing(sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)) as index:
@@ -246,15 +249,21 @@ def _number(name: str) -> int:
 
 
 def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    """Whether a file lies there, in which something is: SQLite takes an empty one for a new index,
+    but waits for whoever has it open since before it was emptied."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
 def _is_sound(index: sqlite3.Connection) -> bool:
     """Whether SQLite finds nothing wrong with it, and it is a table of rows."""
-    if index.execute("pragma quick_check(1)").fetchone() != ("ok",):
+    if index.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
         return False
     columns = [(row[1], row[2].upper()) for row in index.execute("pragma table_info(blocks)")]
-    return columns == _COLUMNS and index.execute(_ODD).fetchone() == (0,)
+    return columns == _COLUMNS and index.execute(_ODD).fetchall() == [(0,)]
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
