@@ -32,6 +32,9 @@ _TYPES = {
     torch.uint8: "U8",
 }
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+MOST_HEADER = 1 << 24
+"""The longest header that is written, and read where nobody says less."""
+
 _ALIGNED = 8
 _MOST_AXES = 8
 _MOST_BYTES = 1 << 48  # of a file
@@ -44,6 +47,24 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def tensor(self, data: bytearray, place: int = 0) -> Tensor:
+        """The tensor whose bytes begin at some place; it shares their memory.
+
+        Raises:
+            ValueError: that is amidst a number.
+        """
+        if self.start == self.stop:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if place % self.dtype.itemsize:
+            raise ValueError(f"a tensor of {self.dtype} begins at byte {place}, amidst a number")
+        count = math.prod(self.shape)
+        found = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
+        return found.view(self.shape)
+
+
+class HeaderError(ValueError):
+    """A header that would be too long to be read."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +120,7 @@ class Layout:
             ValueError: it lies where no such number can.
         """
         entry = self.entries[name]
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        place = self.start + entry.start
-        if place % entry.dtype.itemsize:
-            raise ValueError(f"tensor {name} begins at {place}, amidst a number")
-        count = math.prod(entry.shape)
-        found = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=place)
-        return found.view(entry.shape)
+        return entry.tensor(data, self.start + entry.start)
 
 
 def header_bytes(data: bytes | bytearray | memoryview[int], most: int) -> int:
@@ -173,6 +187,10 @@ def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[s
         start = stop
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
+    if len(text) > MOST_HEADER:
+        raise HeaderError(
+            f"a header of {len(text)} bytes, but {MOST_HEADER} are read; save fewer notes with it"
+        )
     return len(text).to_bytes(8, "little") + text
 
 

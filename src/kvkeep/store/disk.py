@@ -162,7 +162,8 @@ class Disk(Backend):
             )
             return [key for (key,) in found if is_key(key)]
 
-        return iter(self._asked(lambda: self._index.ask(keys), []))
+        nothing: list[str] = []
+        return iter(self._asked(lambda: self._index.ask(keys), nothing))
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
         return [self._label(key, self._first_bytes(key)) for key in keys]
@@ -187,9 +188,7 @@ class Disk(Backend):
             def over() -> list[str]:
                 return self._index.change(lambda index: _over(budget, index))
 
-            removed: list[str] = []
-            removed = self._asked(over, removed)
-            self._remove(removed)
+            self._remove(self._asked(over, []))
             freed = before - self.nbytes
         named = self._asked(lambda: self._index.ask(_names), None)
         if named is None:  # nobody knows what is abandoned
