@@ -576,7 +576,7 @@ def test_a_large_answer_in_time(server):
 
 
 ANSWERS = [
-    None, b"", b"x", 0, 1, -1, 2**70, [], [b""], [b"a", b"a"], [1, 2], (0, [b"x"]), (7, [1]), (b"7", []),
+    None, b"", b"x", 0, 1, -1, 2**70, [], [b""], [b"a", b"a"], [1, 2], (0, [b"x"]), (7, [1]),
     [[b"x"]], [None], {}, True, 1.5, redis.exceptions.ResponseError("WRONGTYPE x"),
     redis.exceptions.ResponseError("OOM"), ValueError("x"),
 ]  # fmt: skip
