@@ -1,8 +1,8 @@
 """Program: a decode step with its cache inside, exported by torch, saved as a .pt2 file.
 
 A program that was loaded needs torch and kvkeep, but neither transformers nor the model's files.
-Loading one runs code: torch makes Python of what is in the file, so load only what you trust. Nothing
-in it is unpickled, and what no export says is refused (see `vetting.py`).
+Loading one runs code: torch makes Python of what is in the file, so load only what you trust.
+Nothing in it is unpickled, and what no export says is refused (see `vetting.py`).
 """
 
 from __future__ import annotations

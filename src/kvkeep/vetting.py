@@ -1,8 +1,8 @@
 """What torch makes code of when it loads a program: refused unless it is what exports say.
 
 torch evaluates expressions of shapes, compiles guards and the names of values into Python, looks
-operators up by name, and imports types, so a program's file is code. What is checked here closes the
-ways that are known; it makes no sandbox.
+operators up by name, and imports types, so a program's file is code. What is checked here closes
+the ways that are known; it makes no sandbox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FUNCTIONS = {
     *("Equality", "Unequality", "LessThan", "StrictLessThan", "GreaterThan", "StrictGreaterThan"),
 }
 _ASSUMPTIONS = {"integer", "positive", "nonnegative", "nonzero", "negative", "real", "finite"}
-_SYMBOL = re.compile(r"[a-z]{1,6}\d{0,9}")
+_SYMBOL = re.compile(r"[a-z]{1,6}\d{1,9}")
 _CONSTANTS = {"true", "false"}
 _MOST_TEXT, _MOST_EXPONENT, _MOST_NUMBER = 10_000, 64, 1 << 63
 _PLAIN = (

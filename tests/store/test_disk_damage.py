@@ -109,7 +109,8 @@ def test_nothing_is_removed_through_links(filled, tmp_path):
 def _without_descriptors(path):
     disk = Disk(path)
     keys = list(disk.scan())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
     taken = []
     try:
         while True:
@@ -124,6 +125,7 @@ def _without_descriptors(path):
     assert not other.put(blocks_of([1, 2])[0])
     for handle in taken:
         os.close(handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert all(disk.get(key) for key in keys)
     assert len(list(other.scan())) == 4
 

@@ -26,10 +26,7 @@ create table if not exists blocks (
 ) without rowid
 """
 _COLUMNS = [("key", "TEXT"), ("file", "TEXT"), ("nbytes", "INTEGER"), ("used", "REAL")]
-_ODD = """
-select count(*) from blocks where typeof(key) != 'text' or typeof(file) != 'text'
-or typeof(nbytes) != 'integer' or nbytes not between 0 and 1 << 48 or typeof(used) != 'real'
-"""
+_MOST_BYTES = 1 << 48  # of a file, and as sums are kept
 _WAIT_S = 30.0  # for another process's transaction
 _DAMAGE = {
     sqlite3.SQLITE_ERROR,  # such as a table that is not there
@@ -263,7 +260,22 @@ def _is_sound(index: sqlite3.Connection) -> bool:
     if index.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
         return False
     columns = [(row[1], row[2].upper()) for row in index.execute("pragma table_info(blocks)")]
-    return columns == _COLUMNS and index.execute(_ODD).fetchall() == [(0,)]
+    if columns != _COLUMNS:
+        return False
+    rows = map(Row._make, index.execute("select * from blocks"))
+    return not [row for row in rows if not _is_row(row)]  # all are read: some may be no text
+
+
+def _is_row(row: Row) -> bool:
+    """Whether each column is what it should be; SQLite holds anything in any."""
+    return (
+        isinstance(row.key, str)
+        and isinstance(row.file, str)
+        and NAME.fullmatch(row.file) is not None
+        and isinstance(row.nbytes, int)
+        and 0 <= row.nbytes <= _MOST_BYTES
+        and isinstance(row.used, float)
+    )
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
