@@ -10,7 +10,7 @@ import torch
 from kept import fed, holds, new_cache
 from redis_server import Server
 
-from kvkeep.store import Disk, Location, Memory, PrefixStore, Redis
+from kvkeep.store import Disk, Geometry, Location, Memory, PrefixStore, Redis
 
 KINDS = ["disk", "redis", "location-file", "location-memory"]
 """Those that other processes, or other objects of this one, can open again."""
@@ -99,11 +99,16 @@ def found(backend, tokens, identity="m", block=8):
 def found_in(store, tokens, identity="m"):
     """The same, of a store."""
     cache = new_cache()
-    with store.match(identity, torch.tensor(tokens)) as hit:
+    with store.match(identity, torch.tensor(tokens), geometry) as hit:
         hit.fill(cache)
         assert holds(cache, tokens[: hit.length])
     store.check()
     return hit.length
+
+
+def geometry():
+    """What the slots of these texts are like."""
+    return Geometry.of_cache(fed([1]))
 
 
 def blocks_of(*texts, identity="m", block=8):

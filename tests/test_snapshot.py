@@ -257,9 +257,11 @@ def test_foreign_files(tmp_path):
         Saved(path)
     small(path)
     rewritten(path, layers=[])
-    saved = Saved(path)
+    with pytest.raises(SavedCacheError, match="0 layers"):
+        Saved(path)
+    small(path)
     with pytest.raises(SavedCacheError, match="layers"):
-        saved.restore_to(cache_of("keep_all"))
+        Saved(path).restore_to(Cache([CacheSpec.parse("keep_all").layer()]))
     with pytest.raises(StateError, match="empty"):
         save(cache_of("keep_all"), path)
 

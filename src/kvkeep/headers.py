@@ -34,15 +34,17 @@ Described = TypeVar("Described")
 def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
     """A header, of fields of the types it declares; those with a default may be missing."""
     inner: tuple[Any, ...]
+    if not isinstance(fields, dict):
+        raise TypeError(f"{str(fields)[:50]!r} is no {kind.__name__}")
     for name, declared in get_type_hints(kind).items():
         if name not in fields and hasattr(kind, name):
             continue
         value, inner = fields[name], get_args(declared)
         outer: Any = get_origin(declared) or declared
         found = isinstance(value, inner if outer is UnionType else outer)
-        items = value.values() if outer is dict else value if outer is list else ()
         if not found or isinstance(value, bool) > (bool in (declared, *inner)):
             raise TypeError(f"{name} is {value!r:.50}, not {declared}")
+        items = value.values() if outer is dict else value if outer is list else ()
         if not all(isinstance(item, inner[-1]) for item in items):
             raise TypeError(f"{name} does not hold {inner[-1].__name__}s only")
     return kind(**fields)

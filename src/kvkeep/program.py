@@ -1,7 +1,8 @@
 """Program: a decode step with its cache inside, exported by torch, saved as a .pt2 file.
 
-A program that was loaded needs torch and kvkeep, but neither transformers nor the model's files. It
-is what it says, a program: load only what you trust. Nothing in it is unpickled.
+A program that was loaded needs torch and kvkeep, but neither transformers nor the model's files.
+Loading one runs code: torch makes Python of what is in the file, so load only what you trust.
+Nothing in it is unpickled, and what no export says is refused (see `vetting.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from torch.export import ExportedProgram
 
 from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
 from kvkeep.exported import step_in as _step_in  # noqa: F401  (what programs call)
-from kvkeep.files import whole_file, write_all
+from kvkeep.files import opened, whole_file, write_all
 from kvkeep.headers import typed
+from kvkeep.vetting import why_refused
 
 FORMAT = 1
 """The version of the format that is written, and the only one that is read."""
 
 _HEADER = "kvkeep.json"
+_MOST_JSON = 1 << 28
 _OURS = re.compile(
     r"archive/(archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
     r"|models/model\.json|data/sample_inputs/model\.pt|extra/kvkeep\.json"
@@ -189,13 +192,16 @@ class Program:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Program:
-        """Load a program that was saved.
+        """Load a program that was saved. That runs code: torch evaluates expressions that are in
+        the file, and runs its operators. Load only files of those whom you would let write the
+        program that calls this.
 
         Args:
             verify: compare the checksums of all parts.
 
         Raises:
-            SavedCacheError: it is not one, not whole, of another version, or holds pickles.
+            SavedCacheError: it is not one, not whole, of another version, holds pickles, or
+                expressions, operators or names that no export of kvkeep has.
         """
         header = _checked(named(path), verify=verify)
         try:
@@ -247,7 +253,7 @@ def named(path: str | os.PathLike[str]) -> Path:
 def _checked(path: Path, *, verify: bool) -> Header:
     """The header of a file that is whole, and in which nothing is pickled."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with opened(path) as handle, zipfile.ZipFile(FileIO(handle, closefd=False)) as archive:
             damaged = archive.testzip() if verify else None
             if damaged:
                 raise SavedCacheError(f"{path} is damaged in {damaged}; export it again")
@@ -259,6 +265,12 @@ def _checked(path: Path, *, verify: bool) -> Header:
                     f"{path} holds {odd}, which may be a pickle: kvkeep writes none and reads none"
                 )
             fields = json.loads(archive.read(f"archive/extra/{_HEADER}"))
+            odd = why_refused(json.loads(archive.read("archive/models/model.json")))
+            if odd:
+                raise SavedCacheError(
+                    f"{path} says {odd}, of which torch would make code, and which no export of "
+                    "kvkeep says; export it again"
+                )
     except FileNotFoundError as error:
         raise SavedCacheError(f"no file {path}; see where it was saved") from error
     except (zipfile.BadZipFile, OSError, ValueError, KeyError, RecursionError) as error:
@@ -284,6 +296,10 @@ def _not_ours(archive: zipfile.ZipFile) -> str:
         # torch takes the first of two names, and those that differ in case only for the same.
         if name.casefold() in seen or not _OURS.fullmatch(name):
             return name
+        if member.compress_type != zipfile.ZIP_STORED:  # which may grow to any size
+            return f"{name}, compressed"
+        if name.endswith(".json") and member.file_size > _MOST_JSON:
+            return f"{name} of {member.file_size} bytes"
         seen.add(name.casefold())
         if name.endswith("sample_inputs/model.pt") and member.file_size:
             return name

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvkeep import tensorfile
@@ -25,15 +25,22 @@ from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
 from kvkeep.figures import slot_planes
+from kvkeep.files import opened, read_into
 from kvkeep.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import LayerState, Ledger, nothing_of
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
+from kvkeep.storage.memory import free_bytes
+from kvkeep.tensorfile import MOST_HEADER, Layout
 
 FORMAT = 1
 """The version of the format that is written, and the newest that is read."""
 
 _HEADER, _TOKENS = "kvkeep", "tokens"
+_MOST_LAYERS = 1 << 12
+_MOST = {"rows": 1 << 20, "heads": 1 << 20, "key_width": 1 << 20, "value_width": 1 << 20}
+_MOST_TOKENS = 1 << 31
+"""No larger numbers are read from a header, whatever it says."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ def save(
     tokens: Tensor | None = None,
     notes: Mapping[str, str] | None = None,
     sync: bool = True,
+    private: bool = False,
 ) -> None:
     """Write a cache to a file, which is replaced as a whole or not at all.
 
@@ -92,6 +100,7 @@ def save(
         tokens: the token ids that were fed, integers (B, columns), to go with it.
         notes: text to go with it, by name.
         sync: wait until the disk has it, so that it outlives a loss of power too.
+        private: only its owner may read a new file.
 
     Raises:
         StateError: the cache is empty, or a forward is under way.
@@ -117,8 +126,9 @@ def save(
         {name: tensorfile.checksum(x) for name, x in tensors.items()},
     )
     try:
-        tensorfile.write(Path(path), tensors, sealed(_HEADER, asdict(header)), sync=sync)
-    except OSError as error:
+        metadata = sealed(_HEADER, asdict(header))
+        tensorfile.write(Path(path), tensors, metadata, sync=sync, private=private)
+    except (OSError, tensorfile.HeaderError) as error:
         size = sum(x.nbytes for x in tensors.values())
         raise SavedCacheError(
             f"cannot save {size} bytes to {path}: {error}; what was there is as it was"
@@ -126,47 +136,47 @@ def save(
 
 
 class Saved:
-    """A file that was opened and found to be whole. Its tensors are mapped, not copied.
+    """A file that was opened and found to be whole. What was read of it is in memory of its own, so
+    that nobody changes it, or ends the process, by cutting the file short. `nbytes` is its size.
 
     Args:
-        verify: compare all checksums, which reads the file once.
+        verify: compare all checksums, which reads the file once. Without it only the header is
+            read, until the tensors are needed.
 
     Raises:
-        SavedCacheError: it is not a saved cache, not whole, or of a newer version.
+        SavedCacheError: it is not a saved cache, not whole, or of a newer version; or there is no
+            memory for it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.path = Path(path)
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if _HEADER not in metadata:
-                    raise SavedCacheError(f"{self.path} is no saved cache: it has no kvkeep header")
-                self.header = _header(metadata, self.path)
-                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError as error:
-            raise SavedCacheError(f"no file {self.path}; see where it was saved") from error
-        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-            if isinstance(error, SavedCacheError):
-                raise
-            reason = " ".join(str(error).split())[:200]
-            raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
-        if set(self._tensors) != set(self.header.checksums):
-            odd = sorted(set(self._tensors) ^ set(self.header.checksums))[:3]
-            raise SavedCacheError(f"{self.path} is not whole: its header and data differ in {odd}")
-        if verify:
-            for name, x in self._tensors.items():
-                if tensorfile.checksum(x) != self.header.checksums[name]:
-                    raise SavedCacheError(
-                        f"{self.path} is damaged: tensor {name} has another checksum than when it "
-                        "was saved; save it again"
-                    )
+        self._verify = verify
+        self._tensors: dict[str, Tensor] | None = None
+        with self._opened() as (handle, layout):
+            self._metadata, self.nbytes = layout.metadata, layout.nbytes
+            self.header = _header(layout.metadata, self.path)
+            if set(layout.entries) != set(self.header.checksums):
+                odd = sorted(set(layout.entries) ^ set(self.header.checksums))[:3]
+                raise SavedCacheError(
+                    f"{self.path} is not whole: its header and data differ in {odd}"
+                )
+            if verify:
+                self._tensors = self._read(handle, layout, list(layout.entries))
 
     @property
     def tokens(self) -> Tensor | None:
-        """The token ids that were saved with it."""
-        tokens = self._tensors.get(_TOKENS)
-        return None if tokens is None else tokens.clone()
+        """The token ids that were saved with it, int64 (B, columns)."""
+        if _TOKENS not in self.header.checksums:
+            return None
+        tokens = (self._tensors or self._read_again([_TOKENS]))[_TOKENS]
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+            raise SavedCacheError(
+                f"{self.path}: its tokens are {tuple(tokens.shape)} {tokens.dtype}; int64 (B, n) "
+                "was expected"
+            )
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < _MOST_TOKENS:
+            raise SavedCacheError(f"{self.path}: its tokens are no token ids")
+        return tokens.clone()
 
     def restore_to(self, cache: Cache, device: torch.device | None = None) -> None:
         """Fill an empty cache of the same specs, or one whose contents are given up.
@@ -178,42 +188,109 @@ class Saved:
             raise SavedCacheError(
                 f"{self.path} holds {len(self.header.layers)} layers, the cache {len(cache.layers)}"
             )
+        # Each layer's tensors are freed once it has its copy.
+        tensors = self._tensors or self._read_again(list(self.header.checksums))
+        self._tensors = None
+        of_layers = _by_layer(tensors, len(cache.layers))
+        del tensors
         states = [
-            self._state(index, layer, header)
+            self._state(index, layer, header, of_layers.pop(0))
             for index, (layer, header) in enumerate(
                 zip(cache.layers, self.header.layers, strict=True)
             )
         ]
-        for layer, state in zip(cache.layers, states, strict=True):
-            layer.restore(state.to(device or torch.device("cpu")))
+        for layer in cache.layers:
+            layer.restore(states.pop(0).to(device or torch.device("cpu")))
         cache.routed = self.header.routed
 
-    def _state(self, index: int, layer: LayerCache, header: LayerHeader) -> LayerState:
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[int, Layout]]:
+        """The file and its layout, in which all that follows may go wrong."""
+        try:
+            with opened(self.path) as handle:
+                size = os.fstat(handle).st_size
+                first = bytearray(min(size, 8))
+                read_into(handle, first, 0)
+                head = bytearray(min(size, 8 + tensorfile.header_bytes(first, MOST_HEADER)))
+                read_into(handle, head, 0)
+                layout = Layout.read(head, MOST_HEADER)
+                if _HEADER not in layout.metadata:
+                    raise SavedCacheError(f"{self.path} is no saved cache: it has no kvkeep header")
+                if layout.nbytes != size:
+                    raise ValueError(f"it has {size} bytes of {layout.nbytes}")
+                yield handle, layout
+        except FileNotFoundError as error:
+            raise SavedCacheError(f"no file {self.path}; see where it was saved") from error
+        except SavedCacheError:
+            raise
+        except (OSError, ValueError, MemoryError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
+
+    def _read_again(self, names: list[str]) -> dict[str, Tensor]:
+        """Tensors of the file, if it is the same."""
+        with self._opened() as (handle, layout):
+            if layout.metadata != self._metadata or not set(names) <= set(layout.entries):
+                raise SavedCacheError(f"{self.path} was changed meanwhile; load it again")
+            return self._read(handle, layout, names)
+
+    def _read(self, handle: int, layout: Layout, names: list[str]) -> dict[str, Tensor]:
+        size, free = layout.nbytes - layout.start, free_bytes(torch.device("cpu"))
+        if free is not None and size > free:
+            raise SavedCacheError(
+                f"{self.path} holds {size} bytes, but {free} bytes of memory are free; load it on "
+                "a larger machine"
+            )
+        found: dict[str, Tensor] = {}
+        for name in names:
+            entry = layout.entries[name]
+            data = bytearray(entry.stop - entry.start)
+            read_into(handle, data, layout.start + entry.start)
+            x = found[name] = entry.tensor(data)
+            if self._verify and tensorfile.checksum(x) != self.header.checksums[name]:
+                raise SavedCacheError(
+                    f"{self.path} is damaged: tensor {name} has another checksum than when it "
+                    "was saved; save it again"
+                )
+        return found
+
+    def _state(
+        self, index: int, layer: LayerCache, header: LayerHeader, tensors: Planes
+    ) -> LayerState:
         """A layer's state, of tensors that are known to fit it."""
         if header.kind != layer.kind:
             raise SavedCacheError(
                 f"{self.path}, layer {index}: saved as {header.kind}, loaded as {layer.kind}"
             )
         dtype = DTYPES.get(header.dtype)
-        if dtype is None or not 0 <= header.floor <= header.columns or not header.columns:
-            raise SavedCacheError(f"{self.path}, layer {index}: {header} makes no sense")
+        if dtype is None:
+            raise SavedCacheError(f"{self.path}, layer {index}: no cache is of {header.dtype:.50}")
         ledger, parts = Ledger(), dict[str, dict[str, Tensor]]()
         ledger.columns, ledger.floor = header.columns, header.floor
         ledger.apart = header.apart
         widths = (header.key_width, header.value_width)
         ledger.like = nothing_of(header.rows, header.heads, *widths, dtype)
-        for name, x in self._tensors.items():
-            place, _, rest = name.partition(".")
-            if place != str(index):
-                continue
-            part, _, plane = rest.rpartition(".")
-            if rest == "pads":
+        for name, x in tensors.items():
+            part, _, plane = name.rpartition(".")
+            if name == "pads":
                 ledger.pads = x.clone()
-                _require(x, (header.rows,), torch.int64, self.path, name)
+                _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
+                if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
+                    raise SavedCacheError(
+                        f"{self.path}, layer {index}: paddings of {x.tolist()[:8]} in "
+                        f"{header.columns} columns"
+                    )
             elif part == "memory":
                 ledger.memory[plane] = x.clone()
             else:
                 parts.setdefault(part, {})[plane] = x
+        reason = layer.policy.why_not_memory(ledger.memory, ledger.like[0])
+        if reason:
+            raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
+        if layer.policy.ragged and header.heads > len(tensors):
+            raise SavedCacheError(
+                f"{self.path}, layer {index}: {header.heads} heads of {len(tensors)} tensors"
+            )
         known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
         if (
             not parts
@@ -303,6 +380,34 @@ def _plane_specs(
     return slot_planes(layer.policy, *codecs, header.key_width, header.value_width, dtype)
 
 
+def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer, by what follows its number."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    numbers = {str(index): index for index in range(layers)}
+    for name, x in tensors.items():
+        place, _, rest = name.partition(".")
+        if place in numbers:
+            found[numbers[place]][rest] = x
+    return found
+
+
+def _require_bounds(header: Header) -> None:
+    """Raise ValueError for numbers in a header that no cache has."""
+    count = len(header.layers)
+    if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
+        raise ValueError(f"{count} layers with {len(header.specs)} specs")
+    if header.capacity is not None and not 1 <= header.capacity < _MOST_TOKENS:
+        raise ValueError(f"a capacity of {header.capacity} slots")
+    for index, layer in enumerate(header.layers):
+        for name, most in _MOST.items():
+            if not 1 <= getattr(layer, name) <= most:
+                raise ValueError(f"layer {index} with {name} of {getattr(layer, name)}")
+        if not 0 <= layer.floor <= layer.columns or not 1 <= layer.columns < _MOST_TOKENS:
+            raise ValueError(
+                f"layer {index} of {layer.columns} columns, {layer.floor} at its last eviction"
+            )
+
+
 def _require(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, path: Path, name: str) -> None:
     if tuple(x.shape) != shape or x.dtype != dtype:
         raise SavedCacheError(
@@ -323,7 +428,11 @@ def _header(metadata: Mapping[str, str], path: Path) -> Header:
                 f"{path} is of format {fields['format']}, this kvkeep reads {FORMAT}; install "
                 f"kvkeep {fields.get('version')} or newer"
             )
-        return typed(Header, fields | {"layers": [typed(LayerHeader, x) for x in fields["layers"]]})
+        header = typed(
+            Header, fields | {"layers": [typed(LayerHeader, x) for x in fields["layers"]]}
+        )
+        _require_bounds(header)
+        return header
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, SavedCacheError):
             raise

@@ -23,6 +23,9 @@ ALIASES = {"streaming": ("window", {"sinks": 4})}
 four sinks."""
 
 
+_MOST_TEXT = 1000  # characters of a spec
+
+
 @dataclass(frozen=True)
 class StorageSpec:
     """A storage to be built once per layer."""
@@ -61,6 +64,8 @@ class CacheSpec:
             SpecError: an unknown name or option (the nearest right one is named), or a value of
                 the wrong kind or range.
         """
+        if len(text) > _MOST_TEXT:
+            raise SpecError(f"a spec of {len(text)} characters; give at most {_MOST_TEXT}")
         rest, _, storage_text = text.strip().partition("@")
         policy_text, _, codec_text = rest.partition("+")
         policy = _policy(policy_text, text)

@@ -1,5 +1,7 @@
 """Tensors to a safetensors file, straight from where they lie: a cache that fills half of the
-memory can be saved, for none of it is copied. Files are read by the safetensors library.
+memory can be saved, for none of it is copied. And back, from bytes that may be anything: a header
+is read within limits, and describes every byte that follows it, or the file is refused before
+memory is taken for it.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -7,8 +9,11 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -26,7 +31,108 @@ _TYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+MOST_HEADER = 1 << 24
+"""The longest header that is written, and read where nobody says less."""
+
 _ALIGNED = 8
+_MOST_AXES = 8
+_MOST_BYTES = 1 << 48  # of a file
+
+
+class Entry(NamedTuple):
+    """A tensor, and where its bytes lie behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def tensor(self, data: bytearray, place: int = 0) -> Tensor:
+        """The tensor whose bytes begin at some place; it shares their memory.
+
+        Raises:
+            ValueError: that is amidst a number.
+        """
+        if self.start == self.stop:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if place % self.dtype.itemsize:
+            raise ValueError(f"a tensor of {self.dtype} begins at byte {place}, amidst a number")
+        count = math.prod(self.shape)
+        found = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
+        return found.view(self.shape)
+
+
+class HeaderError(ValueError):
+    """A header that would be too long to be read."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the header of a file says: its tensors, its metadata, and where the first tensor
+    begins."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.start + max((entry.stop for entry in self.entries.values()), default=0)
+
+    @classmethod
+    def read(cls, data: bytes | bytearray | memoryview[int], most: int) -> Layout:
+        """The layout of a file, of its first bytes.
+
+        Args:
+            most: bytes that its header may have.
+
+        Raises:
+            ValueError: they are no such header, or fewer than it has.
+        """
+        stop = _ALIGNED + header_bytes(data, most)
+        if stop > len(data):
+            raise ValueError(f"its header ends at {stop}, the file at {len(data)}")
+        try:
+            fields = json.loads(bytes(data[_ALIGNED:stop]))
+        except RecursionError as error:
+            raise ValueError("its header is nested too deeply") from error
+        if not isinstance(fields, dict):
+            raise ValueError("its header is no object")
+        metadata = fields.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(
+            isinstance(text, str) for text in metadata.values()
+        ):
+            raise ValueError("its metadata is not text by name")
+        entries = {name: _entry(name, field) for name, field in fields.items()}
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+            if entry.start != end:
+                raise ValueError(f"tensor {name} begins at {entry.start}, not {end}")
+            end = entry.stop
+        return cls(entries, metadata, stop)
+
+    def tensor(self, name: str, data: bytearray) -> Tensor:
+        """A tensor of a whole file; it shares the file's memory.
+
+        Raises:
+            ValueError: it lies where no such number can.
+        """
+        entry = self.entries[name]
+        return entry.tensor(data, self.start + entry.start)
+
+
+def header_bytes(data: bytes | bytearray | memoryview[int], most: int) -> int:
+    """How long the header is behind the first eight bytes of a file.
+
+    Raises:
+        ValueError: there are fewer bytes, or the header is longer than `most`.
+    """
+    found = int.from_bytes(data[:_ALIGNED], "little")
+    if len(data) < _ALIGNED or found > most:
+        raise ValueError(f"a header of {found} bytes in a file of tensors, which has up to {most}")
+    return found
 
 
 def checksum(x: Tensor) -> str:
@@ -39,15 +145,32 @@ def checksum(x: Tensor) -> str:
 
 
 def write(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, sync: bool
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    sync: bool,
+    private: bool = False,
 ) -> None:
     """Write a file, which is replaced as a whole or not at all; see `whole_file`."""
+    with whole_file(path, sync=sync, private=private) as file:
+        for piece in _file(tensors, metadata):
+            write_all(file.fileno(), piece)
+
+
+def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What `write` writes, as bytes."""
+    return b"".join(_file(tensors, metadata))
+
+
+def _file(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview[int]]:
     # Large elements first, so that each tensor is aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    with whole_file(path, sync=sync) as file:
-        write_all(file.fileno(), _header(tensors, order, metadata))
-        for piece in _all_pieces(tensors, order):
-            write_all(file.fileno(), piece)
+    yield _header(tensors, order, metadata)
+    for name in order:
+        yield from _pieces(tensors[name])
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
@@ -64,12 +187,33 @@ def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[s
         start = stop
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
+    if len(text) > MOST_HEADER:
+        raise HeaderError(
+            f"a header of {len(text)} bytes, but {MOST_HEADER} are read; save fewer notes with it"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
-def _all_pieces(tensors: Mapping[str, Tensor], order: list[str]) -> Iterator[memoryview[int]]:
-    for name in order:
-        yield from _pieces(tensors[name])
+def _entry(name: str, field: Any) -> Entry:
+    """A tensor's entry in a header that may say anything."""
+    if not isinstance(field, dict) or field.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name[:50]!r} is not described as one")
+    kind, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    if dtype is None or not _counts(shape, _MOST_AXES) or not _counts(offsets, 2):
+        raise ValueError(f"tensor {name[:50]!r} is of {str(field)[:80]}")
+    if len(offsets) != 2 or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        raise ValueError(f"tensor {name[:50]!r} of {kind} {shape} cannot lie at {offsets}")
+    return Entry(dtype, tuple(shape), *offsets)
+
+
+def _counts(numbers: Any, most: int) -> bool:
+    """Whether these are a few whole numbers, none of which is beyond any file."""
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= most
+        and all(type(x) is int and 0 <= x <= _MOST_BYTES for x in numbers)
+    )
 
 
 def _pieces(x: Tensor) -> Iterator[memoryview[int]]:

@@ -18,6 +18,7 @@ from families import tiny
 import kvkeep
 from kvkeep.errors import SavedCacheError
 from kvkeep.program import FORMAT, _Whole
+from kvkeep.vetting import why_refused
 
 WEIGHTS = "archive/data/weights/model_weights_config.json"
 
@@ -121,6 +122,117 @@ def test_large_tensors_are_written_whole(tmp_path):
     os.close(target)
     reader.join()
     assert bytes(found) == data
+
+
+EVIL = "__import__('os').mkdir({!r})"
+MODEL = "archive/models/model.json"
+
+
+def _spread(value):
+    """A change of a model's JSON: every text of a name becomes another."""
+
+    def change(part, name, evil):
+        if isinstance(part, dict):
+            return {key: change(x, key, evil) for key, x in part.items()}
+        if isinstance(part, list):
+            return [change(x, name, evil) for x in part]
+        return evil if name == value and isinstance(part, str) else part
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "evil"),
+    [
+        ("expr_str", EVIL),
+        ("expr_str", "Symbol('s0').__class__"),
+        ("expr_str", "Pow(Integer(9), Pow(Integer(9), Integer(9)))"),
+        ("expr_str", "Pow(Integer(9), Mul(Integer(64), Integer(64), Integer(64)))"),
+        ("expr_str", "Integer(9" + "0" * 5000 + ")"),
+        ("expr_str", "Integer(" * 900 + "1" + ")" * 900),
+        ("expr_str", "Symbol(" + EVIL + ")"),
+        ("expr_str", "[x for x in ()]"),
+        ("expr_str", "lambda: 0"),
+        ("expr_str", "open"),
+        ("guards_code", EVIL),
+        ("guards_code", "L['real'].size(" + EVIL + ")"),
+        ("guards_code", "L['real'].__class__"),
+        ("guards_code", "L['real'].resize()"),
+        ("target", "torch.os.system"),
+        ("target", "torch.ops.load_library"),
+        ("target", "torch.ops.aten.__class__.mro"),
+        ("target", "torch.ops.aten.from_file.default"),
+        ("target", "torch.load"),
+        ("target", "_operator.methodcaller"),
+        ("target", "#anything"),
+        ("name", "x): pass\n" + EVIL + "\ndef f("),
+        ("as_name", "x;" + EVIL),
+        ("buffer_name", 'x", ' + EVIL + ', "'),
+        ("parameter_name", "a b"),
+        ("in_spec", '[1, {"type": "collections.defaultdict", "context": "[]"}]'),
+        ("out_spec", "["),
+    ],
+)
+def test_what_torch_would_make_code_of(saved, tmp_path, name, evil):
+    place = tmp_path / "ran"
+
+    def change(member, data):
+        if member != MODEL:
+            return data
+        changed = _spread(name)(json.loads(data), "", evil.replace("{!r}", repr(str(place))))
+        assert changed != json.loads(data)
+        return json.dumps(changed).encode()
+
+    with pytest.raises(SavedCacheError, match="which torch would make code"):
+        kvkeep.Program.load(rewritten(saved, change))
+    assert not place.exists()
+
+
+def test_names_of_values_are_vetted_too(saved):
+    """Values are listed by name, as keys of an object."""
+
+    def change(member, data):
+        return data.replace(b'"linear": {', b'"a;b": {') if member == MODEL else data
+
+    with pytest.raises(SavedCacheError, match="the name 'a;b'"):
+        kvkeep.Program.load(rewritten(saved, change))
+
+
+def test_what_exports_say_is_known():
+    """Shapes as torch prints them, of models whose exports are not at hand."""
+    model = {
+        "expr_str": [
+            "Symbol('s39', positive=True, integer=True)",
+            "Add(Mul(Integer(32), Symbol('s39', positive=True, integer=True)), Integer(-32))",
+            "FloorDiv(Symbol('u0', nonnegative=True, integer=True), Integer(2))",
+            "Max(Integer(1), Mod(Symbol('s0', integer=True), Integer(8)))",
+            "Pow(Symbol('s0', integer=True), Integer(-1))",
+            "LessThan(Symbol('u3', integer=True), Integer(4))",
+        ],
+        "guards_code": [
+            "L['input_ids'].size()[1] == L['real'].size()[1]",
+            "2 <= L['x'].size()[0] and L['x'].size()[0] <= 1048576",
+            "L['a']['b'].size()[1] % 8 == 0",
+        ],
+        "target": ["torch.ops.aten.mul.Tensor", "_operator.mul", "torch.sym_max"],
+    }
+    assert why_refused(model) == ""
+
+
+def test_members_that_would_grow(saved):
+    other = saved.with_name("other.pt2")
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(other, "w") as target:
+        for member in source.namelist():
+            kind = zipfile.ZIP_DEFLATED if member == MODEL else zipfile.ZIP_STORED
+            target.writestr(member, source.read(member), compress_type=kind)
+    with pytest.raises(SavedCacheError, match="compressed"):
+        kvkeep.Program.load(other)
+
+
+def test_a_fifo_is_no_program(tmp_path):
+    os.mkfifo(tmp_path / "a.pt2")
+    with pytest.raises(SavedCacheError, match="no regular file"):
+        kvkeep.Program.load(tmp_path / "a.pt2")
 
 
 def test_pickles_and_other_headers(saved):

@@ -182,3 +182,88 @@ def test_bad_input(talk, smollm2):
         Session(*smollm2, name="a")
     with pytest.raises(StateError, match="has no name"):
         talk().save()
+
+
+def _with_notes(path, **notes):
+    """The file with other notes, sealed again, as whoever may write there can."""
+    from dataclasses import asdict
+
+    from safetensors.torch import load_file, save_file
+
+    from kvkeep.headers import sealed
+    from kvkeep.snapshot import Saved
+
+    header = asdict(Saved(path).header)
+    header["notes"] |= notes
+    save_file(load_file(path), path, sealed("kvkeep", header))
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"messages": "["},
+        {"messages": "{}"},
+        {"messages": "[1]"},
+        {"messages": '[{"role": "user"}]'},
+        {"messages": '[{"role": 1, "content": "x"}]'},
+        {"messages": "[" * 50_000},
+        {"marks": "[[1]]"},
+        {"marks": "[[-1, 0]]"},
+        {"marks": "[[0, 1e400]]"},
+        {"marks": "[[99999999999999999999, 0]]"},
+    ],
+    ids=lambda notes: next(iter(notes.values()))[:30],
+)
+def test_notes_that_are_no_sessions(talk, smollm2, tmp_path, notes):
+    """One bad file is refused by its name, and hides no other."""
+    if not (tmp_path / "sessions").exists():
+        chat = talk("good")
+        chat.ask("Hello.", max_new_tokens=2)
+        chat.save()
+        chat.fork("bad")
+        chat.close()
+    _with_notes(tmp_path / "sessions" / "bad.kv", **notes)
+    listed = [one.name for one in sessions()]
+    assert listed == (["good"] if "messages" in notes else ["bad", "good"])
+    with pytest.raises(SavedCacheError):
+        Session(*smollm2, name="bad")
+    talk("good")
+
+
+def test_what_lies_among_sessions(talk, tmp_path):
+    import os
+    import stat
+
+    chat = talk("good")
+    chat.ask("Hello.", max_new_tokens=2)
+    chat.save()
+    place = tmp_path / "sessions"
+    os.mkfifo(place / "fifo.kv")
+    (place / "folder.kv").mkdir()
+    (place / "gone.kv").symlink_to(tmp_path / "nothing")
+    (place / "loop.kv").symlink_to(place / "loop.kv")
+    (place / "junk.kv").write_bytes(b"\xff" * 5000)
+    (place / "deep.kv").write_bytes((60_000).to_bytes(8, "little") + b"[" * 60_000)
+    (place / "a\nb.kv").write_text("x")
+    assert [one.name for one in sessions()] == ["good"]
+    assert stat.S_IMODE((place / "good.kv").stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    chat.close()
+    for name in ("fifo", "gone", "loop", "junk"):
+        delete(name)
+    with pytest.raises(SavedCacheError, match="cannot be deleted"):
+        delete("folder")
+    (place / ".good.lock").unlink()
+    (place / ".good.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StateError, match="cannot be locked"):
+        delete("good")
+    assert not (tmp_path / "victim").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "../a", "a/../../b", "/etc/x", "a\0b", "a\n", "-a", "x" * 65, "ä", ".a"]
+)
+def test_names_that_lead_elsewhere(name):
+    for call in (info, delete, module.path_of):
+        with pytest.raises(PromptError, match="session name"):
+            call(name)

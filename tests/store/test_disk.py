@@ -32,7 +32,7 @@ def test_what_killed_processes_left(tmp_path):
     disk = Disk(tmp_path / "store")
     put(disk, list(range(16)))
     for part in ("blocks", "new"):
-        (disk.path / part / "0123.safetensors").write_text("half of it")
+        (disk.path / part / f"{0:032x}.safetensors").write_text("half of it")
     assert disk.gc(older_than=3600) == 0
     assert disk.gc(older_than=0) == 20
     assert found(disk, list(range(16))) == 16
@@ -42,11 +42,14 @@ def test_what_killed_processes_left(tmp_path):
 def test_what_the_index_refuses_is_counted(tmp_path):
     disk = Disk(tmp_path / "store")
     put(disk, list(range(16)))
+    disk._index._repair = lambda: None
     with sqlite3.connect(disk.path / "index.sqlite") as index:
         index.execute("drop table blocks")
     assert found(disk, list(range(16))) == 0
     assert not disk.put(blocks_of([1])[0])
     assert list(disk.scan()) == []
+    assert disk.gc(older_than=0) == 0
+    assert len(files(disk)) == 2
     assert disk.failures > 2
     assert disk.last_error == "OperationalError: no such table: blocks"
 

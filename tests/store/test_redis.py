@@ -187,7 +187,7 @@ def test_a_second_is_a_life(server):
 
 def test_a_thousand_keys_are_not_walked_for_one(server):
     backend = Redis(server.url)
-    keys = [f"{part:032x}/{number:032x}/0000" for part in range(4) for number in range(300)]
+    keys = [f"{part:064x}/{number:064x}/{0:072x}" for part in range(4) for number in range(300)]
     client = server.client()
     client.mset({f"kvkeep:block:{key}": b"x" for key in keys})
     backend.gc()  # learns of them
@@ -536,3 +536,128 @@ def test_without_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'kvkeep\[redis\]'"):
         Redis("redis://localhost")
+
+
+@pytest.mark.parametrize("call", ["get", "leading", "missing", "contains", "scan", "delete"])
+def test_an_answer_that_never_ends_has_a_deadline(server, monkeypatch, call):
+    """A byte now and then is an answer that goes on, as far as any single step can tell."""
+    put(Redis(server.tcp), TEXT)
+    keys = list(Redis(server.tcp).scan())
+    asked = []
+
+    class Slow(socket.socket):
+        def recv(self, *args):
+            asked.append(1)
+            time.sleep(0.01)
+            return b"+"
+
+    backend = Redis(server.tcp, timeout=0.5, deadline=0.2)
+    connected = redis.connection.Connection._connect
+
+    def slow(self):
+        inner = connected(self)
+        return Slow(fileno=inner.detach())
+
+    monkeypatch.setattr(redis.connection.Connection, "_connect", slow)
+    found = getattr(backend, call)(*([keys] if call in ("leading", "missing") else keys[:1]))
+    assert not (list(found) if call == "scan" else found)
+    assert asked
+    assert backend.resting
+    assert "Timeout" in backend.last_error
+
+
+def test_a_large_answer_in_time(server):
+    """The deadline is for all of a call, not a limit of its bytes."""
+    backend = Redis(server.tcp, deadline=30)
+    blocks = blocks_of(list(range(2000)), block=500)
+    assert backend.put_all(blocks) == 4
+    assert len(backend.leading([block.key for block in blocks])) == 4
+    assert backend.failures == 0
+
+
+ANSWERS = [
+    None, b"", b"x", 0, 1, -1, 2**70, [], [b""], [b"a", b"a"], [1, 2], (0, [b"x"]), (7, [1]),
+    [[b"x"]], [None], {}, True, 1.5, redis.exceptions.ResponseError("WRONGTYPE x"),
+    redis.exceptions.ResponseError("OOM"), ValueError("x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_of_any_kind(server, monkeypatch, seed):
+    """Of a server that is none, or another client's: never an exception, never a block."""
+    import random
+
+    draw = random.Random(seed)
+    blocks = blocks_of(TEXT)
+    keys = [block.key for block in blocks]
+    monkeypatch.setattr(remote, "REST_S", 0.0)
+    backend = Redis(server.url)
+    turns = []
+
+    def answers(commands):
+        turns.append(1)
+        if len(turns) % 50 == 0:
+            raise draw.choice([OSError("x"), redis.exceptions.InvalidResponse("y"), EOFError()])
+        given = [draw.choice(ANSWERS) for _ in commands]
+        return given if draw.random() < 0.9 else given[: draw.randrange(3)]
+
+    monkeypatch.setattr(backend, "_piped", answers)
+    for _ in range(60):
+        assert backend.get(draw.choice(keys)) is None
+        assert backend.leading(keys) == []
+        backend.contains(keys[0])
+        assert set(backend.missing(keys)) <= set(keys)
+        backend.put_all(blocks)
+        backend.delete(keys[0])
+        assert list(backend.scan()) == []
+        assert backend.labels(keys) == [None] * 5
+        assert backend.gc(budget=10) >= 0
+        assert backend.nbytes >= 0
+        backend.exists()
+    assert len(turns) > 300
+
+
+def test_a_megabyte_of_header_is_refused_at_once(server):
+    """A header is bounded, and what is read of it is read once: no loops within loops."""
+    import json
+
+    from kvkeep.headers import sealed
+
+    key = blocks_of(TEXT)[0].key
+    likes = [[1, 1, 1, "torch.float32"]] * 8000
+    checksums = {f"{index}.k": "0" * 32 for index in range(4000)}
+    inner = {"format": 2, "identity": "m", "prefix": "", "routed": None}
+    inner |= {"likes": likes, "checksums": checksums}
+    outer = {"__metadata__": sealed("kvkeep_block", inner)}
+    outer |= {
+        f"{index}.k": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for index in range(4000)
+    }
+    text = json.dumps(outer).encode()
+    data = [
+        len(text).to_bytes(8, "little") + text,
+        (2**20).to_bytes(8, "little") + b"[" * 2**20,
+        (500_000).to_bytes(8, "little") + b'{"a":[' * 83_333 + b"  " + bytes(2**19),
+        (500_000).to_bytes(8, "little") + (b"[" + b"{}," * 166_000)[:499_999] + b"]" + bytes(2**19),
+    ]
+    backend = Redis(server.url)
+    for value in data:
+        server.client().set(f"kvkeep:block:{key}", value)
+        counted = _lines_run(lambda: backend.get(key))
+        assert counted < 100_000
+    assert backend.damaged == 4
+
+
+def _lines_run(call):
+    """How many lines of Python a call runs, which no clock disturbs."""
+    counted = [0]
+
+    def tracer(frame, event, argument):
+        counted[0] += event == "line"
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        assert call() is None
+    finally:
+        sys.settrace(None)
+    return counted[0]

@@ -242,6 +242,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         tokenizer: Any = None,
         model: PreTrainedModel | None = None,
         sync: bool = True,
+        private: bool = False,
     ) -> None:
         """Write this cache to a file, for `kvkeep.load`; the file is replaced as a whole.
 
@@ -251,6 +252,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             tokenizer: the tokenizer, to be compared when the file is loaded.
             model: the model, if this cache was built from its config only.
             sync: wait until the disk has it, so that it outlives a loss of power too.
+            private: only its owner may read a new file.
 
         Raises:
             StateError: the cache is empty, its model is not known, or a forward is under way.
@@ -272,6 +274,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             tokens=tokens,
             notes=notes,
             sync=sync,
+            private=private,
         )
 
     # -- what transformers asks -------------------------------------------------------------

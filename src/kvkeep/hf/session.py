@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache import Frozen
-from kvkeep.errors import RollbackError, SavedCacheError, StateError
+from kvkeep.errors import KVKeepError, RollbackError, SavedCacheError, StateError
+from kvkeep.files import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import Generation, PromptError, follow
@@ -61,7 +64,7 @@ def sessions() -> list[SessionInfo]:
     """All sessions that can be read, by name."""
     found = []
     for path in sorted((home() / "sessions").glob(f"*{_ENDING}")):
-        with suppress(SavedCacheError, PromptError):  # not all that lies there is a session
+        with suppress(KVKeepError):  # not all that lies there is a session
             found.append(info(path.name.removesuffix(_ENDING)))
     return found
 
@@ -73,14 +76,15 @@ def info(name: str) -> SessionInfo:
         SavedCacheError: there is none, or it cannot be read.
     """
     path = path_of(name)
-    header = Saved(path, verify=False).header
+    saved = Saved(path, verify=False)
+    header = saved.header
     return SessionInfo(
         name,
         header.notes.get("model", ""),
         list(dict.fromkeys(header.specs)),
-        _messages(header),
+        _messages(header, path),
         header.layers[0].columns,
-        path.stat().st_size,
+        saved.nbytes,
     )
 
 
@@ -88,30 +92,63 @@ def delete(name: str) -> None:
     """Delete a session.
 
     Raises:
-        SavedCacheError: there is none.
+        SavedCacheError: there is none, or it cannot be deleted.
         StateError: another process has it open.
     """
     path = path_of(name)
-    if not path.exists():
+    if not os.path.lexists(path):
         raise SavedCacheError(f"no session {name!r}; see `kvkeep sessions`")
     lock = _locked(name)
-    path.unlink()
-    lock.release()
+    try:
+        path.unlink()
+    except OSError as error:
+        raise SavedCacheError(f"session {name!r} cannot be deleted: {error}") from error
+    finally:
+        lock.release()
 
 
 def _locked(name: str) -> FileLock:
     path = path_of(name)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # what was said is private
-    lock = FileLock(path.with_name(f".{name}.lock"))
+    place = path.with_name(f".{name}.lock")
     try:
+        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)  # it is private
+        if os.path.lexists(place) and not stat.S_ISREG(place.lstat().st_mode):
+            raise OSError(f"{place} is no file")
+        lock = FileLock(place, mode=PRIVATE)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise StateError(f"session {name!r} is open in another process") from error
+    except OSError as error:
+        raise StateError(
+            f"session {name!r} cannot be locked: {error}; see who may write to {path.parent}"
+        ) from error
     return lock
 
 
-def _messages(header: Header) -> list[Message]:
-    return [dict(message) for message in json.loads(header.notes.get("messages", "[]"))]
+def _messages(header: Header, path: Path) -> list[Message]:
+    """What was said, as a file says.
+
+    Raises:
+        SavedCacheError: that is no list of messages.
+    """
+    said = _noted(header, "messages", path)
+    for message in said:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise SavedCacheError(f"{path}: {str(message)[:80]} is no message of a session")
+        if not all(isinstance(text, str) for text in message.values()):
+            raise SavedCacheError(f"{path}: {str(message)[:80]} is no text")
+    return said
+
+
+def _noted(header: Header, name: str, path: Path) -> list[Any]:
+    """A list in the notes of a file."""
+    try:
+        found = json.loads(header.notes.get(name, "[]"))
+    except (ValueError, RecursionError) as error:
+        raise SavedCacheError(f"{path}: its {name} are no JSON: {error}") from error
+    if not isinstance(found, list):
+        raise SavedCacheError(f"{path}: its {name} are no list")
+    return found
 
 
 class _Mark(NamedTuple):
@@ -169,7 +206,7 @@ class Session:
         kept = None if name is None or not path_of(name).exists() else path_of(name)
         if kept is not None:
             header = Saved(kept, verify=False).header
-            self.messages, self.spec = _messages(header), header.specs[0]
+            self.messages, self.spec = _messages(header, kept), header.specs[0]
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
         self._attached = attach(self.model, self.spec)
@@ -181,8 +218,24 @@ class Session:
         if given[0] is None:
             raise SavedCacheError(f"{kept} has no tokens; read it again with reread")
         self._ids = given[0][0].tolist()
-        marks = json.loads(header.notes.get("marks", "[]"))
-        self._marks = [_Mark(columns, ids, None) for columns, ids in marks]
+        self._marks = self._marks_in(header, kept)
+
+    def _marks_in(self, header: Header, path: Path) -> list[_Mark]:
+        """Where turns began, as a file says."""
+        most = (self.cache.fed, len(self._ids))
+        found = []
+        for mark in _noted(header, "marks", path):
+            numbers: list[Any] = mark if isinstance(mark, list) else []
+            if (
+                len(numbers) != 2
+                or not all(type(number) is int for number in numbers)
+                or not (0 <= numbers[0] <= most[0] and 0 <= numbers[1] <= most[1])
+            ):
+                raise SavedCacheError(
+                    f"{path}: a turn at {str(mark)[:40]} of {most[0]} columns, {most[1]} tokens"
+                )
+            found.append(_Mark(numbers[0], numbers[1], None))
+        return found
 
     @property
     def context(self) -> tuple[int, int | None]:
@@ -295,6 +348,7 @@ class Session:
                 "messages": json.dumps(self.messages),
                 "marks": json.dumps(marks),
             },
+            private=True,
         )
 
     def close(self) -> None:

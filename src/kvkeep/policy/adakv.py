@@ -86,6 +86,9 @@ class AdaKV(Policy):
     def observe(self, planes: Planes, seen: Observation) -> None:
         self.inner.observe(planes, seen)
 
+    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
+        return self.inner.why_not_memory(memory, like)
+
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         position = planes[POSITION]
         worth = self.scored.worth(planes, seen)

@@ -172,6 +172,15 @@ class Policy(ABC):
     def observe(self, planes: Planes, seen: Observation) -> None:  # noqa: B027 - most do not
         """Learn from a step: change the policy's own planes in place, and `seen.state`."""
 
+    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
+        """Why this policy can have left no such `seen.state`, which a file says it did; empty if it
+        can.
+
+        Args:
+            like: no keys, (B, H, 0, D), of the layer.
+        """
+        return f"policy {self.name} remembers no {sorted(memory)}" if memory else ""
+
     @abstractmethod
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         """The `count` least valuable slots, int64 (B, 1, count), empty slots first;

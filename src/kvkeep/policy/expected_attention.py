@@ -56,6 +56,21 @@ class ExpectedAttention(Scored):
         for name, value in sums.items():
             state[name] = state[name] + value if name in state else value
 
+    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
+        rows, heads, _, width = like.shape
+        if not memory:
+            return ""
+        found = {name: (x.dtype, tuple(x.shape)) for name, x in memory.items()}
+        queries = memory["sum"].shape[1] if "sum" in memory and memory["sum"].dim() == 4 else 0
+        expected = {
+            "count": (torch.float32, (rows, 1, 1, 1)),
+            "sum": (torch.float32, (rows, queries, 1, width)),
+            "products": (torch.float32, (rows, queries, width, width)),
+        }
+        if found == expected and queries and queries % heads == 0:
+            return ""
+        return f"policy {self.name} remembers {found}, not {expected}"
+
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         state, live = seen.state, planes[POSITION] >= 0
         assert state is not None

@@ -50,5 +50,8 @@ class Pyramid(Policy):
         tokens = self.inner.protected + round(2 * shared - last + at * 2 * (last - shared))
         return self.inner.with_budget(max(self.inner.protected + 1, tokens))
 
+    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
+        return self.inner.why_not_memory(memory, like)
+
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         raise AssertionError("a layer asks the policy that in_layer() gives it")

@@ -2,6 +2,7 @@
 
 from kvkeep.store.backend import Backend, Block, Label, Memory
 from kvkeep.store.disk import Disk
+from kvkeep.store.geometry import Geometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.lmcache import LMCache
 from kvkeep.store.location import Location
@@ -14,6 +15,7 @@ __all__ = [
     "Backend",
     "Block",
     "Disk",
+    "Geometry",
     "Hit",
     "LMCache",
     "Label",

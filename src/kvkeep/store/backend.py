@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-import safetensors.torch
 import torch
-import xxhash
 from torch import Tensor
 
 from kvkeep import tensorfile
 from kvkeep.errors import SpecError
 from kvkeep.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.ledger import nothing_of
-from kvkeep.planes import Planes
 from kvkeep.store.stretch import Stretch
+from kvkeep.tensorfile import Layout
 
-FORMAT = 1
+FORMAT = 2
 """The version of blocks that is written, and the only one that is read."""
 
 LABEL_BYTES = 1 << 18
 """As many of a block's first bytes have its `Label`, if it has not thousands of planes."""
 
+HEADER_BYTES = 1 << 19
+"""The longest header of a block: thousands of planes."""
+
+MOST_BYTES = 1 << 32
+"""The largest block."""
+
+_MOST_LAYERS = 1 << 12
+_MOST_HEADS = _MOST_WIDTH = 1 << 20
+_KEY = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{72,80}")
+
 ABANDONED_S = 3600.0
 """After so long, what nobody knows of is not being written any more."""
 
 _HEADER = "kvkeep_block"
+
+
+class OtherBlockError(ValueError):
+    """A block that is whole, under another key than its own, which is the argument."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +59,11 @@ class _Header:
 
 @contextmanager
 def _no_block() -> Iterator[None]:
-    """Raise ValueError for whatever goes wrong in reading bytes that may be anything."""
+    """Raise ValueError for whatever is wrong with bytes that may be anything."""
     try:
         yield
+    except MemoryError:  # which says nothing of the bytes
+        raise
     except Exception as error:
         raise ValueError(f"no block of kvkeep: {type(error).__name__}: {error}") from error
 
@@ -99,63 +115,57 @@ class Block:
 
     def to_bytes(self) -> bytes:
         """All of it, as bytes in the safetensors format."""
-        tensors = {name: x.detach().cpu().contiguous() for name, x in self.tensors().items()}
-        return safetensors.torch.save(tensors, self.metadata())
+        return tensorfile.to_bytes(self.tensors(), self.metadata())
 
     @classmethod
-    def from_bytes(cls, data: bytes, key: str) -> Block:
-        """The block of a key, of what `to_bytes` gave.
-
-        Raises:
-            ValueError: it is not what was written, or another block.
-        """
-        with _no_block():
-            tensors = safetensors.torch.load(data)
-            block = cls.read(tensors, _fields(data)[0]["__metadata__"])
-            if block.key != key:
-                raise ValueError("it is another block")
-        return block
-
-    @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Block:
-        """A block, of what `tensors` and `metadata` gave.
+    def from_bytes(cls, data: bytes | bytearray, key: str) -> Block:
+        """The block of a key, of what `to_bytes` gave. It shares the memory of a bytearray.
 
         Raises:
             ValueError: it is not what was written.
+            OtherBlockError: it is whole, and that of another key.
         """
         with _no_block():
-            header = _header(metadata)
-            if set(tensors) != set(header.checksums):
-                raise ValueError("its header and data differ")
-            for name, x in tensors.items():
-                if tensorfile.checksum(x) != header.checksums[name]:
-                    raise ValueError(f"tensor {name} has another checksum")
-            likes = [_like(fields) for fields in header.likes]
-            layers: list[Planes] = [
-                {
-                    name.partition(".")[2]: x
-                    for name, x in tensors.items()
-                    if name.partition(".")[0] == str(index)
-                }
-                for index in range(len(likes))
-            ]
-            tokens = tensors["tokens"]
-            if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
-                raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype}")
-            for (k, _), planes in zip(likes, layers, strict=True):
-                for name, x in planes.items():
-                    if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, k.shape[1])}:
-                        raise ValueError(f"plane {name} is {tuple(x.shape)}")
-            stretch = Stretch(layers, len(tokens))
-            if not stretch.nbytes:
-                raise ValueError("it holds nothing")
-            return cls(header.identity, header.prefix, tokens, stretch, header.routed, likes)
+            layout = Layout.read(data, HEADER_BYTES)
+            if layout.nbytes != len(data):
+                raise ValueError(f"{len(data)} bytes of {layout.nbytes}")
+            own = data if isinstance(data, bytearray) else bytearray(data)
+            tensors = {name: layout.tensor(name, own) for name in layout.entries}
+            block = cls._read(tensors, layout.metadata)
+        if block.key != key:
+            raise OtherBlockError(block.key)
+        return block
 
-    def continues(self, before: Block) -> bool:
-        """Whether its planes are of the same kinds as those of a block before it."""
-        return [_kinds(planes) for planes in self.stretch.layers] == [
-            _kinds(planes) for planes in before.stretch.layers
-        ]
+    @classmethod
+    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Block:
+        """A block, of what `tensors` and `metadata` gave. Raises anything."""
+        header = _header(metadata)
+        if set(tensors) != set(header.checksums):
+            raise ValueError("its header and data differ")
+        if len(header.likes) > _MOST_LAYERS:
+            raise ValueError(f"{len(header.likes)} layers, but up to {_MOST_LAYERS} are read")
+        likes = [_like(fields) for fields in header.likes]
+        numbers = {str(number): number for number in range(len(likes))}
+        layers: list[dict[str, Tensor]] = [{} for _ in likes]
+        for name, x in tensors.items():
+            if tensorfile.checksum(x) != header.checksums[name]:
+                raise ValueError(f"tensor {name} has another checksum")
+            index, dot, plane = name.partition(".")
+            if dot and index in numbers:
+                layers[numbers[index]][plane] = x
+            elif name != "tokens":
+                raise ValueError(f"tensor {name[:50]!r} is of no layer")
+        tokens = tensors["tokens"]
+        if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
+            raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype}")
+        for (k, _), planes in zip(likes, layers, strict=True):
+            for name, x in planes.items():
+                if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, k.shape[1])}:
+                    raise ValueError(f"plane {name} is {tuple(x.shape)}")
+        stretch = Stretch(layers, len(tokens))
+        if not stretch.nbytes:
+            raise ValueError("it holds nothing")
+        return cls(header.identity, header.prefix, tokens, stretch, header.routed, likes)
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,11 @@ class Label:
     dtype: str
     nbytes: int
 
+    @property
+    def key(self) -> str:
+        """See `Block.key`."""
+        return key_of(self.identity, self.prefix, self.tokens)
+
     @classmethod
     def of(cls, block: Block) -> Label:
         """That of a block."""
@@ -183,34 +198,29 @@ class Label:
         return cls(*parts, kind, sum(x.nbytes for x in block.tensors().values()))
 
     @classmethod
-    def read(cls, data: bytes, key: str) -> Label:
-        """That of a key's block, of its first bytes.
+    def read(cls, data: bytes, key: str | None = None) -> Label:
+        """That of a block, of its first bytes.
+
+        Args:
+            key: of the block, if it is known.
 
         Raises:
             ValueError: it is not there, or these were too few.
         """
         with _no_block():
-            fields, start = _fields(data)
-            header = _header(fields.pop("__metadata__"))
-            first, stop = fields["tokens"]["data_offsets"]
-            own = bytearray(data[start + first : start + stop])
-            if fields["tokens"]["dtype"] != "I64" or len(own) != stop - first:
+            layout = Layout.read(data, HEADER_BYTES)
+            header = _header(layout.metadata)
+            entry = layout.entries["tokens"]
+            stop = layout.start + entry.stop
+            if entry.dtype != torch.int64 or len(entry.shape) != 1 or stop > len(data):
                 raise ValueError("its tokens lie elsewhere")
-            tokens = torch.frombuffer(own, dtype=torch.int64)
-            if key_of(header.identity, header.prefix, tokens) != key:
-                raise ValueError("it is another block")
+            tokens = layout.tensor("tokens", bytearray(data[:stop])).clone()
             kind = str(_like(header.likes[0])[0].dtype)
-            nbytes = start + max(field["data_offsets"][1] for field in fields.values())
             parts = (header.identity, header.prefix, tokens, len(header.likes))
-            return cls(*parts, kind, int(nbytes))
-
-
-def _fields(data: bytes) -> tuple[dict[str, Any], int]:
-    """What the header of safetensors says, and where it ends."""
-    stop = 8 + int.from_bytes(data[:8], "little")
-    if stop > len(data):
-        raise ValueError(f"its header ends at {stop}")
-    return json.loads(data[8:stop]), stop
+            label = cls(*parts, kind, layout.nbytes)
+            if label.key != (key or label.key):
+                raise ValueError("it is another block")
+            return label
 
 
 def _header(metadata: Mapping[str, str]) -> _Header:
@@ -223,26 +233,41 @@ def _header(metadata: Mapping[str, str]) -> _Header:
 
 def _like(fields: Any) -> tuple[Tensor, Tensor]:
     heads, key_width, value_width, dtype = fields
+    for number, most in (
+        (heads, _MOST_HEADS),
+        (key_width, _MOST_WIDTH),
+        (value_width, _MOST_WIDTH),
+    ):
+        if type(number) is not int or not 1 <= number <= most:
+            raise ValueError(f"a layer of {str(fields)[:80]}")
     return nothing_of(1, heads, key_width, value_width, DTYPES[dtype])
 
 
-def _kinds(planes: Planes) -> dict[str, Any]:
-    return {n: (x.shape[1], x.shape[3:], x.dtype) for n, x in planes.items()}
+def token_bytes(tokens: Tensor) -> bytes:
+    """Tokens, int64 (n,), as they are hashed."""
+    found: bytes = tokens.contiguous().numpy().tobytes()
+    return found
 
 
 def digest(tokens: Tensor) -> str:
-    """A hash of tokens, int64 (n,)."""
-    return xxhash.xxh3_128_hexdigest(tokens.contiguous().numpy().tobytes())
+    """A hash of tokens, int64 (n,), that nobody can find others for."""
+    return hashlib.sha256(token_bytes(tokens)).hexdigest()
 
 
 def beginning(identity: str, prefix: str, token: int) -> str:
     """How the keys of blocks begin that follow a prefix with some token."""
-    return f"{xxhash.xxh3_128_hexdigest(identity.encode())}/{prefix}/{token:08x}"
+    own = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()
+    return f"{own}/{prefix}/{token:08x}"
 
 
 def key_of(identity: str, prefix: str, tokens: Tensor) -> str:
     """The key of a block of tokens, (n,), that follow a prefix."""
     return beginning(identity, prefix, int(tokens[0])) + digest(tokens)
+
+
+def is_key(key: object) -> bool:
+    """Whether this is the key of a block."""
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def require_budget(budget: int | None) -> None:
@@ -288,6 +313,12 @@ class Backend(ABC):
     def scan(self, prefix: str = "") -> Iterator[str]:
         """The keys that begin so."""
 
+    def quarantine(self, key: str) -> None:
+        """Put aside a block that was found damaged, or other than it should be, so that it is never
+        found again; here it is deleted."""
+        self.damaged += 1
+        self.delete(key)
+
     def leading(self, keys: Sequence[str]) -> list[Block]:
         """The blocks of the first keys, as far as they are there."""
         found: list[Block] = []
@@ -320,6 +351,16 @@ class Backend(ABC):
     def exists(self) -> bool:
         """Whether blocks were ever put here."""
         return True
+
+    def _checked(self, key: str, data: Any) -> Block | None:
+        """The block of a key, of the bytes that were found there; what is none is put aside."""
+        try:
+            return Block.from_bytes(data if isinstance(data, (bytes, bytearray)) else b"", key)
+        except ValueError:
+            self.quarantine(key)
+        except MemoryError as error:
+            self._failed(error)
+        return None
 
     def _failed(self, error: BaseException) -> None:
         self.failures += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
@@ -36,7 +37,7 @@ _PART = 2**20  # bytes received at once
 _LISTS = 1024  # of keys; each put and each question reads one
 _ALIKE = 16  # lists of keys that begin alike, so that few who write at once meet in one
 _LISTED = re.compile(r"^([0-9a-z/-]+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
-_BEGINNING = len(beginning("", "0" * 32, 0))  # characters of such a beginning
+_BEGINNING = len(beginning("", "0" * 64, 0))  # characters of such a beginning
 _TRIES = 4  # to change a list, while others do
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
@@ -98,12 +99,10 @@ class LMCache(Remote):
         data = self._call(_GET, f"block {key}")
         if not isinstance(data, bytes):
             return None
-        try:
-            return Block.from_bytes(data, key)
-        except ValueError:
-            self.damaged += bool(data)  # one of no bytes was deleted while others listed it
+        if not data:  # it was deleted while others listed it
             self.delete(key)
             return None
+        return self._checked(key, data)
 
     def put(self, block: Block) -> bool:
         return self.put_all([block]) == 1
@@ -227,7 +226,9 @@ class LMCache(Remote):
 
     def _named(self, what: str) -> bytes:
         """A key of LMCache: model, ranks, hash and dtype."""
-        own = xxhash.xxh3_128_hexdigest(what.encode(errors="replace"))
+        own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[
+            :32
+        ]  # there is no more room
         return f"{self._model}@1@0@{own}@uint8".encode()
 
     def _connected(self) -> _Connection:

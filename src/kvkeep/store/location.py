@@ -19,12 +19,12 @@ from kvkeep.store.backend import (
     LABEL_BYTES,
     Block,
     Label,
+    is_key,
     require_budget,
 )
 from kvkeep.store.remote import Remote
 
 _SUFFIX = ".safetensors"
-_KEY = re.compile(r"[0-9a-z-]{1,64}/[0-9a-z-]{1,64}/[0-9a-z-]{1,64}")
 _AT_ONCE = 8  # blocks that are read side by side
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # of filesystems
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
@@ -82,8 +82,13 @@ class Location(Remote):
         return isinstance(self._read([key], 1)[0], bytes)
 
     def delete(self, key: str) -> None:
-        if _KEY.fullmatch(key):
+        if is_key(key):
             self._removed(self._path(key))
+
+    def quarantine(self, key: str) -> None:
+        self.damaged += 1
+        if is_key(key):
+            self._asked(lambda: self._set_aside(key), None)
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         if not re.fullmatch(r"[0-9a-z/-]*", prefix):
@@ -158,19 +163,12 @@ class Location(Remote):
         return [self._block(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
 
     def _block(self, key: str, data: Any) -> Block | None:
-        if not isinstance(data, bytes):
-            return None
-        try:
-            return Block.from_bytes(data, key)
-        except ValueError:
-            self.damaged += 1
-            self._asked(lambda: self._set_aside(key), None)
-            return None
+        return self._checked(key, data) if isinstance(data, bytes) else None
 
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
         """The first bytes of blocks, or why there are none."""
         absent = FileNotFoundError()
-        known = [key for key in keys if _KEY.fullmatch(key)]
+        known = [key for key in keys if is_key(key)]
 
         def read() -> list[Any]:
             filesystem, root = self._place()
@@ -200,7 +198,7 @@ class Location(Remote):
                 raise
             return True
 
-        return bool(_KEY.fullmatch(key)) and self._asked(write, False)
+        return bool(is_key(key)) and self._asked(write, False)
 
     def _set_aside(self, key: str) -> None:
         filesystem, root = self._place()
@@ -254,7 +252,7 @@ def _is_missing(data: Any) -> bool:
 def _key_at(path: str) -> str | None:
     """The key of the block at a path; None where that is no block's."""
     key = path.rpartition("/blocks/")[2].removesuffix(_SUFFIX)
-    return key if _KEY.fullmatch(key) else None
+    return key if is_key(key) else None
 
 
 def _written_at(info: dict[str, Any]) -> float:

@@ -16,6 +16,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.spec import CacheSpec
+from kvkeep.store.geometry import Geometry
 
 _TOKEN_BITS = 24  # of a token's id; what is above them says which adapter computed it
 
@@ -56,10 +57,24 @@ def keyed(
             "model": found,
             "codecs": layers if len(set(layers)) > 1 else layers[:1],
             "routed": is_routed(decoder_config(base_config(model))),
+            "autocast": _autocast(model),
         },
         sort_keys=True,
     )
     return Keyed(identity, tokens)
+
+
+def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Geometry:
+    """What a model's slots in a cache like this one are like: seen by feeding one token to another
+    cache, as nothing else says it of every model.
+
+    Args:
+        tokens: of the model, (n,) with n of at least 1.
+    """
+    probe = Cache(model)
+    feed(model, tokens[:1], probe)
+    likes = Geometry.of_cache(probe).likes()
+    return Geometry.of(cache.layers, likes, probe.routed)
 
 
 def require_steady(model: PreTrainedModel) -> None:
@@ -72,6 +87,12 @@ def require_steady(model: PreTrainedModel) -> None:
             f"rotary frequencies of kind {changing[0]} depend on a text's length, so its slots "
             "serve no other text; use the cache without a store"
         )
+
+
+def _autocast(model: PreTrainedModel) -> str:
+    """The type that matrix products are computed in, where torch chooses it; empty elsewhere."""
+    kind = model.device.type
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -38,7 +37,7 @@ def opened(
     scheme, separator, _ = text.partition("://")
     scheme = scheme.partition("::")[0] if separator or "::" in scheme else ""
     if not scheme:
-        if not create and not (Path(text) / "index.sqlite").is_file():
+        if not create and not os.path.isdir(os.path.join(text, "blocks")):
             raise _no_store(text)
         return Disk(text, budget, **options)
     servers = [*SCHEMES, SCHEME]

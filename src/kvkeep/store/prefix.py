@@ -17,8 +17,9 @@ from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.specs import Specs
 from kvkeep.store.backend import Backend, require_budget
-from kvkeep.store.hit import Hit, Shape, shape_of
-from kvkeep.store.model import feed, flat, keyed, require_steady
+from kvkeep.store.geometry import Geometry
+from kvkeep.store.hit import Hit
+from kvkeep.store.model import feed, flat, geometry_of, keyed, require_steady
 from kvkeep.store.shared import share, shared
 from kvkeep.store.stats import StoreStats
 from kvkeep.store.stretch import (
@@ -68,20 +69,25 @@ class PrefixStore:
         self.block = block
         self.nbytes = 0
         self._trees: dict[str, RadixTree[Stretch]] = {}
-        self._shapes: dict[str, Shape] = {}
+        self._geometries: dict[str, Geometry] = {}
         self._clock = count(1)
         self._lock = RLock()
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
         self._evicted = self._refused = 0
 
-    def match(self, identity: str, tokens: Tensor) -> Hit:
+    def match(
+        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None = None
+    ) -> Hit:
         """The longest stored prefix of some tokens, locked until it is released.
 
         Args:
             tokens: int64 (n,).
+            geometry: gives what the slots of this identity are like; asked for once, when the
+                backend has some that nobody can vouch for. Without it a backend's blocks are taken
+                only for an identity of which this store was given something itself.
         """
         tokens = flat(tokens)
-        self._fetch(identity, tokens)
+        self._fetch(identity, tokens, geometry)
         with self._lock:
             match = self._tree(identity).match(tokens)
             match.node.locks += 1
@@ -89,7 +95,7 @@ class PrefixStore:
             self._hits, self._misses = self._hits + found, self._misses + (not found)
             self._hit_tokens += match.length
             self._asked_tokens += len(tokens)
-            return Hit(match, self._shapes.get(identity), self._unlock)
+            return Hit(match, self._geometries.get(identity), self._unlock)
 
     def insert(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
@@ -123,10 +129,10 @@ class PrefixStore:
             return stretch_of(states, start, stop, row)
 
         with self._lock:
-            shape = self._shape(identity, shape_of(states, cache.routed))
+            geometry = self._agreed(identity, Geometry.of_cache(cache))
             kept = self._keep(identity, tokens, content_of, priority)
         if self.backend is not None:
-            share(self.backend, identity, tokens, self.block, content_of, shape)
+            share(self.backend, identity, tokens, self.block, content_of, geometry)
         return kept
 
     def prefill(
@@ -197,7 +203,7 @@ class PrefixStore:
         whole = tokens if prompt is None else flat(prompt)
         cache.takeover = takeover_in(model, whole)
         identity, keys = keyed(model, tokens, cache.specs, namespace, cache.takeover)
-        with self.match(identity, keys) as hit:
+        with self.match(identity, keys, lambda: geometry_of(model, cache, tokens)) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
         found = cache.fed
@@ -280,10 +286,13 @@ class PrefixStore:
             leaves = list(self._tree(identity).leaves())
         return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
 
-    def known(self, identity: str, tokens: Tensor) -> int:
-        """How many first tokens of a text are stored, which counts as no hit or miss."""
+    def known(
+        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None = None
+    ) -> int:
+        """How many first tokens of a text are stored, which counts as no hit or miss; of a
+        backend's blocks as `match` says."""
         tokens = flat(tokens)
-        self._fetch(identity, tokens)
+        self._fetch(identity, tokens, geometry)
         with self._lock:
             return self._tree(identity).match(tokens).length
 
@@ -295,7 +304,7 @@ class PrefixStore:
         priority: int = 0,
     ) -> int:
         """Put tokens into the tree, as far as there is room; how many of them are there then."""
-        tree, token_bytes = self._trees[identity], self._shapes[identity].token_bytes
+        tree, token_bytes = self._trees[identity], self._geometries[identity].token_bytes
         known = tree.match(tokens)
         known.node.locks += 1
         try:
@@ -309,27 +318,35 @@ class PrefixStore:
         self.nbytes += (length - known.length) * token_bytes
         return length
 
-    def _fetch(self, identity: str, tokens: Tensor) -> None:
+    def _fetch(
+        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None
+    ) -> None:
         """Put what the backend has of tokens, and the tree has not, into the tree. While the
         backend is asked, other threads go on."""
-        if self.backend is None:
+        if self.backend is None or (geometry is None and identity not in self._geometries):
             return
         with self._lock:
             known = self._tree(identity).match(tokens).length
         if known == len(tokens):
             return
+
+        def vouched() -> Geometry:
+            """What the model says, never what the backend does."""
+            own = self._geometries.get(identity)
+            if own is None:
+                assert geometry is not None
+                own = self._agreed(identity, geometry())
+            return own
+
         first = known // self.block * self.block
-        blocks, stop = shared(self.backend, identity, tokens, first, self.block)
+        blocks, stop = shared(self.backend, identity, tokens, first, self.block, vouched)
         if stop <= known:
             return
-        whole = Stretch.joined([block.stretch for block in blocks])
+        devices = [layer.device for layer in vouched().layers]
+        whole = Stretch.joined([block.stretch for block in blocks]).to(devices)
         with self._lock:
             if self._tree(identity).match(tokens).length < first:
                 return  # evicted meanwhile
-            try:
-                self._shape(identity, Shape.of_block(blocks[0]))
-            except StateError:
-                return  # of another model, under the same identity
             self._keep(identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first))
 
     def _make_room(self, nbytes: int | None) -> None:
@@ -353,17 +370,18 @@ class PrefixStore:
     def _tree(self, identity: str) -> RadixTree[Stretch]:
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
-    def _shape(self, identity: str, shape: Shape) -> Shape:
-        """What an identity's entries have in common; the first one says it.
+    def _agreed(self, identity: str, geometry: Geometry) -> Geometry:
+        """What an identity's entries have in common; the first that was computed here says it.
 
         Raises:
             StateError: this one is another.
         """
-        self._tree(identity)
-        known = self._shapes.setdefault(identity, shape)
-        if known != shape:
+        with self._lock:
+            self._tree(identity)
+            known = self._geometries.setdefault(identity, geometry)
+        if known != geometry:
             raise StateError(
-                f"identity {identity[:60]!r} has entries of another model: {known}, not {shape}; "
-                "give each its own identity"
+                f"identity {identity[:60]!r} has entries of another model: {known}; not "
+                f"{geometry}; give each its own identity"
             )
         return known

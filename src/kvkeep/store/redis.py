@@ -17,8 +17,10 @@ from kvkeep.store.backend import (
     LABEL_BYTES,
     Block,
     Label,
+    is_key,
     require_budget,
 )
+from kvkeep.store.clock import Clock, punctual
 from kvkeep.store.remote import Remote
 from kvkeep.store.scripts import DELETE, FIT, PAGE, PUT, SET_ASIDE, TOUCH
 
@@ -61,6 +63,9 @@ class Redis(Remote):
         ttl: seconds after its last use by this client a block is dropped. None: it stays.
         timeout: seconds to wait for a connection, for an answer that does not come or does not go
             on, and for a block to be sent.
+        deadline: seconds that a call may take over all, however its answer comes; what is not there
+            by then is a miss. A listing of the whole server (`scan`, `gc`) has as long for each of
+            its pages.
         name: how all keys begin, before a colon; stores of other names know nothing of each other.
 
     Raises:
@@ -77,6 +82,7 @@ class Redis(Remote):
         ttl: float | None = None,
         timeout: float = 2.0,
         name: str = "kvkeep",
+        deadline: float = 10.0,
     ) -> None:
         super().__init__()
         scheme, _, rest = url.partition("://")
@@ -87,11 +93,15 @@ class Redis(Remote):
             raise SpecError(f"a life of {ttl} seconds; give at least 1, or None")
         if not 0 < timeout < inf:
             raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
+        if not 0 < deadline < inf:
+            raise SpecError(f"a deadline of {deadline} seconds; give more than 0, such as 10")
         if not re.fullmatch(r"[\w.:{}-]+", name):
             raise SpecError(f"name {name!r}; give letters, digits and any of _.:-{{}}")
         self.budget = budget
         self.ttl = ttl
-        self._client, self._errors = _client(f"{SCHEMES[scheme]}://{rest}", timeout)
+        self._clock, self._deadline = Clock(), deadline
+        address = f"{SCHEMES[scheme]}://{rest}"
+        self._client, self._errors = _client(address, timeout, self._clock)
         self._base, self._aside = f"{name}:block:", f"{name}:quarantine:"
         self._accounts = (f"{name}:used", f"{name}:index", f"{name}:sizes")
         self._life = "" if ttl is None else int(ttl * 1000)
@@ -100,7 +110,8 @@ class Redis(Remote):
         return self._got([key], used)[0]
 
     def put(self, block: Block) -> bool:
-        return self.contains(block.key) or self.put_all([block]) == 1
+        with self._clock.running(self._deadline):
+            return self.contains(block.key) or self.put_all([block]) == 1
 
     def contains(self, key: str) -> bool:
         return bool(self._sizes([key])[0])
@@ -108,33 +119,45 @@ class Redis(Remote):
     def delete(self, key: str) -> None:
         self._sent([self._script(DELETE, key)])
 
+    def quarantine(self, key: str) -> None:
+        self.damaged += 1
+        name = self._aside + uuid.uuid4().hex
+        self._sent([self._script(SET_ASIDE, key, name, _ASIDE_MS)])
+
     def scan(self, prefix: str = "") -> Iterator[str]:
-        start = b"[" + prefix.encode() if prefix else b"-"
-        stop = b"(" + prefix.encode() + b"\xff" if prefix else b"+"
+        own = prefix.encode(errors="replace")
+        start = b"[" + own if own else b"-"
+        stop = b"(" + own + b"\xff" if own else b"+"
+        before = b""
         while True:
             [page] = self._sent([self._script(PAGE, start, stop, _PAGE)]) or [None]
-            if not isinstance(page, list):
+            if not isinstance(page, list) or not all(isinstance(key, bytes) for key in page):
                 return
-            last, *found = page
-            yield from (key.decode(errors="replace") for key in found)
-            if not last:
+            last, *found = page or [b""]
+            yield from filter(is_key, (key.decode(errors="replace") for key in found))
+            if last <= before:  # none is left, or the server goes in circles
                 return
-            start = b"(" + last
+            start, before = b"(" + last, last
 
     def leading(self, keys: Sequence[str]) -> list[Block]:
-        sizes = [size for size in takewhile(bool, self._sizes(keys)) if size]
         found: list[Block] = []
-        for batch in _batches(keys, sizes):
-            for block in self._got(batch, used=True):
-                if block is None:
-                    return found
-                found.append(block)
+        with self._clock.running(self._deadline):
+            sizes = [size for size in takewhile(bool, self._sizes(keys)) if size]
+            for batch in _batches(keys, sizes):
+                for block in self._got(batch, used=True):
+                    if block is None:
+                        return found
+                    found.append(block)
         return found
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         return [key for key, size in zip(keys, self._sizes(keys), strict=True) if size == 0]
 
     def put_all(self, blocks: Iterable[Block]) -> int:
+        with self._clock.running(self._deadline):
+            return self._put_each(blocks)
+
+    def _put_each(self, blocks: Iterable[Block]) -> int:
         done, waiting, size = 0, list[Command](), 0
         most = min(_MOST, self.budget or _MOST)
         for block in blocks:
@@ -165,14 +188,15 @@ class Redis(Remote):
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         require_budget(budget)
+        base = self._base.encode()
         for names in self._walk(self._base):  # of which the server lost the account
-            keys = [name[len(self._base.encode()) :] for name in names]
+            keys = [name[len(base) :] for name in names]
             self._sent([self._script(TOUCH, self._life, 1, *keys)])
         freed = 0
         for names in self._walk(self._aside):
             for name in names:
                 left, size = self._sent([("PTTL", name), ("STRLEN", name)]) or (None, None)
-                if isinstance(left, int) and _ASIDE_MS - left >= older_than * 1000:
+                if type(left) is int and _ASIDE_MS - left >= older_than * 1000:
                     self._sent([("UNLINK", name)])
                     freed += size if isinstance(size, int) else 0
         return freed + self._fitted(budget, thorough=True)[0]
@@ -189,7 +213,7 @@ class Redis(Remote):
         """Bytes of blocks, 0 for what is none; None where the server does not say."""
         answers = self._sent([("STRLEN", self._base + key) for key in keys])
         return [
-            0 if _is_other_type(answer) else answer if isinstance(answer, int) else None
+            0 if _is_other_type(answer) else answer if _is_count(answer) else None
             for answer in answers or [None] * len(keys)
         ]
 
@@ -205,13 +229,7 @@ class Redis(Remote):
     def _block(self, key: str, data: Any) -> Block | None:
         if data is None or (isinstance(data, Exception) and not _is_other_type(data)):
             return None
-        try:
-            return Block.from_bytes(data if isinstance(data, bytes) else b"", key)
-        except ValueError:
-            self.damaged += 1
-            name = self._aside + uuid.uuid4().hex
-            self._sent([self._script(SET_ASIDE, key, name, _ASIDE_MS)])
-            return None
+        return self._checked(key, data)
 
     def _put(self, commands: Sequence[Command]) -> int:
         return sum(answer == 1 for answer in (self._sent(commands) or []))
@@ -220,7 +238,9 @@ class Redis(Remote):
         """Bytes that were freed until the rest fits a budget, and the bytes of the rest."""
         script = self._script(FIT, "" if budget is None else budget, int(thorough))
         [answer] = self._sent([script]) or [None]
-        return (answer[0], answer[1]) if isinstance(answer, list) else (0, 0)
+        if isinstance(answer, list) and len(answer) == 2 and all(map(_is_count, answer)):
+            return answer[0], answer[1]
+        return 0, 0
 
     def _walk(self, beginning: str) -> Iterator[list[bytes]]:
         """All names in the server that begin so, some at once; some may come twice."""
@@ -228,12 +248,14 @@ class Redis(Remote):
         while True:
             pattern = ("MATCH", beginning + "*", "COUNT", 1000)
             [answer] = self._sent([("SCAN", cursor, *pattern)]) or [None]
-            if answer is None or isinstance(answer, Exception):
+            if not isinstance(answer, (list, tuple)) or len(answer) != 2:
                 return
             cursor, names = answer
+            if not isinstance(names, list) or not all(isinstance(name, bytes) for name in names):
+                return
             if names:
                 yield names
-            if int(cursor) == 0:
+            if not isinstance(cursor, int) or not cursor:
                 return
 
     def _script(self, script: str, *arguments: Any) -> Command:
@@ -252,10 +274,13 @@ class Redis(Remote):
         return answers
 
     def _journey(self, commands: Sequence[Command]) -> list[Any]:
-        answers = self._piped(commands)
-        if any(isinstance(answer, self._errors.NoScriptError) for answer in answers):
-            self._piped([("SCRIPT LOAD", script) for script in _SHA])  # it was started again
+        with self._clock.running(self._deadline):
             answers = self._piped(commands)
+            if any(isinstance(answer, self._errors.NoScriptError) for answer in answers):
+                self._piped([("SCRIPT LOAD", script) for script in _SHA])  # it was started again
+                answers = self._piped(commands)
+        if len(answers) != len(commands):
+            raise ConnectionError(f"{len(answers)} answers to {len(commands)} commands")
         return answers
 
     def _piped(self, commands: Sequence[Command]) -> list[Any]:
@@ -266,9 +291,9 @@ class Redis(Remote):
         return answers
 
 
-def _client(url: str, timeout: float) -> tuple[Any, Any]:
-    """The library's client, which is safe for threads and forks and never tries twice; and its
-    exceptions.
+def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
+    """The library's client, which is safe for threads and forks, keeps to a clock and never tries
+    twice; and its exceptions.
 
     Raises:
         UnsupportedError: the library is not installed.
@@ -290,6 +315,7 @@ def _client(url: str, timeout: float) -> tuple[Any, Any]:
             retry=retry.Retry(backoff.NoBackoff(), 0),
         )
         pool = client.connection_pool
+        pool.connection_class = punctual(pool.connection_class, clock)
         pool.connection_class(**pool.connection_kwargs)  # options it does not know raise here
     except (ValueError, TypeError) as error:
         raise SpecError(f"a Redis URL that cannot be: {error}; give redis://host:port/0") from None
@@ -299,6 +325,11 @@ def _client(url: str, timeout: float) -> tuple[Any, Any]:
 def _is_other_type(answer: Any) -> bool:
     """Whether a key is taken by something else than a block."""
     return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
+
+
+def _is_count(answer: Any) -> bool:
+    """Whether an answer is a number of bytes."""
+    return type(answer) is int and answer >= 0
 
 
 def _batches(keys: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from itertools import islice
+from typing import NamedTuple
 
 from torch import Tensor
 
-from kvkeep.store.backend import Backend, Block, beginning, digest, key_of
-from kvkeep.store.hit import Shape
+from kvkeep.store.backend import Backend, Block, beginning, key_of, token_bytes
+from kvkeep.store.geometry import Geometry
 from kvkeep.store.stretch import Stretch
 from kvkeep.store.tree import common
 
 _LOOKED_AT = 16  # blocks that begin with the same token, to find the longest of
+
+
+class _Place(NamedTuple):
+    """Where a block starts in its text, and the hash of what precedes it."""
+
+    start: int
+    prefix: str
 
 
 def share(
@@ -21,58 +30,73 @@ def share(
     tokens: Tensor,
     size: int,
     content_of: Callable[[int, int], Stretch],
-    shape: Shape,
+    geometry: Geometry,
 ) -> None:
     """Put tokens, int64 (n,), into a backend in blocks of some size, unless they are there.
 
     Args:
         content_of: what the layers hold of those from a start to a stop.
     """
-    starts = _keys(identity, tokens, 0, size)
+    places = _places(identity, tokens, 0, size)
+    likes = geometry.likes(on_cpu=True)
 
     def block(key: str) -> Block:
-        start = starts[key]
+        start, prefix = places[key]
         own = tokens[start : start + size]
         content = content_of(start, start + len(own))
-        return Block(identity, digest(tokens[:start]), own, content, shape.routed, shape.like)
+        return Block(identity, prefix, own, content, geometry.routed, likes)
 
-    backend.put_all(map(block, backend.missing(list(starts))))
+    backend.put_all(map(block, backend.missing(list(places))))
 
 
 def shared(
-    backend: Backend, identity: str, tokens: Tensor, first: int, size: int
+    backend: Backend,
+    identity: str,
+    tokens: Tensor,
+    first: int,
+    size: int,
+    geometry_of: Callable[[], Geometry],
 ) -> tuple[list[Block], int]:
     """What a backend has of tokens, int64 (n,), from `first` on: blocks that follow each other,
-    and where their last token stands that is the same."""
+    and where their last token stands that is the same. What is not of the geometry is put aside.
+
+    Args:
+        geometry_of: the model's geometry, asked for once some block was found.
+    """
     blocks: list[Block] = []
-    stop = first
-    for block in backend.leading(list(_keys(identity, tokens, first, size))):
-        if not block.tokens.equal(tokens[stop : stop + size]) or not _follows(block, blocks):
-            return blocks, stop
-        blocks.append(block)
-        stop += len(block.tokens)
-    if stop < len(tokens):
+    stop, fit = first, True
+    places = _places(identity, tokens, first, size)
+    for (key, (start, _)), block in zip(
+        places.items(), backend.leading(list(places)), strict=False
+    ):
+        own = tokens[start : start + size]
+        if not block.tokens.equal(own) or geometry_of().why_not(block, start):
+            backend.quarantine(key)
+            fit = False
+        elif fit:
+            blocks.append(block)
+            stop += len(own)
+    if fit and stop < len(tokens):
         own = tokens[stop : stop + size]
-        last = _alike(backend, identity, digest(tokens[:stop]), own)
-        if last is not None and _follows(last, blocks):
-            return [*blocks, last], stop + common(last.tokens, own)
+        prefix = places[list(places)[(stop - first) // size]].prefix
+        last = _alike(backend, identity, prefix, own)
+        if last is not None:
+            if not geometry_of().why_not(last, stop):
+                return [*blocks, last], stop + common(last.tokens, own)
+            backend.quarantine(last.key)
     return blocks, stop
 
 
-def _keys(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, int]:
-    """The keys of the blocks of tokens, and where each starts."""
-    starts = range(first, len(tokens), size)
-    return {
-        key_of(identity, digest(tokens[:start]), tokens[start : start + size]): start
-        for start in starts
-    }
-
-
-def _follows(block: Block, blocks: list[Block]) -> bool:
-    """Whether a block is of the model that those before it are of."""
-    return not blocks or (
-        Shape.of_block(block) == Shape.of_block(blocks[-1]) and block.continues(blocks[-1])
-    )
+def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _Place]:
+    """The keys of the blocks of tokens, in their order. What precedes a block is hashed once, for
+    all blocks together."""
+    before = hashlib.sha256(token_bytes(tokens[:first]))
+    found: dict[str, _Place] = {}
+    for start in range(first, len(tokens), size):
+        own, prefix = tokens[start : start + size], before.hexdigest()
+        found[key_of(identity, prefix, own)] = _Place(start, prefix)
+        before.update(token_bytes(own))
+    return found
 
 
 def _alike(backend: Backend, identity: str, prefix: str, tokens: Tensor) -> Block | None:

@@ -38,12 +38,22 @@ class Stretch:
 
     @staticmethod
     def joined(stretches: Sequence[Stretch]) -> Stretch:
-        """Those of tokens that follow each other, as one; a copy."""
+        """Those of tokens that follow each other, as one; a copy, if they are several."""
+        if len(stretches) == 1:
+            return stretches[0]
         layers = [
             {n: torch.cat([planes[n] for planes in runs], dim=2) for n in runs[0]}
             for runs in zip(*(stretch.layers for stretch in stretches), strict=True)
         ]
         return Stretch(layers, sum(map(len, stretches)))
+
+    def to(self, devices: Sequence[torch.device]) -> Stretch:
+        """The same on the device of each layer; not copied if it is there."""
+        layers = [
+            {n: planes[n].to(device) for n in planes}
+            for planes, device in zip(self.layers, devices, strict=True)
+        ]
+        return Stretch(layers, self._tokens)
 
     def head(self, tokens: int) -> Stretch:
         """The first tokens, not copied."""
