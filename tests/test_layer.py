@@ -166,12 +166,12 @@ def test_in_order_is_a_view_until_something_moved():
     layer = new("window:3")
     k, v = kv(3)
     view = layer.extend(k, v)
-    keys, _ = layer.in_order(view)
+    keys = layer.in_order(view).keys
     assert keys.data_ptr() == view.segments[0].planes["k"].data_ptr()
     layer.settle()
     for token in range(5):
         new_k = torch.full((1, 2, 1, 4), float(token))
-        keys, _ = layer.in_order(layer.extend(new_k, new_k))
+        keys = layer.in_order(layer.extend(new_k, new_k)).keys
         layer.settle()
     assert keys[0, 0, :, 0].tolist() == [2, 3, 4]
 

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvkeep import library
-from kvkeep.attention import native, reference, sdpa, triton
+from kvkeep.attention import explicit, native, reference, sdpa, triton
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
-from kvkeep.attention.view import Segment, View
+from kvkeep.attention.view import Held, Segment, View
 from kvkeep.chunk import check_sinks
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.planes import Reach, unsliced
 
-__all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends", "dispatch"]
+__all__ = [
+    "Attend",
+    "Backend",
+    "Held",
+    "Options",
+    "Rotation",
+    "Segment",
+    "View",
+    "attend",
+    "backends",
+    "dispatch",
+    "each_head",
+    "explicit",
+]
+
+Attend = Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
+"""One way to compute attention: queries that fit a view -> out, mass."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class Backend:
     """
 
     name: str
-    run: Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
+    run: Attend
     refuses: Callable[[Tensor, View, Options], str | None]
     limits: str
     about: str
@@ -146,7 +163,8 @@ def dispatch(
     """`attend`, for queries that are known to fit the view; `differentiable`: by a backend that
     gradients could go through, whether they are wanted now or not."""
     if view.by_head:
-        return _each_head(q, view, options, backend, differentiable)
+        alone = partial(dispatch, backend=backend, differentiable=differentiable)
+        return each_head(q, view, options, alone)
     for candidate in _TABLE:
         if differentiable > candidate.differentiable or backend not in (None, candidate.name):
             continue
@@ -163,8 +181,8 @@ def dispatch(
     raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
 
 
-def _each_head(
-    q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
+def each_head(
+    q: Tensor, view: View, options: Options, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
     """One call for each kv head, whose slots are its own."""
     group, slots = q.shape[1] // len(view.segments), view.slots
@@ -174,7 +192,7 @@ def _each_head(
         sinks = None if options.sinks is None else options.sinks[own]
         alone = view._replace(segments=(segment._replace(head=None),))
         asked = options._replace(sinks=sinks)
-        out, mass = dispatch(q[:, own], alone, asked, backend, differentiable=differentiable)
+        out, mass = attend(q[:, own], alone, asked)
         outs.append(out)
         if mass is not None:
             masses.append(torch.nn.functional.pad(mass, (0, slots - mass.shape[2])))

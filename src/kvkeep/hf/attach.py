@@ -22,6 +22,7 @@ from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_rou
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
+from kvkeep.hf.weights import require_whole, wanted
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -193,6 +194,7 @@ def _supply_cache(
     activated adapter takes over where the cache says."""
     if not torch.compiler.is_compiling():
         _activate(decoder, args, kwargs)
+        _require_weights(decoder, kwargs)
     if kwargs.get("past_key_values") is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
@@ -205,7 +207,6 @@ def _supply_cache(
     mask = given.get("attention_mask")
     if (
         not wants("use_cache")
-        or wants("output_attentions")
         or given.get("past_key_values") is not None
         or not (mask is None or (isinstance(mask, Tensor) and mask.dim() <= 2))
     ):
@@ -213,6 +214,13 @@ def _supply_cache(
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
     return args, kwargs
+
+
+def _require_weights(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise before the first layer where a later one could not give the weights that are asked."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and wanted(decoder, kwargs):
+        require_whole(cache.layers)
 
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
 from kvkeep.hf.masks import MaskRequest
+from kvkeep.hf.weights import Explicit, require_whole, wanted
 from kvkeep.layer import LayerCache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -60,11 +61,12 @@ def attention_over(original: str) -> AttentionFunction:
                 f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
             )
         handed.taken = True
-        if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+        if kwargs.get("position_bias") is not None:
             raise StateError(
-                "attention through a kvkeep cache has no dropout, position bias or attention "
-                "outputs; call model.eval(), or kvkeep.detach(model)"
+                "attention through a kvkeep cache has no position bias; use the cache with "
+                "kvkeep.detach(model)"
             )
+        explicit = _written_out(handed, module, dropout, kwargs)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
         traced = handed.traced  # None in training, whose steps are no layer's
@@ -75,31 +77,57 @@ def attention_over(original: str) -> AttentionFunction:
             known = None if asked is None else asked.position
             if known is None:
                 known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            out = _step(handed.layer, query, key, value, known, scale, softcap, s_aux)
-        return out.transpose(1, 2).contiguous(), None
+            options = {"scale": scale, "softcap": softcap, "sinks": s_aux}
+            if explicit is not None:
+                options["attend"] = explicit
+            out = _step(handed.layer, query, key, value, known, options)
+        weights = None if explicit is None else explicit.weights
+        return out.transpose(1, 2).contiguous(), weights
 
     return attention
 
 
+def _written_out(
+    handed: Handed, module: nn.Module, dropout: float, options: dict[str, Any]
+) -> Explicit | None:
+    """How attention is computed where its weights are asked for, or some are to be dropped out;
+    None: as always.
+
+    Raises:
+        UnsupportedError: the layer's step cannot do that, or weights of dropped tokens are wanted.
+        StateError: `kvkeep.train` computes the attention.
+    """
+    weights = wanted(module, options)
+    if not (dropout or weights):
+        return None
+    what = "attention weights" if weights else f"attention dropout of {dropout}"
+    if not isinstance(handed.layer, LayerCache):
+        raise StateError(
+            f"{what} where kvkeep computes attention again, which has no dropout and gives no "
+            "weights; call model.eval(), or set attention_dropout=0.0 in the model's config"
+        )
+    if torch.compiler.is_compiling() or handed.traced.on_device:
+        raise UnsupportedError(
+            f"{what} in a compiled or graphed step, which has neither dropout nor weights; run it "
+            "uncompiled"
+        )
+    if weights:
+        require_whole([handed.layer])
+    return Explicit(handed.layer, dropout)
+
+
 def _step(
-    layer: LayerCache,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, position: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
+    """A layer's step with `options`; under autocast, which leaves rotated keys as they are, in the dtype it has
     for torch's own attention."""
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(device, enabled=False):
-            return layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
-    return layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+            return layer.step(q, k, v, position, **options)
+    return layer.step(q, k, v, position, **options)
 
 
 def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:

@@ -32,7 +32,7 @@ from kvkeep.hf.rotary import rotary_of
 from kvkeep.hf.specs import Specs, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.layer import LayerCache
-from kvkeep.policy import Need
+from kvkeep.policy import POLICIES, Need
 
 DEFAULT_SPEC = "keep_all"
 
@@ -150,9 +150,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         latent = is_latent(self.config)
         require_fitting_mask(layer, spec, key_states, alike=self._alike, latent=latent)
         view = layer.extend(key_states, value_states)
-        keys, values = layer.in_order(view)
+        held = layer.in_order(view)
         layer.settle()
-        return keys, values
+        return held.keys, held.values
 
     def _begin(self, k: Tensor) -> None:
         """What must hold before the first layer of a forward is changed."""
@@ -328,7 +328,19 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """Keep what a crop may need: eviction waits for it. When two forwards come without a crop
-        between them, recording is over; a draft's cache waits longer."""
+        between them, recording is over; a draft's cache waits longer.
+
+        Raises:
+            UnsupportedError: a policy cannot take tokens back, whatever is kept.
+        """
+        for layer in self.layers:
+            if not layer.policy.rollback:
+                raise UnsupportedError(
+                    f"drafted tokens that are rejected must be taken back, which policy "
+                    f"{layer.policy.name} cannot do, for it learns from every token; generate "
+                    "without assistant_model and prompt_lookup_num_tokens, or with one of "
+                    + ", ".join(name for name, policy in POLICIES.items() if policy.rollback)
+                )
         self._record_past(True)
 
     def _end_recording(self) -> None:
@@ -362,7 +374,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the model with it: slots are allocated once, and the
-        model is attached."""
+        model is attached. A graph serves all caches, so in one the answer is the same for all."""
+        if torch.compiler.is_compiling():
+            return is_routed(self.config)
         return is_routed(self.config) and all(layer.limit is not None for layer in self.layers)
 
     @property
