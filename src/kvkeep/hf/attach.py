@@ -17,12 +17,12 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.adapters import activate, deactivate
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache
-from kvkeep.hf.calls import PromptStore, Settings, generate, prepare_cache
+from kvkeep.hf.calls import PromptStore, Settings, generate, prepare_cache, refuse_batching
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
-from kvkeep.hf.weights import require_whole, wanted
+from kvkeep.hf.weights import ask_for_weights
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -121,6 +121,7 @@ def attach(
         settings = Settings(spec, store, namespace, recompute)
         model.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, model, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
+        model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
     return attachment
 
 
@@ -139,8 +140,8 @@ def detach(model: PreTrainedModel) -> None:
         _set_attention(model, attachment.original)
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
-    model.__dict__.pop("_prepare_cache_for_generation", None)
-    model.__dict__.pop("generate", None)
+    for name in ("_prepare_cache_for_generation", "generate", "init_continuous_batching"):
+        model.__dict__.pop(name, None)
     deactivate(model)
 
 
@@ -194,7 +195,7 @@ def _supply_cache(
     activated adapter takes over where the cache says."""
     if not torch.compiler.is_compiling():
         _activate(decoder, args, kwargs)
-        _require_weights(decoder, kwargs)
+    ask_for_weights(decoder, kwargs)
     if kwargs.get("past_key_values") is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
@@ -213,14 +214,8 @@ def _supply_cache(
         return None
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
+    ask_for_weights(decoder, kwargs)
     return args, kwargs
-
-
-def _require_weights(decoder: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise before the first layer where a later one could not give the weights that are asked."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache) and wanted(decoder, kwargs):
-        require_whole(cache.layers)
 
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

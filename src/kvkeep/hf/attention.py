@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
 from kvkeep.hf.masks import MaskRequest
-from kvkeep.hf.weights import Explicit, require_whole, wanted
+from kvkeep.hf.weights import explicit_step
 from kvkeep.layer import LayerCache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -66,7 +66,7 @@ def attention_over(original: str) -> AttentionFunction:
                 "attention through a kvkeep cache has no position bias; use the cache with "
                 "kvkeep.detach(model)"
             )
-        explicit = _written_out(handed, module, dropout, kwargs)
+        explicit = explicit_step(handed, dropout)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
         traced = handed.traced  # None in training, whose steps are no layer's
@@ -85,35 +85,6 @@ def attention_over(original: str) -> AttentionFunction:
         return out.transpose(1, 2).contiguous(), weights
 
     return attention
-
-
-def _written_out(
-    handed: Handed, module: nn.Module, dropout: float, options: dict[str, Any]
-) -> Explicit | None:
-    """How attention is computed where its weights are asked for, or some are to be dropped out;
-    None: as always.
-
-    Raises:
-        UnsupportedError: the layer's step cannot do that, or weights of dropped tokens are wanted.
-        StateError: `kvkeep.train` computes the attention.
-    """
-    weights = wanted(module, options)
-    if not (dropout or weights):
-        return None
-    what = "attention weights" if weights else f"attention dropout of {dropout}"
-    if not isinstance(handed.layer, LayerCache):
-        raise StateError(
-            f"{what} where kvkeep computes attention again, which has no dropout and gives no "
-            "weights; call model.eval(), or set attention_dropout=0.0 in the model's config"
-        )
-    if torch.compiler.is_compiling() or handed.traced.on_device:
-        raise UnsupportedError(
-            f"{what} in a compiled or graphed step, which has neither dropout nor weights; run it "
-            "uncompiled"
-        )
-    if weights:
-        require_whole([handed.layer])
-    return Explicit(handed.layer, dropout)
 
 
 def _step(

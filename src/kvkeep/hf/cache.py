@@ -53,6 +53,7 @@ class Handed:
     layer: LayerCache
     traced: Traced
     taken: bool = False
+    weights: bool = False  # whether attention is to return its weights
 
 
 class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
@@ -76,6 +77,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     _handed: Handed | None = None
     """The last keys that were tagged."""
+
+    weights = False
+    """Whether the forward under way wants attention weights."""
 
     def __init__(
         self,
@@ -144,7 +148,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if layer_idx == 0 or self.routed is None:
             self._begin(key_states)
         if self.routed:
-            self._handed = key_states.kvkeep = Handed(layer, traced)  # type: ignore[attr-defined]
+            self._handed = Handed(layer, traced, weights=self.weights)
+            key_states.kvkeep = self._handed  # type: ignore[attr-defined]
             return key_states, value_states
         spec = self.specs[layer_idx]
         latent = is_latent(self.config)
@@ -331,17 +336,22 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         between them, recording is over; a draft's cache waits longer.
 
         Raises:
-            UnsupportedError: a policy cannot take tokens back, whatever is kept.
+            UnsupportedError: see `require_croppable`.
         """
+        self.require_croppable()
+        self._record_past(True)
+
+    def require_croppable(self) -> None:
+        """Raise UnsupportedError where a policy cannot take tokens back, whatever is recorded."""
         for layer in self.layers:
             if not layer.policy.rollback:
+                able = [name for name, policy in POLICIES.items() if policy.rollback]
                 raise UnsupportedError(
                     f"drafted tokens that are rejected must be taken back, which policy "
                     f"{layer.policy.name} cannot do, for it learns from every token; generate "
                     "without assistant_model and prompt_lookup_num_tokens, or with one of "
-                    + ", ".join(name for name, policy in POLICIES.items() if policy.rollback)
+                    f"{', '.join(able)}"
                 )
-        self._record_past(True)
 
     def _end_recording(self) -> None:
         between_forwards = self.layers[0].fed == self.layers[-1].fed

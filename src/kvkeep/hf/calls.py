@@ -19,6 +19,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.recompute import Recompute
 from kvkeep.hf.specs import Specs
+from kvkeep.hf.weights import require_whole
 
 
 class PromptStore(Protocol):
@@ -124,6 +125,22 @@ def _left_as_it_was(given: Any) -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class _Demands:
+    """What a call of `generate()` asks of its cache by the end, to be refused before it begins."""
+
+    drafts: bool
+    weights: bool
+    columns: int
+
+    def require(self, cache: Cache) -> None:
+        """Raise UnsupportedError for what the cache will not be able to do."""
+        if self.drafts:
+            cache.require_croppable()
+        if self.weights:
+            require_whole(cache.layers, self.columns - cache.fed)
+
+
 def prepare_cache(
     model: PreTrainedModel,
     settings: Settings,
@@ -140,7 +157,15 @@ def prepare_cache(
     """
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
+    drafting = bool(generation_config.is_assistant)
     given = model_kwargs.get("past_key_values")
+    demands = _Demands(
+        drafts=drafted or drafting,
+        weights=bool(generation_config.output_attentions),
+        columns=max_cache_length,
+    )
+    if isinstance(given, Cache):
+        demands.require(given)
     if isinstance(given, Cache) and given.fed:
         if drafted:
             raise UnsupportedError(
@@ -157,7 +182,8 @@ def prepare_cache(
     built = model_kwargs.get("past_key_values")
     if given is not None or type(built) is not DynamicCache or built.offloading:
         return
-    drafting = bool(generation_config.is_assistant)
+    if demands.drafts or demands.weights:
+        demands.require(Cache(model, settings.spec))
     cache = None
     if not (drafting or drafted or generation_config.token_healing):
         chunk = generation_config.prefill_chunk_size
@@ -173,6 +199,18 @@ def prepare_cache(
         if drafting:
             cache.activate_past_recording()
     model_kwargs["past_key_values"] = cache
+
+
+def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """In place of what `generate_batch` begins with, for an attached model.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"generate_batch of this {type(model).__name__} keeps a paged cache of its own, of which "
+        "kvkeep has no part; call kvkeep.detach(model) before it, or model.generate() with a batch"
+    )
 
 
 def _take_over(model: PreTrainedModel, cache: Cache) -> None:

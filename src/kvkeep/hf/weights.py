@@ -6,21 +6,58 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvkeep.attention import Options, View, each_head, explicit
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.cache import Cache, Handed
+from kvkeep.hf.config import decoder_config, is_routed
 from kvkeep.layer import LayerCache
 from kvkeep.planes import Reach
 
+COMPILED = "{} in a compiled or graphed step, which has none; call the model uncompiled"
 
-def wanted(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether a model asks an attention module for its weights: by an option of the forward, or by
-    its config."""
-    asked = options.get("output_attentions")
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "output_attentions", False)
-    return bool(asked)
+
+def ask_for_weights(decoder: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Tell a forward's cache whether attention weights are wanted: by an option, or by the config.
+
+    Many models keep that from their attention modules, which other implementations need not know.
+
+    Raises:
+        UnsupportedError: they are, and some layer cannot give them. Nothing was fed.
+    """
+    cache, asked = options.get("past_key_values"), options.get("output_attentions")
+    if not isinstance(cache, Cache):
+        return
+    wanted = bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
+    if not torch.compiler.is_compiling():
+        cache.weights = wanted
+    elif wanted:
+        raise UnsupportedError(COMPILED.format("attention weights"))
+    if wanted and is_routed(decoder_config(decoder.config)):
+        require_whole(cache.layers)
+
+
+def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
+    """How attention is computed where its weights are asked for, or some are to be dropped out;
+    None: as always.
+
+    Raises:
+        UnsupportedError: the step belongs to a graph.
+        StateError: `kvkeep.train` computes the attention.
+    """
+    if not (dropout or handed.weights):
+        return None
+    what = f"attention dropout of {dropout}" if dropout else "attention weights"
+    if not isinstance(handed.layer, LayerCache):
+        raise StateError(
+            f"{what} where kvkeep computes attention again, with no dropout and without weights; "
+            "call model.eval(), or set the dropout in the model's config to 0.0"
+        )
+    if torch.compiler.is_compiling() or handed.traced.on_device:
+        raise UnsupportedError(COMPILED.format(what))
+    return Explicit(handed.layer, dropout)
 
 
 class Explicit:
