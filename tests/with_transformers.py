@@ -1,18 +1,17 @@
 """transformers' own tests, with every model attached to kvkeep.
 
-A tool to run by hand; pytest does not collect it. It needs the `tests/` of a checkout of transformers
-at (or near) the installed version, and the package `parameterized`, which those tests import:
+A tool to run by hand; pytest does not collect it. It needs a checkout of transformers at (or near)
+the installed version, and the package `parameterized`, which its tests import:
 
     python tests/with_transformers.py PATH/TO/transformers --families llama mistral gemma3
 
-runs each family's tests twice, as they are and with every model attached, and prints a table with
-what passes in the first run and fails in the second. `--keyword EXPR` goes to pytest's `-k`; the
-default leaves out exports and distributed training, which do not generate. `--spec` is what models
-are attached with.
+runs each family's tests twice, as they are and with every model attached, and prints a table, what
+passes in the first run and fails in the second, and which models `kvkeep.attach` refused. `--spec`
+is what they are attached with; `--keyword EXPR` is pytest's `-k`, by default what generates or has
+to do with caches and masks.
 
 It is also the pytest plugin of those runs: `pytest -p with_transformers --kvkeep-spec keep_all`. A
-model is attached when it is first called, with a config of its own; one that `kvkeep.attach` refuses
-stays as it is, and the report says so.
+model is attached when it is first called, with a config of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ import kvkeep
 from kvkeep.errors import KVKeepError
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gpt_oss", "gemma3")
-KEYWORD = "ModelTest and not export and not fsdp and not tensor_parallel"
+KEYWORD = (
+    "ModelTest and not export and (generat or decoding or cache or past_key or attention or padding"
+    " or sliding or logits_to_keep or equivalence)"
+)
 
 
 # -- the plugin -----------------------------------------------------------------------------------

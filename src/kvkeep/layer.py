@@ -145,7 +145,8 @@ class LayerCache:
         view = self.extend(k, v, position)
         try:
             needed, observed = Need.MASS in self.policy.needs, self.policy.observed
-            out, mass = (attend or dispatch)(q, view, Options(scale, softcap, sinks, needed, observed))
+            options = Options(scale, softcap, sinks, needed, observed)
+            out, mass = (attend or dispatch)(q, view, options)
             self.settle(Observation(mass, queries=q.detach(), scale=scale))
         except BaseException:
             if self._ledger.floor == before.floor:  # no eviction has followed

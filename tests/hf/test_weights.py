@@ -1,4 +1,4 @@
-"""Attention weights of attached models, and dropout on them, are those of the model's own attention."""
+"""Attention weights of attached models, and dropout on them, as in the model's own attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def eager(family, **options):
 
 
 def assert_same_weights(found, expected, pads=0):
-    """Tuples of tuples of (B, Hq, n, T); the first row's `pads` padding queries attend to nothing."""
+    """Steps of layers of (B, Hq, n, T); the first row's `pads` padding queries see nothing."""
     assert len(found) == len(expected)
     for step, other in zip(found, expected, strict=True):
         assert len(step) == len(other) > 0

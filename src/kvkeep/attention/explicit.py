@@ -43,7 +43,7 @@ def run(
     weights = probability.flatten(1, 2).to(q.dtype)
     if dropout:
         weights = torch.nn.functional.dropout(weights, dropout)
-    grouped = weights.unflatten(1, (-1, group)).to(compute)
+    grouped = weights.view_as(probability).to(compute)
     values = held.values.to(compute).expand(rows, -1, -1, -1)
     out = torch.einsum("bhgns,bhsd->bhgnd", grouped, values)
     return out.reshape(rows, query_heads, n, -1).to(q.dtype), mass, weights

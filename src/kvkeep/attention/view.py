@@ -224,7 +224,7 @@ class View(NamedTuple):
         return self._replace(segments=tuple(run for some in runs for run in some))
 
     def in_order(self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool) -> Held:
-        """Everything, decoded; by position if slots were `moved`, heads of different lengths too."""
+        """Everything, decoded; by position if slots were `moved`, or heads differ in length."""
         if self.by_head:
             alone = [
                 self._replace(segments=(segment._replace(head=None),)) for segment in self.segments

@@ -90,7 +90,7 @@ def attention_over(original: str) -> AttentionFunction:
 def _step(
     layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, position: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """A layer's step with `options`; under autocast, which leaves rotated keys as they are, in the dtype it has
+    """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
     for torch's own attention."""
     device = q.device.type
     if torch.is_autocast_enabled(device):
