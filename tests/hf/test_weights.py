@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import tiny
+from transformers import CompileConfig
 
 import kvkeep
 from kvkeep.attention import Held
@@ -126,6 +127,26 @@ def test_weights_in_a_graph():
             step(ids(n=1), past_key_values=cache, output_attentions=True)
         assert cache.fed == PROMPT
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_does_not_compile_steps_that_are_written_out(training):
+    model = tiny("llama", attention_dropout=0.3).train(training)
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True  # by itself it compiles on accelerators only
+    options = {**OPTIONS, "output_attentions": not training}
+    with kvkeep.attach(model, "keep_all@fixed"):
+        runs = []
+        for asked in ({}, {"compile_config": compiled}):
+            torch.manual_seed(3)
+            runs.append(model.generate(ids(), **options, **asked))
+        assert runs[0].sequences.equal(runs[1].sequences)
+        model.eval()
+        cache = runs[1].past_key_values
+        assert not cache.is_compileable
+        cache.reset()
+        model.generate(ids(), past_key_values=cache, **OPTIONS)
+        assert cache.is_compileable
 
 
 DROPOUT = {"gpt2": {"attn_pdrop": 0.3}}

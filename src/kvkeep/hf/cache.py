@@ -81,6 +81,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     weights = False
     """Whether the forward under way wants attention weights."""
 
+    written_out = False
+    """Whether the steps of a `generate()` have weights or dropout, which graphs lack."""
+
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,
@@ -387,7 +390,11 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         model is attached. A graph serves all caches, so in one the answer is the same for all."""
         if torch.compiler.is_compiling():
             return is_routed(self.config)
-        return is_routed(self.config) and all(layer.limit is not None for layer in self.layers)
+        return (
+            is_routed(self.config)
+            and not self.written_out
+            and all(layer.limit is not None for layer in self.layers)
+        )
 
     @property
     def is_initialized(self) -> bool:

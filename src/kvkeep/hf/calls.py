@@ -19,7 +19,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.recompute import Recompute
 from kvkeep.hf.specs import Specs
-from kvkeep.hf.weights import require_whole
+from kvkeep.hf.weights import drops_weights, require_whole
 
 
 class PromptStore(Protocol):
@@ -166,6 +166,7 @@ def prepare_cache(
     )
     if isinstance(given, Cache):
         demands.require(given)
+        given.written_out = demands.weights or drops_weights(model)
     if isinstance(given, Cache) and given.fed:
         if drafted:
             raise UnsupportedError(
@@ -198,6 +199,7 @@ def prepare_cache(
         cache.drafting = drafting
         if drafting:
             cache.activate_past_recording()
+    cache.written_out = demands.weights or drops_weights(model)
     model_kwargs["past_key_values"] = cache
 
 

@@ -16,6 +16,8 @@ from kvkeep.hf.config import decoder_config, is_routed
 from kvkeep.layer import LayerCache
 from kvkeep.planes import Reach
 
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
 COMPILED = "{} in a compiled or graphed step, which has none; call the model uncompiled"
 
 
@@ -58,6 +60,12 @@ def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
     if torch.compiler.is_compiling() or handed.traced.on_device:
         raise UnsupportedError(COMPILED.format(what))
     return Explicit(handed.layer, dropout)
+
+
+def drops_weights(model: PreTrainedModel) -> bool:
+    """Whether a model's attention has dropout now, by the names that configs have for it."""
+    config = decoder_config(model.config)
+    return model.training and any(getattr(config, name, None) for name in _DROPOUT)
 
 
 class Explicit:
