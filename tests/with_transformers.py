@@ -174,7 +174,9 @@ def main() -> None:
     parser.add_argument("--keyword", default=KEYWORD)
     parser.add_argument("--spec", default="keep_all")
     options, extra = parser.parse_known_args()
-    rows, lost = [], []
+    print("| family | cases | pass unattached | pass attached | with a kvkeep cache |")
+    print("|---|---|---|---|---|")
+    lost = []
     for family in options.families:
         reports = [
             run(options.checkout, family, options.keyword, spec, extra)
@@ -187,17 +189,13 @@ def main() -> None:
         ]
         ran = sum(test["outcome"] != "skipped" for test in plain.values())
         cached = sum(test["cached"] for test in attached.values())
-        rows.append((family, ran, *passed, cached))
+        print(f"| {family} | {ran} | {passed[0]} | {passed[1]} | {cached} |", flush=True)
         for name, test in plain.items():
             now = attached.get(name, {"outcome": "missing", "error": ""})
             if test["outcome"] == "passed" and now["outcome"] != "passed":
                 lost.append(f"{name.split('::', 1)[1]} ({family}): {now['error']}")
         for name, reason in reports[1]["refused"].items():
             lost.append(f"{name} ({family}) is not attached: {reason}")
-    print("| family | cases | pass unattached | pass attached | with a kvkeep cache |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(map(str, row)) + " |")
     print(*lost, sep="\n")
 
 
