@@ -1,4 +1,4 @@
-"""A step that is interrupted anywhere is taken back, or the cache is refused: never other results."""
+"""A step that is interrupted is taken back, or the cache is refused: no other results follow."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import torch
 
 import kvkeep.layer
 from kvkeep.attention import attend
+from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, StateError
 from kvkeep.planes import POSITION, Reach
 from kvkeep.spec import CacheSpec
@@ -185,14 +186,60 @@ def test_in_order_is_a_view_until_something_moved():
     layer = new("window:3")
     k, v = kv(3)
     view = layer.extend(k, v)
-    keys, _ = layer.in_order(view)
+    keys = layer.in_order(view).keys
     assert keys.data_ptr() == view.segments[0].planes["k"].data_ptr()
     layer.settle()
     for token in range(5):
         new_k = torch.full((1, 2, 1, 4), float(token))
-        keys, _ = layer.in_order(layer.extend(new_k, new_k))
+        keys = layer.in_order(layer.extend(new_k, new_k)).keys
         layer.settle()
     assert keys[0, 0, :, 0].tolist() == [2, 3, 4]
+
+
+HELD = ["keep_all", "window:6,sinks=2", "h2o:8", "adakv(h2o:8)", "keep_all@host", "keep_all+kivi"]
+
+
+@pytest.mark.parametrize("spec", HELD)
+def test_what_is_held_by_position(spec):
+    """Keys whose elements are their position, and values ten times that, for heads that differ."""
+    layer = kvkeep.CacheSpec.parse(spec).layer()
+    assert layer.held() is layer.keys is layer.values is None
+    at = 0
+    for n in (70, 1, 1, 5, 1):
+        k = torch.arange(at, at + n, dtype=torch.float32)[None, None, :, None].expand(2, 2, n, 32)
+        layer.step(torch.randn(2, 4, n, 32), k, 10 * k, scale=0.01)
+        at += n
+    keys, values, position = layer.held()[:3]
+    assert position.shape[2] == layer.length
+    assert position.expand(2, 2, -1).sort().values.equal(layer.positions().sort().values)
+    assert (position.diff(dim=2) >= 0).all()
+    real = position.clamp(min=0)[..., None].float()  # an empty slot is zero
+    torch.testing.assert_close(keys, real.expand_as(keys), atol=1.0, rtol=0.0)  # kivi's codes
+    torch.testing.assert_close(values, 10 * real.expand_as(values), atol=1.0, rtol=0.0)
+    assert layer.keys.equal(keys)
+    assert layer.values.equal(values)
+
+
+def test_what_is_held_with_padding_and_forks():
+    layer = new("keep_all")
+    k = torch.arange(4.0)[None, None, :, None].expand(2, 2, 4, 4)
+    layer.step(k, k, k, torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3]]), scale=1.0)
+    layer.freeze()
+    fork = layer.fork()
+    fork.step(k[:, :, :1], k[:, :, :1] + 4, k[:, :, :1] + 4, scale=1.0)
+    held = fork.held()
+    assert held.keys[:, 0, :, 0].tolist() == [[0, 1, 2, 3, 4]] * 2  # the columns as they were fed
+    assert held.position[:, 0].tolist() == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert layer.keys.shape == (2, 2, 4, 4)
+
+
+def test_what_is_held_on_the_host_is_not_overwritten():
+    """Layers on the host are read in one place, one after another."""
+    cache = Cache(kvkeep.CacheSpec.parse("keep_all@host").layer() for _ in range(3))
+    for value, layer in enumerate(cache.layers):
+        k = torch.full((1, 2, 3, 4), float(value))
+        layer.step(k, k, k, scale=1.0)
+    assert [keys[0, 0, 0, 0].item() for keys in [x.keys for x in cache.layers]] == [0, 1, 2]
 
 
 def test_rows_move_with_what_was_set_aside():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Options, View, dispatch
+from kvkeep.attention import Attend, Held, Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, SpecError, StateError
@@ -159,8 +159,10 @@ class LayerCache:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        attend: Attend | None = None,
     ) -> Tensor:
-        """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`.
+        """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`, of which
+        another implementation may be given: None takes `dispatch`.
 
         Arguments that do not fit raise before anything is changed, as does a lack of memory for
         more slots; if attention fails or is interrupted, or there is no memory to settle, the new
@@ -173,7 +175,8 @@ class LayerCache:
             try:
                 view = self._extend(k, v, position)
                 needed, observed = Need.MASS in self.policy.needs, self.policy.observed
-                out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
+                options = Options(scale, softcap, sinks, needed, observed)
+                out, mass = (attend or dispatch)(q, view, options)
                 self.settle(Observation(mass, queries=q.detach(), scale=scale))
             except BaseException:
                 begun = self._begun
@@ -207,13 +210,17 @@ class LayerCache:
         """See `Ledger.next_positions`."""
         return self._ledger.next_positions(n, device, real)
 
-    def in_order(self, view: View) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, Dk) and values (B, H, S, Dv) of a view in the order of their positions.
-
-        For attention that masks by column. A copy once something was evicted or will be."""
+    def in_order(self, view: View) -> Held:
+        """Keys and values of a view in the order of their positions, for attention that masks by
+        column. A copy once something was evicted or will be."""
         assert self._ledger.like is not None
-        moved = bool(self._ledger.floor) or self.length > (self.policy.budget or self.length)
-        return view.in_order(self._ledger.like[0].dtype, self._ledger.like[1].dtype, moved=moved)
+        keys, values = self._ledger.like
+        return view.in_order(keys.dtype, values.dtype, moved=self.moved)
+
+    @property
+    def moved(self) -> bool:
+        """Whether slots may lie in another order than that of their positions."""
+        return bool(self._ledger.floor) or self.length > (self.policy.budget or self.length)
 
     # -- whole-state changes ----------------------------------------------------------------
 
@@ -378,6 +385,31 @@ class LayerCache:
     def limit(self) -> int | None:
         """Most slots that can ever be held; None: as many as memory allows."""
         return self._slots.limit
+
+    def held(self) -> Held | None:
+        """The keys and values that are held, decoded, the oldest first, and their positions; None
+        before the first token. Heads of different lengths are padded by empty slots in front.
+
+        Valid until the next change; where nothing had to be decoded or moved they are the slots
+        themselves: do not write to them.
+        """
+        if self._ledger.like is None:
+            return None
+        newest = self._ledger.like[0].new_zeros(1, dtype=torch.int32)
+        held = self.in_order(View(self._slots.segments(), newest))
+        return held if self.storage.lasting else Held(*(x.clone() for x in held[:3]))
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys of `held`, (B, H, S, Dk), by the name that transformers has for them."""
+        held = self.held()
+        return None if held is None else held.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values of `held`, (B, H, S, Dv)."""
+        held = self.held()
+        return None if held is None else held.values
 
     def positions(self) -> Tensor:
         """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""

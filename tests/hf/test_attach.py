@@ -305,13 +305,6 @@ def test_cache_of_another_model(attached):
     )
 
 
-def test_attention_dropout_in_training_mode():
-    model = tiny("llama", attention_dropout=0.5).train()
-    with kvkeep.attach(model):
-        cache = kvkeep.Cache(model)
-        unchanged_by(cache, StateError, "dropout", lambda: model(ids(), past_key_values=cache))
-
-
 @pytest.mark.parametrize("spec", ["keep_all", ["keep_all@concat", "keep_all"]])
 def test_gradients_through_an_in_place_cache(attached, spec):
     cache = kvkeep.Cache(attached, spec)

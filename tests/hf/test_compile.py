@@ -75,6 +75,18 @@ def test_one_graph_for_a_generation(family, spec, steps):
         assert cache.stats() == eager.stats()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_one_graph_for_caches_of_all_specs_in_turns(family):
+    model = tiny(family, max_position_embeddings=512)
+    ids = prompt(model)
+    with kvkeep.attach(model):
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        for spec in ("keep_all", "keep_all@fixed:64", "adakv(h2o:20)", "window:32@concat"):
+            tokens, _ = said(model, step, spec, ids, steps=2)
+            assert tokens.equal(said(model, model.forward, spec, ids, steps=2)[0])
+        assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("spec", [*SPECS[:4], "h2o:40@fixed"])
 def test_generate_compiles(family, spec):

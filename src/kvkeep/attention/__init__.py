@@ -4,20 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvkeep import library
-from kvkeep.attention import native, reference, sdpa, triton
+from kvkeep.attention import explicit, native, reference, sdpa, triton
 from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
-from kvkeep.attention.view import Segment, View
+from kvkeep.attention.view import Held, Segment, View
 from kvkeep.errors import UnsupportedError
 from kvkeep.planes import Reach, unsliced
 
-__all__ = ["Backend", "Options", "Rotation", "Segment", "View", "attend", "backends", "dispatch"]
+__all__ = [
+    "Attend",
+    "Backend",
+    "Held",
+    "Options",
+    "Rotation",
+    "Segment",
+    "View",
+    "attend",
+    "backends",
+    "dispatch",
+    "each_part",
+    "explicit",
+    "whole_of",
+]
+
+Attend = Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
+"""One way to compute attention: queries that fit a view -> out, mass."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +48,7 @@ class Backend:
     """
 
     name: str
-    run: Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
+    run: Attend
     refuses: Callable[[Tensor, View, Options], str | None]
     limits: str
     about: str
@@ -147,7 +165,8 @@ def dispatch(
     checked with the chunk. `differentiable`: by a backend that gradients could go through, whether
     they are wanted now or not."""
     if view.in_parts:
-        return _each_part(q, view, options, backend, differentiable)
+        alone = partial(dispatch, backend=backend, differentiable=differentiable)
+        return each_part(q, view, options, alone)
     for candidate in _TABLE:
         if differentiable > candidate.differentiable or backend not in (None, candidate.name):
             continue
@@ -164,8 +183,8 @@ def dispatch(
     raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
 
 
-def _each_part(
-    q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
+def each_part(
+    q: Tensor, view: View, options: Options, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
     """One call for each part, whose slots are its own."""
     first = view.segments[0]
@@ -186,14 +205,14 @@ def _each_part(
         part = view._replace(segments=(alone,), position=position)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
         asked = options._replace(sinks=sinks)
-        out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)
+        out, mass = attend(queries, part, asked)
         outs.append(out)
         if mass is not None:
             masses.append(torch.nn.functional.pad(mass, (0, view.slots - mass.shape[2])))
-    return _joined(outs, view, len(q)), _joined(masses, view, len(q)) if masses else None
+    return whole_of(outs, view, len(q)), whole_of(masses, view, len(q)) if masses else None
 
 
-def _joined(parts: list[Tensor], view: View, rows: int) -> Tensor:
+def whole_of(parts: list[Tensor], view: View, rows: int) -> Tensor:
     """Parts (b, h, ...) of a view's rows and heads as one tensor (B, H, ...)."""
     segments = view.segments
     if all(segment.rows is None for segment in segments):

@@ -38,16 +38,16 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     block = max(1, _SCORES_PER_BLOCK // max(1, rows * query_heads * view.slots))
 
     def part(queries: slice) -> tuple[Tensor, Tensor | None]:
-        scores = torch.cat(
+        logits = torch.cat(
             [
-                _scores(
+                scores(
                     t[:, :, queries], segment.keys(q.dtype).to(compute), group, options
                 ).masked_fill(~view.visible(segment, queries)[:, :, None], -torch.inf)
                 for segment, t in zip(view.segments, turned, strict=True)
             ],
             dim=-1,
         )  # (B, H, G, m, S)
-        probability = _softmax(scores, options.sinks)
+        probability = softmax(logits, options.sinks)
         received = None
         if options.need_mass:
             share = probability
@@ -74,23 +74,23 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     return torch.cat(results, dim=2), mass if mass is None else mass.float()
 
 
-def _scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:
+def scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:
     """Scaled, capped scores (B, H, G, n, S) of q (B, Hq, n, D) and k (B|1, H, S, D)."""
     rows, _, n, dim = q.shape
     grouped = q.reshape(rows, k.shape[1], group, n, dim)
-    scores = torch.einsum("bhgnd,bhsd->bhgns", grouped, k.expand(rows, -1, -1, -1)) * options.scale
+    found = torch.einsum("bhgnd,bhsd->bhgns", grouped, k.expand(rows, -1, -1, -1)) * options.scale
     if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    return scores
+        found = options.softcap * torch.tanh(found / options.softcap)
+    return found
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the last axis; all zero where everything is -inf. `sinks` (Hq,) are logits that
     take part in the sum and receive nothing."""
     if sinks is not None:
-        heads, group = scores.shape[1:3]
-        logit = sinks.to(scores.dtype).reshape(1, heads, group, 1, 1)
-        scores = torch.cat([scores, logit.expand(*scores.shape[:-1], 1)], dim=-1)
-    nothing = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    probability = torch.softmax(scores.masked_fill(nothing, 0.0), dim=-1).masked_fill(nothing, 0.0)
+        heads, group = logits.shape[1:3]
+        logit = sinks.to(logits.dtype).reshape(1, heads, group, 1, 1)
+        logits = torch.cat([logits, logit.expand(*logits.shape[:-1], 1)], dim=-1)
+    nothing = (logits == -torch.inf).all(dim=-1, keepdim=True)
+    probability = torch.softmax(logits.masked_fill(nothing, 0.0), dim=-1).masked_fill(nothing, 0.0)
     return probability if sinks is None else probability[..., :-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,6 +138,58 @@ class Segment(NamedTuple):
         ]
 
 
+class Held(NamedTuple):
+    """Keys (B, H, S, Dk), values (B, H, S, Dv) and their positions, int32 (B, 1|H, S), -1 where a
+    slot is empty: decoded, the oldest first.
+
+    They are views of the slots where nothing had to be decoded or moved: read them before the next
+    change, and write to none. `order` says which slot each came from, (B, 1|H, S); None: they stand
+    as the slots do.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    order: Tensor | None = None
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Held], segments: Sequence[Segment]) -> Held:
+        """Parts of some rows or one head each side by side, the shorter ones with empty slots in
+        front."""
+        longest = max(part.position.shape[2] for part in parts)
+        alone = segments[0].head is None
+        heads = parts[0].keys.shape[1] if alone else len({segment.head for segment in segments})
+        rows = sum(
+            part.keys.shape[0]
+            for part, segment in zip(parts, segments, strict=True)
+            if segment.head == segments[0].head
+        )
+
+        def whole(pieces: list[Tensor], empty: int) -> Tensor:
+            own_heads = 1 if alone and pieces[0].shape[1] == 1 else heads
+            shape = (rows, own_heads, longest, *pieces[0].shape[3:])
+            found = pieces[0].new_full(shape, empty)
+            for segment, piece in zip(segments, pieces, strict=True):
+                here = slice(None) if segment.rows is None else segment.rows
+                head = (
+                    slice(None) if segment.head is None else slice(segment.head, segment.head + 1)
+                )
+                found[here, head, longest - piece.shape[2] :] = piece
+            return found
+
+        return cls(
+            whole([part.keys for part in parts], 0),
+            whole([part.values for part in parts], 0),
+            whole([part.position for part in parts], -1),
+        )
+
+    def as_slots(self, x: Tensor) -> Tensor:
+        """A number for each of these, (B, H, S), in the order of the slots."""
+        if self.order is None:
+            return x
+        return torch.empty_like(x).scatter_(2, self.order.expand_as(x), x)
+
+
 class View(NamedTuple):
     """The slots that one chunk of queries attends to. Nothing in it is a copy of the past.
 
@@ -195,10 +248,16 @@ class View(NamedTuple):
         runs = [s.runs(n) for s, n in zip(joined, own, strict=True)]
         return self._replace(segments=tuple(run for some in runs for run in some))
 
-    def in_order(
-        self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, Dk) and values (B, H, S, Dv), by position if slots were `moved`."""
+    def in_order(self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool) -> Held:
+        """Everything, decoded; by position if slots were `moved`, or parts differ in length."""
+        if self.in_parts:
+            parts = [
+                self._replace(segments=(s._replace(head=None, rows=None, part=False),)).in_order(
+                    key_dtype, value_dtype, moved=True
+                )
+                for s in self.segments
+            ]
+            return Held.of_parts(parts, self.segments)
         rows = self.segments[-1].position.shape[0]
         keys = [segment.placed_keys(key_dtype) for segment in self.segments]
         values = [segment.values(value_dtype) for segment in self.segments]
@@ -206,11 +265,17 @@ class View(NamedTuple):
         if len(keys) > 1:
             k = torch.cat([x.expand(rows, -1, -1, -1) for x in keys], dim=2)
             v = torch.cat([x.expand(rows, -1, -1, -1) for x in values], dim=2)
-        if not moved:
-            return k, v
         place = [segment.position.expand(rows, -1, -1) for segment in self.segments]
-        order = torch.cat(place, dim=2).argsort(dim=2, stable=True)
-        return k.gather(2, along_slots(order, k)), v.gather(2, along_slots(order, v))
+        position = torch.cat(place, dim=2) if len(place) > 1 else place[0]
+        if not moved:
+            return Held(k, v, position)
+        order = position.argsort(dim=2, stable=True)
+        return Held(
+            k.gather(2, along_slots(order, k)),
+            v.gather(2, along_slots(order, v)),
+            position.gather(2, order),
+            order,
+        )
 
     @property
     def dense(self) -> bool:
@@ -233,7 +298,12 @@ class View(NamedTuple):
 
     def visible(self, segment: Segment, queries: slice) -> Tensor:
         """Who sees what: bool (B|1, 1|H, len(queries), S of the segment)."""
-        slot = segment.position[:, :, None, :]
+        return self.sees(segment.position, queries)
+
+    def sees(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
+        """Which queries see slots at some positions, int32 (B|1, 1|H, S): bool (B|1, 1|H,
+        len(queries), S)."""
+        slot = position[:, :, None, :]
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
         seen = (slot >= 0) & (slot <= query)
         for reach in self.reaches:

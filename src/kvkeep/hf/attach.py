@@ -17,12 +17,20 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.adapters import activate, deactivate
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache
-from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings, generate, prepare_cache
+from kvkeep.hf.calls import (
+    PREFILL_CHUNK,
+    PromptStore,
+    Settings,
+    generate,
+    prepare_cache,
+    refuse_batching,
+)
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
 from kvkeep.hf.specs import Specs
+from kvkeep.hf.weights import ask_for_weights
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -134,6 +142,7 @@ def attach(
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
         model.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, model, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
+        model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
     return attachment
 
 
@@ -153,8 +162,8 @@ def detach(model: PreTrainedModel) -> None:
         _set_attention(model, attachment.original)
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
-    model.__dict__.pop("_prepare_cache_for_generation", None)
-    model.__dict__.pop("generate", None)
+    for name in ("_prepare_cache_for_generation", "generate", "init_continuous_batching"):
+        model.__dict__.pop(name, None)
     deactivate(model)
 
 
@@ -229,6 +238,7 @@ def _supply_cache(
     activated adapter takes over where the cache says."""
     if not torch.compiler.is_compiling():
         _activate(decoder, args, kwargs)
+    ask_for_weights(decoder, kwargs)
     if kwargs.get("past_key_values") is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
@@ -241,13 +251,13 @@ def _supply_cache(
     mask = given.get("attention_mask")
     if (
         not wants("use_cache")
-        or wants("output_attentions")
         or given.get("past_key_values") is not None
         or not (mask is None or (isinstance(mask, Tensor) and mask.dim() <= 2))
     ):
         return None
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
+    ask_for_weights(decoder, kwargs)
     return args, kwargs
 
 

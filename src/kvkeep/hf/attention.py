@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Handed
 from kvkeep.hf.masks import MaskRequest
+from kvkeep.hf.weights import explicit_step
 from kvkeep.layer import LayerCache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -63,11 +64,12 @@ def attention_over(original: str) -> AttentionFunction:
                 f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
             )
         handed.taken = True
-        if dropout or kwargs.get("position_bias") is not None or kwargs.get("output_attentions"):
+        if kwargs.get("position_bias") is not None:
             raise StateError(
-                "attention through a kvkeep cache has no dropout, position bias or attention "
-                "outputs; call model.eval(), or kvkeep.detach(model)"
+                "attention through a kvkeep cache has no position bias; use the cache with "
+                "kvkeep.detach(model)"
             )
+        explicit = explicit_step(handed, dropout)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
         traced = handed.traced  # None in training, whose steps are no layer's
@@ -78,21 +80,18 @@ def attention_over(original: str) -> AttentionFunction:
             known = None if asked is None else asked.position
             if known is None:
                 known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            out = _step(handed.layer, query, key, value, known, scale, softcap, s_aux)
-        return out.transpose(1, 2).contiguous(), None
+            options = {"scale": scale, "softcap": softcap, "sinks": s_aux}
+            if explicit is not None:
+                options["attend"] = explicit
+            out = _step(handed.layer, query, key, value, known, options)
+        weights = None if explicit is None else explicit.weights
+        return out.transpose(1, 2).contiguous(), weights
 
     return attention
 
 
 def _step(
-    layer: LayerCache,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, position: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
     for torch's own attention."""
@@ -101,8 +100,8 @@ def _step(
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(device, enabled=False):
-            return layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
-    return layer.step(q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+            return layer.step(q, k, v, position, **options)
+    return layer.step(q, k, v, position, **options)
 
 
 def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:

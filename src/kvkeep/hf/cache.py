@@ -32,7 +32,7 @@ from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.layer import LayerCache
-from kvkeep.policy import Need
+from kvkeep.policy import POLICIES, Need
 from kvkeep.spec import CacheSpec
 
 DEFAULT_SPEC = "keep_all"
@@ -56,6 +56,7 @@ class Handed:
     traced: Traced
     versions: tuple[int, int] | None = None
     taken: bool = False
+    weights: bool = False  # whether attention is to return its weights
 
 
 def hand_over(k: Tensor, v: Tensor, layer: LayerCache, traced: Traced) -> Handed:
@@ -91,6 +92,12 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     _start = 0
     """Columns fed before the forward that is under way."""
+
+    weights = False
+    """Whether the forward under way wants attention weights."""
+
+    written_out = False
+    """Whether the steps of a `generate()` have weights or dropout, which graphs lack."""
 
     def __init__(
         self,
@@ -166,14 +173,15 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             )
         if self.routed:
             self._handed = hand_over(key_states, value_states, layer, traced)
+            self._handed.weights = self.weights
             return key_states, value_states
         spec = self.specs[layer_idx]
         latent = is_latent(self.config)
         require_fitting_mask(layer, spec, key_states, alike=self._alike, latent=latent)
         view = layer.extend(key_states, value_states)
-        keys, values = layer.in_order(view)
+        held = layer.in_order(view)
         layer.settle()
-        return keys, values
+        return held.keys, held.values
 
     def _begin(self, k: Tensor) -> None:
         """What must hold before the first layer of a forward is changed."""
@@ -362,8 +370,25 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """Keep what a crop may need: eviction waits for it. When two forwards come without a crop
-        between them, recording is over; a draft's cache waits longer."""
+        between them, recording is over; a draft's cache waits longer.
+
+        Raises:
+            UnsupportedError: see `require_croppable`.
+        """
+        self.require_croppable()
         self._record_past(True)
+
+    def require_croppable(self) -> None:
+        """Raise UnsupportedError where a policy cannot take tokens back, whatever is recorded."""
+        for layer in self.layers:
+            if not layer.policy.rollback:
+                able = [name for name, policy in POLICIES.items() if policy.rollback]
+                raise UnsupportedError(
+                    f"drafted tokens that are rejected must be taken back, which policy "
+                    f"{layer.policy.name} cannot do, for it learns from every token; generate "
+                    "without assistant_model and prompt_lookup_num_tokens, or with one of "
+                    f"{', '.join(able)}"
+                )
 
     def _end_recording(self) -> None:
         between_forwards = self.layers[0].fed == self.layers[-1].fed
@@ -396,8 +421,14 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the model with it: slots are allocated once, and the
-        model is attached."""
-        return is_routed(self.config) and all(layer.limit is not None for layer in self.layers)
+        model is attached. A graph serves all caches, so in one the answer is the same for all."""
+        if torch.compiler.is_compiling():
+            return is_routed(self.config)
+        return (
+            is_routed(self.config)
+            and not self.written_out
+            and all(layer.limit is not None for layer in self.layers)
+        )
 
     @property
     def is_initialized(self) -> bool:

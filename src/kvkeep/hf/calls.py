@@ -20,6 +20,7 @@ from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.recompute import Recompute
 from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.hf.weights import drops_weights, require_whole
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import Fixed
 
@@ -135,6 +136,22 @@ def _left_as_it_was(given: Any) -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class _Demands:
+    """What a call of `generate()` asks of its cache by the end, to be refused before it begins."""
+
+    drafts: bool
+    weights: bool
+    columns: int
+
+    def require(self, cache: Cache) -> None:
+        """Raise UnsupportedError for what the cache will not be able to do."""
+        if self.drafts:
+            cache.require_croppable()
+        if self.weights:
+            require_whole(cache.layers, self.columns - cache.fed)
+
+
 def prepare_cache(
     model: PreTrainedModel,
     settings: Settings,
@@ -151,7 +168,16 @@ def prepare_cache(
     """
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
+    drafting = bool(generation_config.is_assistant)
     given = model_kwargs.get("past_key_values")
+    demands = _Demands(
+        drafts=drafted or drafting,
+        weights=bool(generation_config.output_attentions),
+        columns=max_cache_length,
+    )
+    if isinstance(given, Cache):
+        demands.require(given)
+        given.written_out = demands.weights or drops_weights(model)
     if isinstance(given, Cache) and given.fed:
         if drafted:
             raise UnsupportedError(
@@ -170,9 +196,10 @@ def prepare_cache(
     built = model_kwargs.get("past_key_values")
     if given is not None or type(built) is not DynamicCache or built.offloading:
         return
+    if demands.drafts or demands.weights:
+        demands.require(Cache(model, settings.spec))
     specs = per_layer(settings.spec, layer_kinds(base_config(model)))
     _chunk_prompt(model, settings, generation_config, model_kwargs, specs, 0)
-    drafting = bool(generation_config.is_assistant)
     cache = None
     if not (drafting or drafted or generation_config.token_healing):
         chunk = generation_config.prefill_chunk_size
@@ -187,6 +214,7 @@ def prepare_cache(
         cache.drafting = drafting
         if drafting:
             cache.activate_past_recording()
+    cache.written_out = demands.weights or drops_weights(model)
     model_kwargs["past_key_values"] = cache
 
 
@@ -225,6 +253,18 @@ def _chunk_prompt(
     ):
         return
     generation_config.prefill_chunk_size = chunk
+
+
+def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """In place of what `generate_batch` begins with, for an attached model.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"generate_batch of this {type(model).__name__} keeps a paged cache of its own, of which "
+        "kvkeep has no part; call kvkeep.detach(model) before it, or model.generate() with a batch"
+    )
 
 
 def _take_over(model: PreTrainedModel, cache: Cache) -> None:

@@ -1,0 +1,49 @@
+"""Attention written out with all of its weights, for callers that want them or drop some out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.options import Options
+from kvkeep.attention.reference import scores, softmax
+from kvkeep.attention.view import View
+
+
+def run(
+    q: Tensor, view: View, options: Options, *, moved: bool, dropout: float = 0.0
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What the reference backend computes, by the operations of a model's eager attention: the
+    weights are a tensor of q's dtype, in the order of positions, of which dropout zeroes some. So
+    the same seed drops the same weights.
+
+    Args:
+        q: queries (B, Hq, n, Dk).
+        view: one that is not `in_parts`.
+        moved: whether slots may lie in another order than that of their positions.
+        dropout: the share of weights that become zero; the others are scaled up.
+
+    Returns:
+        out (B, Hq, n, Dv); the mass fp32 (B, H, S) in the order of the slots, before dropout, or
+        None; the weights (B, Hq, n, S) after dropout.
+    """
+    rows, query_heads, n, _ = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    held = view.in_order(q.dtype, q.dtype, moved=moved)
+    group = query_heads // held.keys.shape[1]
+    seen = view.sees(held.position)
+    logits = scores(q.to(compute), held.keys.to(compute), group, options)
+    probability = softmax(logits.masked_fill(~seen[:, :, None], -torch.inf), options.sinks)
+    mass = None
+    if options.need_mass:
+        counted, share = view.observed(options.observed), probability.detach()
+        if counted is not None:
+            share = share * counted[:, None, None, :, None].to(share.dtype)
+        mass = held.as_slots(share.sum(dim=3).mean(dim=2)).float()
+    weights = probability.flatten(1, 2).to(q.dtype)
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
+    grouped = weights.view_as(probability).to(compute)
+    values = held.values.to(compute).expand(rows, -1, -1, -1)
+    out = torch.einsum("bhgns,bhsd->bhgnd", grouped, values)
+    return out.reshape(rows, query_heads, n, -1).to(q.dtype), mass, weights

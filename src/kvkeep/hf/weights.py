@@ -1,0 +1,126 @@
+"""Attention weights of attached models, and dropout on them: steps that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.attention import Options, View, each_part, explicit, whole_of
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.cache import Cache, Handed
+from kvkeep.hf.config import decoder_config, is_routed
+from kvkeep.layer import LayerCache
+from kvkeep.planes import Reach
+
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+COMPILED = "{} in a compiled or graphed step, which has none; call the model uncompiled"
+
+
+def ask_for_weights(decoder: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Tell a forward's cache whether attention weights are wanted: by an option, or by the config.
+
+    Many models keep that from their attention modules, which other implementations need not know.
+
+    Raises:
+        UnsupportedError: they are, and some layer cannot give them. Nothing was fed.
+    """
+    cache, asked = options.get("past_key_values"), options.get("output_attentions")
+    if not isinstance(cache, Cache):
+        return
+    wanted = bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
+    if not torch.compiler.is_compiling():
+        cache.weights = wanted
+    elif wanted:
+        raise UnsupportedError(COMPILED.format("attention weights"))
+    if wanted and is_routed(decoder_config(decoder.config)):
+        require_whole(cache.layers)
+
+
+def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
+    """How attention is computed where its weights are asked for, or some are to be dropped out;
+    None: as always.
+
+    Raises:
+        UnsupportedError: the step belongs to a graph.
+        StateError: `kvkeep.train` computes the attention.
+    """
+    if not (dropout or handed.weights):
+        return None
+    what = f"attention dropout of {dropout}" if dropout else "attention weights"
+    if not isinstance(handed.layer, LayerCache):
+        raise StateError(
+            f"{what} where kvkeep computes attention again, with no dropout and without weights; "
+            "call model.eval(), or set the dropout in the model's config to 0.0"
+        )
+    if torch.compiler.is_compiling() or handed.traced.on_device:
+        raise UnsupportedError(COMPILED.format(what))
+    return Explicit(handed.layer, dropout)
+
+
+def drops_weights(model: PreTrainedModel) -> bool:
+    """Whether a model's attention has dropout now, by the names that configs have for it."""
+    config = decoder_config(model.config)
+    return model.training and any(getattr(config, name, None) for name in _DROPOUT)
+
+
+class Explicit:
+    """One layer's attention for one step, computed with all its weights at once.
+
+    `weights` are then (B, Hq, n, S) in the queries' dtype, over the tokens held in the order of
+    their positions, the chunk's own last; what dropout left of them.
+    """
+
+    weights: Tensor | None = None
+
+    def __init__(self, layer: LayerCache, dropout: float) -> None:
+        self._layer, self._dropout = layer, dropout
+
+    def __call__(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
+        """See `kvkeep.attention.Attend`."""
+        if not view.in_parts:
+            out, mass, self.weights = explicit.run(
+                q, view, options, moved=self._layer.moved, dropout=self._dropout
+            )
+            return out, mass
+        parts: list[Tensor] = []
+
+        def one(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
+            out, mass = self(q, view, options)
+            assert self.weights is not None
+            missing = whole.slots - self.weights.shape[3]
+            parts.append(torch.nn.functional.pad(self.weights, (missing, 0)))
+            return out, mass
+
+        whole = view
+        found = each_part(q, view, options, one)
+        self.weights = whole_of(parts, view, len(q))
+        return found
+
+
+def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
+    """Raise UnsupportedError where layers cannot give the attention weights of every token, as long
+    as `tokens` more are fed one by one: where they dropped some already, or will before the last.
+
+    A layer with a sliding window of its own holds all that its queries may see, as it does in
+    transformers' own cache.
+    """
+    for index, layer in enumerate(layers):
+        policy, held, fed = layer.policy, layer.length, layer.fed
+        if layer.window is not None and policy.reach == Reach(layer.window):
+            continue
+        before, budget = fed + tokens - 1, policy.budget
+        if held != fed or (policy.ragged and layer.moved):
+            why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
+        elif budget is not None and before > budget:
+            why = f"layer {index} will have dropped some of {before} tokens: it keeps {budget}"
+        else:
+            continue
+        raise UnsupportedError(
+            f"output_attentions asks for the weights of all tokens, but {why} (policy "
+            f"{policy.name}); use a keep_all cache for them, or leave output_attentions out"
+        )
