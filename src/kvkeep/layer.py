@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.attention import Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
-from kvkeep.codec import Codec
+from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
@@ -53,9 +53,10 @@ class LayerCache:
         if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
             raise SpecError(
                 f"policy {policy.name} evicts single slots, but codec {key_codec.name}/"
-                f"{value_codec.name} encodes blocks of tokens; use int8 or int4, or keep_all on "
-                "layers without a sliding window"
+                f"{value_codec.name} encodes blocks of tokens; use int8 or int8/int4, or keep_all "
+                "on layers without a sliding window"
             )
+        caution(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
