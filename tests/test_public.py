@@ -26,6 +26,7 @@ def test_exported_names():
         "KVKeepError",
         "LayerCache",
         "OutOfMemoryError",
+        "PrecisionWarning",
         "PrefixStore",
         "Program",
         "RollbackError",

@@ -35,7 +35,7 @@ class Bulk:
         if not storage.lasting:
             raise SpecError(
                 f"codecs {key_codec.name}/{value_codec.name} keep the newest tokens beside their "
-                f"blocks, and of {storage.name} storage one at a time can be read; use int4, or "
+                f"blocks, and of {storage.name} storage one at a time can be read; use int8, or "
                 "@growing"
             )
         self.key_codec = key_codec

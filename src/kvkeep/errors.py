@@ -40,5 +40,9 @@ class UnsupportedError(KVKeepError, NotImplementedError):
     """A model, mask or attention feature that kvkeep refuses, with the reason."""
 
 
+class PrecisionWarning(UserWarning):
+    """A codec that some models do not bear; it is given once in a process."""
+
+
 class LossError(KVKeepError, ArithmeticError):
     """A training loss that is not finite."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Attend, Held, Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
-from kvkeep.codec import Codec
+from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
@@ -58,8 +58,10 @@ class LayerCache:
             who = f"a sliding window of {window} tokens" if own else f"policy {policy.name}"
             raise SpecError(
                 f"{who} evicts single slots, but codec {key_codec.name}/{value_codec.name} encodes "
-                "blocks of tokens; use int8 or int4, or keep_all on layers without a sliding window"
+                "blocks of tokens; use int8 or int8/int4, or keep_all on layers without a sliding "
+                "window"
             )
+        caution(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()

@@ -148,12 +148,20 @@ def _component(
 ) -> tuple[str, Options]:
     """Read `name:value,key=value`; a first value without a key is the first option."""
     name, colon, rest = text.strip().partition(":")
-    name, preset = ALIASES.get(name, (name, {}))
+    # Options behind a wrong mark: `int4,affine=1`, `int4:32:affine=1`.
+    head, comma, _ = name.partition(",")
+    name, preset = ALIASES.get(head, (head, {}))
     if name not in registry:
         raise SpecError(f"no {kind} {name!r} in {whole!r}; {_nearest(name, registry)}")
     parameters = _parameters(registry[name])
-    if colon and not parameters:
+    if (colon or comma) and not parameters:
         raise SpecError(f"{kind} {name} takes no options in {whole!r}; write {name}")
+    if comma or (":" in rest and "(" not in rest):
+        options_text = text.strip()[len(head) + 1 :].replace(":", ",")
+        raise SpecError(
+            f"the options of {kind} {head} in {whole!r}: a colon comes before the first and a "
+            f"comma before each other; write {head}:{options_text}"
+        )
     options: dict[str, int | float] = {}
     for index, item in enumerate(rest.split(",") if colon else ()):
         key, equals, value = item.strip().partition("=")
@@ -191,7 +199,7 @@ def _parameters(component: type) -> dict[str, inspect.Parameter]:
 def _policy(text: str, whole: str) -> Policy:
     """Read a policy; `name:options(other)` for one that wraps another."""
     outer, bracket, inner = text.strip().partition("(")
-    name = outer.partition(":")[0].strip()
+    name = outer.partition(":")[0].partition(",")[0].strip()
     if not bracket or name not in POLICIES or not POLICIES[name].wraps:
         if name in POLICIES and POLICIES[name].wraps:
             raise SpecError(f"policy {name} in {whole!r} lacks another; write {name}(h2o:1024)")

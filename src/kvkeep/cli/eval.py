@@ -20,7 +20,7 @@ from kvkeep.cli.output import (
 )
 from kvkeep.cli.plot import PlotFile, check_plot, plot_tradeoff
 
-DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int4;window:512,sinks=4"
+DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 
 
 def evaluate(

@@ -1,6 +1,6 @@
 """How a slot is encoded. One file each; `base.Codec` is the contract."""
 
-from kvkeep.codec.base import Codec
+from kvkeep.codec.base import Codec, caution
 from kvkeep.codec.fp8 import Fp8
 from kvkeep.codec.int4 import Int4
 from kvkeep.codec.int8 import Int8
@@ -11,4 +11,14 @@ from kvkeep.codec.straight import StraightThrough
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (Plain, Int8, Int4, Fp8, Kivi)}
 """Name in a spec -> class."""
 
-__all__ = ["CODECS", "Codec", "Fp8", "Int4", "Int8", "Kivi", "Plain", "StraightThrough"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Fp8",
+    "Int4",
+    "Int8",
+    "Kivi",
+    "Plain",
+    "StraightThrough",
+    "caution",
+]

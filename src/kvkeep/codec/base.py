@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.errors import PrecisionWarning
 from kvkeep.planes import Planes, PlaneSpec
 
 
@@ -43,6 +46,11 @@ class Codec(ABC):
         """Whether one token may be rewritten without touching its neighbours."""
         return self.block == 1
 
+    @property
+    def caution(self) -> str | None:
+        """What speaks against this codec for keys, and what to use; None: nothing that is known."""
+        return None
+
     @abstractmethod
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         """The planes that hold one slot of a tensor of width `dim` given in `dtype`."""
@@ -72,3 +80,14 @@ class Codec(ABC):
         """Queries (..., D) as keys under this codec need them: encoded keys may stand for R k with
         an orthonormal R, and q . k = R q . R k. In at least float32 where it is not q itself."""
         return q
+
+
+def caution(codec: Codec) -> None:
+    """Give the PrecisionWarning of a codec that is to encode keys, if it has one."""
+    if codec.caution is not None:
+        _warn_once(codec.caution)
+
+
+@cache  # once in a process, not once for each of a model's layers
+def _warn_once(text: str) -> None:
+    warnings.warn(text, PrecisionWarning, stacklevel=4)

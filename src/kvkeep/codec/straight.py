@@ -38,6 +38,10 @@ class StraightThrough(Codec):
     def tail(self) -> int:
         return self.inner.tail
 
+    @property
+    def caution(self) -> str | None:
+        return self.inner.caution
+
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         self.inner.planes(dim, dtype)
         return {"": PlaneSpec((dim,) if self.block == 1 else (self.block, dim), dtype)}

@@ -19,8 +19,8 @@ on the CPU."""
 _PAGES_WORTH_MAPPING = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
 
 REMEDY = (
-    "use a policy with a budget, such as h2o:4096, or a codec (+int8 halves bfloat16, +int4 "
-    "quarters it)"
+    "use a policy with a budget, such as h2o:4096, or a codec (+int8 halves bfloat16, +int8/int4 "
+    "takes 2.5 times less)"
 )
 
 

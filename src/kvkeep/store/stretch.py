@@ -96,7 +96,7 @@ def _why_not_keepable(layer: LayerCache) -> str:
     if layer.policy.planes or layer.policy.ragged:
         return f"policy {layer.policy.name} keeps scores of one text with its slots; use keep_all"
     if layer.key_codec.block > 1:
-        return f"codec {layer.key_codec.name} encodes tokens together; use int8 or int4"
+        return f"codec {layer.key_codec.name} encodes tokens together; use int8 or int8/int4"
     if not layer.storage.lasting:
         return f"{layer.storage.name} storage has no slots on the device to share; use @growing"
     return ""
