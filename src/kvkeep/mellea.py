@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, get_ident
-from typing import Any, final
+from typing import Any, cast, final
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -144,7 +144,7 @@ class KVKeepBackend(LocalHFBackend):
             add_tools_from_context_actions(tools, ctx.actions_for_available_tools())
             add_tools_from_context_actions(tools, [action])
         template = self._filter_for_chat_template(options)
-        described = convert_tools_to_json(tools)
+        described: list[Any] = convert_tools_to_json(tools)
 
         reads: list[Marks] = []
 
@@ -152,10 +152,8 @@ class KVKeepBackend(LocalHFBackend):
             reads.append(marks)
             with _reading(marks):
                 chat = to_chat(action, ctx, self.formatter, system)
-            text: str = self._tokenizer.apply_chat_template(
-                chat, tools=described, add_generation_prompt=True, tokenize=False, **template
-            )
-            return text
+            asked = {"add_generation_prompt": True, "tokenize": False, **template}
+            return str(self._tokenizer.apply_chat_template(chat, tools=described, **asked))
 
         text, found = located(render)
         # A component may read a text more often than it writes it, so each read is a place or none.
@@ -163,9 +161,7 @@ class KVKeepBackend(LocalHFBackend):
         placed = {text for text, place in read if isinstance(place, Mark)}
         lost = {text: Refused(text, _LOST) for text in wanted if text not in placed}
         lost |= {
-            text: place
-            for text, place in read
-            if isinstance(place, Refused) and text not in placed
+            text: place for text, place in read if isinstance(place, Refused) and text not in placed
         }
         places = sorted(
             (place for _, place in read if isinstance(place, Mark)), key=lambda place: place.start
@@ -288,8 +284,8 @@ def _reading(marks: Marks) -> Iterator[None]:
     Components read their blocks' `value`, in whatever way they render them, so this is the one
     place where a text is known to be a block's. Other threads read the plain texts.
     """
-    thread, plain = get_ident(), CBlock.value
-    read, write = plain.fget, plain.fset
+    thread, plain = get_ident(), cast(property, vars(CBlock)["value"])
+    read = plain.fget
     assert read is not None
 
     def value(block: CBlock) -> str | None:
@@ -299,7 +295,7 @@ def _reading(marks: Marks) -> Iterator[None]:
         return text
 
     with _READING:
-        CBlock.value = property(value, write)  # type: ignore[assignment, method-assign]
+        CBlock.value = property(value, plain.fset)  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
