@@ -299,4 +299,4 @@ def _reading(marks: Marks) -> Iterator[None]:
         try:
             yield
         finally:
-            CBlock.value = plain  # type: ignore[method-assign]
+            CBlock.value = plain  # type: ignore[assignment, method-assign]

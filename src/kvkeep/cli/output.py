@@ -22,8 +22,22 @@ from rich.table import Table
 
 from kvkeep.errors import KVKeepError
 
+DEFAULT_MODEL = "smollm2-135m"
+
 ModelName = Annotated[
-    str, typer.Option("--model", help="A name from `kvkeep models`, a directory, or a hub name.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
+        "smollm2-135m, or what the adapter is for, if none is given.",
+        show_default=False,
+    ),
+]
+AdapterName = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", help="A directory with an adapter, such as `kvkeep finetune` writes."
+    ),
 ]
 ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 JsonFlag = Annotated[
@@ -117,6 +131,16 @@ class Advancing:
         if doing != self._doing and not self._console.is_terminal:
             self._console.print(f"{share:4.0%} {doing} ...", style="dim", highlight=False)
         self._doing = doing
+
+
+def model_for(model: str | None, adapter: str | None) -> str | None:
+    """The model that was asked for, or the default one; None for that of an adapter."""
+    return model if model or adapter else DEFAULT_MODEL
+
+
+def titled(model: str | None, adapter: str | None) -> str:
+    """A model with its adapter, in words."""
+    return " + ".join(name for name in (model, adapter) if name)
 
 
 def size_in_bytes(text: str) -> int:

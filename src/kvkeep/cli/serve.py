@@ -6,12 +6,20 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import ModelDtype, ModelName, Working, reported, size_in_bytes
+from kvkeep.cli.output import (
+    AdapterName,
+    ModelDtype,
+    ModelName,
+    Working,
+    model_for,
+    reported,
+    size_in_bytes,
+)
 
 
 def serve(
-    model: ModelName = DEFAULT_MODEL,
+    model: ModelName = None,
+    adapter: AdapterName = None,
     host: Annotated[
         str, typer.Option(help="Who can connect: 127.0.0.1 is this machine only.")
     ] = "127.0.0.1",
@@ -41,6 +49,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model to OpenAI clients; no beginning of a prompt is computed twice."""
+    model = model_for(model, adapter)
+    name = model or str(adapter)
     with reported():
         nbytes = size_in_bytes(budget)
         if api_key is not None and not api_key.strip():
@@ -62,15 +72,15 @@ def serve(
             from kvkeep.hf.models import load
             from kvkeep.serve.app import application
             from kvkeep.serve.engine import Engine
-            from kvkeep.spec import CacheSpec
+            from kvkeep.spec import parse_specs
             from kvkeep.store import PrefixStore, opened
 
-            spec = CacheSpec.parse(cache)
+            spec = parse_specs(cache)
             backend = None if store is None else opened(store)
             kept = PrefixStore(nbytes, backend=backend)
-            loaded, tokenizer = load(model, dtype, device, working)
+            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             engine = Engine(
-                loaded, tokenizer, name=model, cache=spec, store=kept, namespace=namespace
+                loaded, tokenizer, name=name, cache=spec, store=kept, namespace=namespace
             )
             working.stop()
             if engine.why_no_reuse:
@@ -78,7 +88,7 @@ def serve(
             run(
                 application(engine, api_key=api_key),
                 bound,
-                announce=lambda url: typer.echo(f"{model} ({spec}) at {url}"),
+                announce=lambda url: typer.echo(f"{name} ({spec}) at {url}"),
                 stop=engine.close,
             )
 

@@ -188,7 +188,7 @@ def _plain(name: str) -> str:
 
 def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     """What a model's state dict has, each tensor once."""
-    seen, found = set(), []
+    seen, found = set(), list[tuple[str, Tensor]]()
     for name, value in model.state_dict(keep_vars=True).items():
         for inner, x in _dense(name, value):
             place = (x.data_ptr(), x.shape)
@@ -201,7 +201,7 @@ def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _buffers(model: nn.Module, modules: _Modules) -> list[tuple[str, Tensor]]:
     """Buffers that no state dict has, but for those that follow a text's length."""
     changing = bool(changing_ropes(decoder_config(base_config(model))))
-    found = []
+    found = list[tuple[str, Tensor]]()
     for module_name, module in modules:
         for name in sorted(module._non_persistent_buffers_set):
             x = module._buffers.get(name)
