@@ -18,8 +18,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from kvkeep.cli.table import tables
 from kvkeep.errors import KVKeepError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -178,19 +178,9 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool = False) -> None:
-    """Rows of equal keys as a table; numbers to three significant digits, - for None."""
-    table = Table(title=title)
-    for key in rows[0]:
-        left = isinstance(rows[0][key], str)
-        table.add_column(key.replace("_", " "), justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    Console(stderr=stderr).print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    """Rows of equal keys as a table: see `kvkeep.cli.table`."""
+    console = Console(stderr=stderr)
+    for index, table in enumerate(tables(title, rows, console.width)):
+        if index:
+            console.print()
+        console.print(table)

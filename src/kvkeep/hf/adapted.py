@@ -50,7 +50,7 @@ def _config(directory: Path) -> dict[str, Any]:
         raise AdapterError(f"{directory / _CONFIG} is no adapter's config; save the adapter again")
     if not (directory / _WEIGHTS).is_file():
         raise AdapterError(
-            f"{directory} has no {_WEIGHTS}; save the adapter as safetensors, since pickles are not "
+            f"{directory} has no {_WEIGHTS}; save the adapter as safetensors: pickles are not "
             "loaded"
         )
     if config.get("alora_invocation_tokens"):

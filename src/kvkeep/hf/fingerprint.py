@@ -100,7 +100,10 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         if part in then and part in now:
             found += _difference(part, then[part], now[part])
         elif part != "tokenizer":
-            found.append(f"nothing is known of its {part}")
+            what = (
+                "not recorded then" if part not in then else "recorded then, and is not known now"
+            )
+            found.append(f"{part}: {what}")
     return found
 
 
@@ -115,11 +118,11 @@ def _difference(part: str, then: str, now: str) -> list[str]:
     except ValueError:
         old = new = None
     if not isinstance(old, dict) or not isinstance(new, dict):
-        return [f"its {part} {'differ' if part.endswith('s') else 'differs'}"]
+        return [f"{part} {'differ' if part.endswith('s') else 'differs'}"]
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     if part == "tokenizer":
-        return [f"its tokenizer differs in {', '.join(names)}"]
-    return [f"{part}'s {name} was {_short(old, name)}, is {_short(new, name)}" for name in names]
+        return [f"tokenizer differs in {', '.join(names)}"]
+    return [f"{part}.{name} was {_short(old, name)}, is {_short(new, name)}" for name in names]
 
 
 def _short(fields: Mapping[str, Any], name: str) -> str:
