@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from threading import Thread
 from typing import final
 
 import pytest
@@ -224,16 +225,80 @@ def test_where_marks_are(backend):
         assert block.stop - block.start >= 16
 
 
-def test_mark_that_is_not_found(backend):
+def test_text_that_is_escaped(backend):
     """SimpleComponent makes JSON of its parts, where a quotation mark is another text."""
     said = 'He said: "' + DOCUMENTS["storm"] + '"'
     action = SimpleComponent(story=CBlock(said, cache=True))
     answer = MelleaSession(backend).act(action, strategy=None)
+    (block,) = report_of(answer).blocks
+    assert not block.refused
+    text = backend._tokenizer.decode(prompt_of(answer)[block.start : block.stop])
+    assert text in 'He said: \\"' + DOCUMENTS["storm"] + '\\"'
+    assert len(text) > len(said) - 8
+
+
+@final
+class Shouted(Component[str]):
+    """A component that changes its part, beside one that it leaves out."""
+
+    def parts(self):
+        return [KEPT, CBlock(DOCUMENTS["green"], cache=True)]
+
+    def format_for_llm(self):
+        return f"{KEPT.value.upper()} {len(self.parts()[1].value)}"
+
+    def _parse(self, computed):
+        return computed.value
+
+
+def test_mark_that_is_lost(backend):
+    answer = MelleaSession(backend).act(Shouted(), strategy=None)
     report = report_of(answer)
-    assert [block.text for block in report.blocks] == [said[:40]]
-    assert "word for word" in report.blocks[0].refused
+    refused = {block.text: block.refused for block in report.blocks}
+    assert refused == {
+        DOCUMENTS["storm"][:40]: "the template changes its text",
+        DOCUMENTS["green"][:40]: "the template changes its text",
+    }
     assert report.approximate == report.found == 0
     assert report.tokens == len(prompt_of(answer)) - 1
+
+
+def test_the_same_text_without_a_mark(backend):
+    """A block is where its mark is, and nowhere else that its text stands."""
+    text = DOCUMENTS["storm"]
+    context = {"a": CBlock("It is told: " + text), "b": CBlock(text, cache=True)}
+    answer = MelleaSession(backend).instruct(
+        f"What is meant by: {text}", grounding_context=context, strategy=None
+    )
+    (block,) = report_of(answer).blocks
+    assert not block.refused
+    before = backend._tokenizer.decode(prompt_of(answer)[: block.start])
+    assert before.rpartition("\n")[2].strip().startswith("*   [b] =")
+
+
+def test_other_threads_read_plain_texts(backend):
+    """While a prompt is rendered with marks around its blocks."""
+    seen = []
+
+    @final
+    class Slow(Component[str]):
+        def parts(self):
+            return [KEPT]
+
+        def format_for_llm(self):
+            thread = Thread(target=lambda: seen.append(KEPT.value))
+            thread.start()
+            thread.join()
+            return KEPT.value
+
+        def _parse(self, computed):
+            return computed.value
+
+    answer = MelleaSession(backend).act(Slow(), strategy=None)
+    (block,) = report_of(answer).blocks
+    assert not block.refused
+    assert set(seen) == {DOCUMENTS["storm"]}
+    assert KEPT.value == DOCUMENTS["storm"]
 
 
 def test_mark_inside_of_another(backend):

@@ -9,7 +9,7 @@ from hypothesis import given
 from kvkeep.codec import Plain
 from kvkeep.errors import SpecError
 from kvkeep.policy import KeepAll, Window
-from kvkeep.spec import CacheSpec, StorageSpec, as_spec
+from kvkeep.spec import CacheSpec, PerType, StorageSpec, as_spec, parse_specs, split_specs
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,48 @@ def test_spaces_after_commas():
 def test_what_is_no_spec():
     with pytest.raises(SpecError, match="spec 5"):
         as_spec(5)
+
+
+MIXED = "full_attention=keep_all+kivi;sliding_attention=window:512+int8"
+
+
+def test_a_spec_for_each_type_of_layer():
+    found = parse_specs(f" {MIXED}; ")
+    assert found == {
+        "full_attention": CacheSpec.parse("keep_all+kivi"),
+        "sliding_attention": CacheSpec.parse("window:512+int8"),
+    }
+    other = "sliding_attention = window:512+int8 ; full_attention=keep_all+kivi@growing"
+    assert parse_specs(other) == parse_specs(str(found)) == found
+    assert str(parse_specs(other)) == str(found)
+    assert hash(parse_specs(other)) == hash(found)
+    assert parse_specs("window:4,sinks=2") == CacheSpec.parse("window:4,sinks=2")
+    assert isinstance(parse_specs("sliding_attention=window:size=4"), PerType)
+
+
+def test_lists_of_specs():
+    assert split_specs("keep_all;;window:4,sinks=2 ; h2o:8") == [
+        *("keep_all", "window:4,sinks=2", "h2o:8")
+    ]
+    lists = [f"keep_all;{MIXED}", f"{MIXED};keep_all", f"{MIXED};{MIXED}"]
+    assert [split_specs(text) for text in lists] == [
+        *(["keep_all", MIXED], [MIXED, "keep_all"], [MIXED, MIXED])
+    ]
+    assert split_specs(" ; ") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("keep_all;window:4", "2 specs in .*one for each type of layer"),
+        ("keep_all;full_attention=keep_all", "2 specs"),
+        ("full_attention=keep_all;full_attention=window:4", "each type once"),
+        ("full_attention=h20:4", "did you mean 'h2o'"),
+        ("full_attention=", "no policy ''"),
+        ("", "no policy ''"),
+        (";", "no policy ''"),
+    ],
+)
+def test_specs_that_are_none(text, match):
+    with pytest.raises(SpecError, match=match):
+        parse_specs(text)

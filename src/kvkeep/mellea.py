@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from threading import Lock, get_ident
+from typing import Any, cast, final
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeep.blocks import Block, BlockReport, Chat, Encoded, Report, Text
+from kvkeep.blocks import Block, BlockReport, Encoded, Report
+from kvkeep.blocks.chat import Marks, located
+from kvkeep.blocks.parts import Mark, Refused, marked
+from kvkeep.blocks.segments import SHORTEST, segmented
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
@@ -39,7 +43,8 @@ except ImportError as error:
 
 _KEY = "kvkeep"  # of a report in the log of an answer
 _SHOWN = 40  # characters of a block in a report
-_LOST = "its text does not stand in the prompt word for word, or only inside of another block"
+_LOST = "no message of the prompt has it"
+_READING = Lock()
 _OTHER = "the prompt that Mellea made is not the one in which its blocks were found"
 
 
@@ -129,24 +134,42 @@ class KVKeepBackend(LocalHFBackend):
     def _call(self, action: Span, ctx: Context, options: dict[str, Any], with_tools: bool) -> _Call:
         """A prompt as Mellea is about to make it, with its blocks."""
         spans = [*(ctx.view_for_generation() or []), action]
-        marks = [list(dict.fromkeys(_marked(span))) for span in spans]
-        if not any(marks):
+        wanted = dict.fromkeys(text for span in spans for text in _marked_in(span))
+        if not wanted:
             return _Call()
-        chat = to_chat(action, ctx, self.formatter, options.get(ModelOption.SYSTEM_PROMPT))
-        messages = [dict[str, Any](message) for message in chat]
-        lost: list[str] = []
-        # Each span is a message; a system prompt may stand before them.
-        for message, texts in zip(reversed(messages), reversed(marks), strict=False):
-            message["content"] = parts = _with_blocks(message["content"], texts)
-            lost += [text for text in texts if Block(text) not in parts]
+        system = options.get(ModelOption.SYSTEM_PROMPT)
         tools: dict[str, AbstractMelleaTool[..., Any]] = {}
         if with_tools:
             add_tools_from_model_options(tools, options)
             add_tools_from_context_actions(tools, ctx.actions_for_available_tools())
             add_tools_from_context_actions(tools, [action])
         template = self._filter_for_chat_template(options)
-        prompt = Chat(messages, tools=convert_tools_to_json(tools), **template)
-        return _Call(prompt.encode(self._tokenizer), lost)
+        described: list[Any] = convert_tools_to_json(tools)
+
+        reads: list[Marks] = []
+
+        def render(marks: Marks) -> str:
+            reads.append(marks)
+            with _reading(marks):
+                chat = to_chat(action, ctx, self.formatter, system)
+            asked = {"add_generation_prompt": True, "tokenize": False, **template}
+            return str(self._tokenizer.apply_chat_template(chat, tools=described, **asked))
+
+        text, found = located(render)
+        # A component may read a text more often than it writes it, so each read is a place or none.
+        read = list(zip(reads[0].texts, found, strict=True))
+        placed = {text for text, place in read if isinstance(place, Mark)}
+        lost = {text: Refused(text, _LOST) for text in wanted if text not in placed}
+        lost |= {
+            text: place for text, place in read if isinstance(place, Refused) and text not in placed
+        }
+        places = sorted(
+            (place for _, place in read if isinstance(place, Mark)), key=lambda place: place.start
+        )
+        ids, segments = segmented(
+            self._tokenizer, text, [*places, *lost.values()], special=False, shortest=SHORTEST
+        )
+        return _Call(Encoded(ids, segments))
 
 
 def report_of(answer: ModelOutputThunk[Any]) -> Report | None:
@@ -163,12 +186,10 @@ class _Call:
 
     Args:
         encoded: its tokens, where something of it is marked.
-        lost: marked texts that were not found in it.
         report: where its keys and values came from, once they are there.
     """
 
     encoded: Encoded | None = None
-    lost: Sequence[str] = ()
     report: Report | None = None
 
 
@@ -216,9 +237,12 @@ class _CallStore:
                 chunk=chunk,
                 capacity=capacity,
             )
-            texts = [] if encoded is None else [segment.text for segment in encoded.segments]
-            report = Report(cache.fed, found, 0, 0, 0, 0.0, _unused(texts, _OTHER))
-        call.report = replace(report, blocks=[*report.blocks, *_unused(call.lost, _LOST)])
+            unused = [
+                BlockReport(segment.text[:_SHOWN], None, None, _OTHER)
+                for segment in ([] if encoded is None else encoded.segments)
+            ]
+            report = Report(cache.fed, found, 0, 0, 0, 0.0, unused)
+        call.report = report
         return cache
 
     def learn(self, model: PreTrainedModel, tokens: Tensor, cache: Cache, *, namespace: str) -> int:
@@ -243,24 +267,36 @@ async def _with_report(
             usage["prompt_tokens_details"] = {"cached_tokens": call.report.cached}
 
 
-def _marked(span: Span) -> Iterator[str]:
+def _marked_in(span: Span) -> Iterator[str]:
     """The texts that are marked in a span, without the white space around them."""
     if isinstance(span, CBlock):
         if span.cache and span.value and span.value.strip():
             yield span.value.strip()
     elif isinstance(span, Component):
         for part in span.parts():
-            yield from _marked(part)
+            yield from _marked_in(part)
 
 
-def _with_blocks(content: str, texts: Sequence[str]) -> list[Text | Block]:
-    """A message, and as a block each place where one of some texts stands, the longest first."""
-    if not texts:
-        return [Text(content)]
-    longest = sorted(texts, key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, longest))})", content)
-    return [Block(piece) if index % 2 else Text(piece) for index, piece in enumerate(pieces)]
+@contextmanager
+def _reading(marks: Marks) -> Iterator[None]:
+    """Put marks around the text of each marked CBlock that this thread reads meanwhile.
 
+    Components read their blocks' `value`, in whatever way they render them, so this is the one
+    place where a text is known to be a block's. Other threads read the plain texts.
+    """
+    thread, plain = get_ident(), cast(property, vars(CBlock)["value"])
+    read = plain.fget
+    assert read is not None
 
-def _unused(texts: Sequence[str], reason: str) -> list[BlockReport]:
-    return [BlockReport(text[:_SHOWN], None, None, reason) for text in texts]
+    def value(block: CBlock) -> str | None:
+        text: str | None = read(block)
+        if get_ident() == thread and block.cache and text and text.strip():
+            return marks.put(marked(Block(text)))
+        return text
+
+    with _READING:
+        CBlock.value = property(value, plain.fset)  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            CBlock.value = plain  # type: ignore[assignment, method-assign]

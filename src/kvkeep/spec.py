@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -130,6 +131,71 @@ class CacheSpec:
             window=window,
             rotary=rotary,
         )
+
+
+class PerType(Mapping[str, CacheSpec]):
+    """A spec for each type of layer of a model, by transformers' name for the type. `str` and
+    `parse_specs` are inverse."""
+
+    def __init__(self, specs: Mapping[str, CacheSpec]) -> None:
+        self._specs = dict(sorted(specs.items()))
+
+    def __getitem__(self, kind: str) -> CacheSpec:
+        return self._specs[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._specs.items()))
+
+    def __str__(self) -> str:
+        return ";".join(f"{kind}={spec}" for kind, spec in self._specs.items())
+
+    __repr__ = __str__
+
+
+def parse_specs(text: str) -> CacheSpec | PerType:
+    """Read a spec for all layers, or one for each type of layer, such as
+    `full_attention=keep_all+int8;sliding_attention=window:512`.
+
+    Raises:
+        SpecError: see `CacheSpec.parse`; or a type that is given twice, or a spec without one.
+    """
+    found = split_specs(text)
+    if len(found) > 1:
+        raise SpecError(
+            f"{len(found)} specs in {text!r}; give one, or one for each type of layer, each type "
+            "once: full_attention=keep_all;sliding_attention=window:512"
+        )
+    if not found or not _TYPED.match(found[0]):
+        return CacheSpec.parse("".join(found))
+    named = (part.partition("=") for part in found[0].split(";"))
+    return PerType({kind.strip(): CacheSpec.parse(spec) for kind, _, spec in named})
+
+
+def split_specs(text: str) -> list[str]:
+    """The texts of several specs, set off by semicolons. Specs of layer types that follow each
+    other are one; it ends where a type comes again, or a spec for all layers."""
+    found: list[str] = []
+    kinds: set[str] = set()
+    for part in (part.strip() for part in text.split(";")):
+        typed = _TYPED.match(part)
+        if typed and kinds and typed[1] not in kinds:
+            found[-1] += f";{part}"
+        elif part:
+            found.append(part)
+            kinds.clear()
+        if typed:
+            kinds.add(typed[1])
+    return found
+
+
+_TYPED = re.compile(r"\s*(\w+)\s*=")
+"""How a spec for a type of layer begins."""
 
 
 def as_spec(spec: str | CacheSpec) -> CacheSpec:

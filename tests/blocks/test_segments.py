@@ -199,7 +199,7 @@ TEMPLATES = {
     "as json": ("{% for m in messages %}{{ m | tojson }}{% endfor %}", [""]),
     "twice": (
         "{% for m in messages %}{{ m['content'] }} / {{ m['content'] }}{% endfor %}",
-        ["the chat template has it 2 times"],
+        ["the template has it 2 times"],
     ),
     "not at all": ("{% for m in messages %}{{ m['role'] }}{% endfor %}", ["has it 0 times"]),
     "upper case": (
@@ -235,7 +235,7 @@ def test_one_bad_block_leaves_the_others(tokenizer):
     )
     messages = [{"role": "user", "content": Block(text)} for text in (STORY, OTHER)]
     encoded = Chat(messages, chat_template=template).encode(tokenizer)
-    assert reasons(encoded) == ["the chat template changes its text", ""]
+    assert reasons(encoded) == ["the template changes its text", ""]
     assert texts_of(encoded, tokenizer) == [None, OTHER]
 
 

@@ -6,8 +6,11 @@ import json
 import zipfile
 from pathlib import Path
 
+import gguf_files
 import pytest
+from transformers import AutoModelForCausalLM
 
+import kvkeep
 from kvkeep.hf import models
 from kvkeep.hf.models import ModelError
 
@@ -61,3 +64,30 @@ def test_names(home, tmp_path):
         models.resolve("/no/such/place")
     with pytest.raises(ModelError, match="there is smollm2-135m"):
         models.fetch("llama")
+
+
+def test_gguf_files(tmp_path):
+    """By the path of the file or of its directory, and after a conversion: one model."""
+    (tmp_path / "a").mkdir()
+    file = gguf_files.write(tmp_path / "a" / "some-name.gguf")
+    model, tokenizer = models.load(str(file), "float32", "cpu")
+    assert tokenizer.decode(tokenizer("Hello").input_ids) == "Hello"
+    known = kvkeep.fingerprint(model)
+    assert kvkeep.fingerprint(models.load(str(file.parent), "float32", "cpu")[0]) == known
+    as_transformers = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    assert kvkeep.fingerprint(as_transformers) == known
+    model.save_pretrained(tmp_path / "b")
+    tokenizer.save_pretrained(tmp_path / "b")
+    assert kvkeep.fingerprint(models.load(str(tmp_path / "b"), "float32", "cpu")[0]) == known
+    other = gguf_files.write(tmp_path / "a" / "another.gguf", seed=1)
+    assert kvkeep.fingerprint(models.load(str(other), "float32", "cpu")[0]) != known
+    with pytest.raises(ModelError, match=r"2 GGUF files \(another.gguf, some-name.gguf\); give"):
+        models.load(str(tmp_path / "a"))
+
+
+def test_directories_without_a_model(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json, no GGUF file and no adapter_config"):
+        models.load(str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF but not more")
+    with pytest.raises(ModelError, match=r"cannot load .*a\.gguf"):
+        models.load(str(tmp_path / "a.gguf"))

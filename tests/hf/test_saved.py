@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from families import tiny
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers.utils.quantization_config import QuantizationMethod
 from turns import same
 
 import kvkeep
-from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,21 +87,112 @@ def changed(model, how):
         other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 5e5}
     elif how == "dtype":
         other.bfloat16()
+    elif how == "config":
+        other.config.hidden_act = "relu"
+    elif how == "modules":
+        other.model.norm.variance_epsilon = 0.5
+    elif how == "buffers":
+        other.model.rotary_emb.inv_freq[0] = 3.0
     return other
 
 
-@pytest.mark.parametrize("how", ["weights", "rope", "dtype"])
-def test_a_sibling_is_refused(tmp_path, model, ids, how):
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("weights", "weights differ"),
+        ("rope", r"rope\.rope_theta was 10000\.0, is 500000\.0"),
+        ("dtype", r"dtype was torch\.float32, is torch\.bfloat16"),
+        ("config", r'config\.hidden_act was "silu", is "relu"'),
+        ("modules", "modules differ"),
+        ("buffers", "buffers differ"),
+    ],
+)
+def test_a_sibling_is_refused(tmp_path, model, ids, how, said):
     cache = kvkeep.Cache(model)
     follow(model, cache, ids)
     cache.save(tmp_path / "a.kv")
     sibling = changed(model, how)
     assert kvkeep.fingerprint(sibling) != kvkeep.fingerprint(model)
-    with pytest.raises(SavedCacheError, match=f"made with another model: .*{how} was"):
+    with pytest.raises(SavedCacheError, match=f"made with another model: .*{said}"):
         kvkeep.load(tmp_path / "a.kv", sibling)
     assert kvkeep.load(tmp_path / "a.kv", sibling, force=True).fed == cache.fed
     with pytest.raises(SavedCacheError, match="holds 2 layers"):
         kvkeep.load(tmp_path / "a.kv", tiny("llama", num_hidden_layers=3), force=True)
+
+
+def test_a_fingerprint_of_fewer_parts(tmp_path, model, ids, monkeypatch):
+    """As of a file that was written before one of them was known."""
+    cache = kvkeep.Cache(model)
+    follow(model, cache, ids)
+    whole = kvkeep.fingerprint(model)
+    less = {name: x for name, x in whole.items() if name != "buffers"}
+    monkeypatch.setattr("kvkeep.hf.cache.fingerprint", lambda *_: less)
+    cache.save(tmp_path / "a.kv")
+    with pytest.raises(SavedCacheError, match="buffers: not recorded then;"):
+        kvkeep.load(tmp_path / "a.kv", model)
+
+
+def test_where_a_model_came_from_does_not_count(model):
+    """What transformers writes into the config of a model that it read from a GGUF file."""
+    before = kvkeep.fingerprint(model)
+    for name in ("a.gguf", "b.gguf"):
+        read = copy.deepcopy(model)
+        read.config._name_or_path = read.name_or_path = f"/models/{name}"
+        read.config.architectures = None
+        read.config.quantization_config = {
+            "quant_method": QuantizationMethod.GGUF,
+            "gguf_file": name,
+            "dequantize": False,
+        }
+        read.is_quantized = True
+        assert kvkeep.fingerprint(read) == before
+    read.config.quantization_config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    assert kvkeep.fingerprint(read) != before
+    with kvkeep.attach(model):
+        assert kvkeep.fingerprint(model) == before
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_length_of_a_text(kind):
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"long_factor": [9.0] * 4, "short_factor": [1.0] * 4}
+        rope |= {"original_max_position_embeddings": 32}
+    model = tiny("llama", rope_parameters=rope, max_position_embeddings=64)
+    before = kvkeep.fingerprint(model)
+    model(torch.arange(2, 92)[None])
+    assert kvkeep.fingerprint(model) == before
+    longer = tiny("llama", rope_parameters=rope, max_position_embeddings=128)
+    assert kvkeep.fingerprint(longer)["rope"] != before["rope"]
+
+
+def test_quantised_models(model):
+    before = kvkeep.fingerprint(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to move it elsewhere
+        one = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+        model.model.layers[-1].mlp.up_proj.weight.data[0] *= 2
+        other = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    found = kvkeep.fingerprint(one)
+    assert kvkeep.fingerprint(one, glance=True) == found == kvkeep.fingerprint(copy.deepcopy(one))
+    assert len({x["weights"] for x in (before, found, kvkeep.fingerprint(other))}) == 3
+
+
+def test_weights_that_are_made_of_others(model):
+    before = kvkeep.fingerprint(model)
+    layer = model.model.layers[0].mlp.up_proj
+    one = layer.weight.detach()
+    layer.weight = torch.nn.Parameter(TwoTensor(one.clone(), one.clone()))
+    found = kvkeep.fingerprint(model, glance=True)
+    assert found["weights"] != before["weights"]
+    layer.weight.b.data.view(-1)[0] += 1  # the first of an unlabelled tensor is looked at
+    assert kvkeep.fingerprint(model, glance=True)["weights"] != found["weights"]
+
+
+def test_weights_that_are_nowhere(model):
+    model.model.norm.to("meta")
+    with pytest.raises(UnsupportedError, match=r"norm\.weight is .* on meta"):
+        kvkeep.fingerprint(model)
 
 
 def test_weights_that_change_are_seen(model):
@@ -171,7 +265,7 @@ def test_tokenizers(smollm2, tmp_path):
     assert kvkeep.load(tmp_path / "a.kv", model, tokenizer=tokenizer).fed == 3
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{{ messages }}"
-    with pytest.raises(SavedCacheError, match="tokenizer was"):
+    with pytest.raises(SavedCacheError, match="tokenizer differs in chat template"):
         kvkeep.load(tmp_path / "a.kv", model, tokenizer=other)
 
 
@@ -212,10 +306,14 @@ def test_a_glance_sees_what_changes():
     changes = [
         poke,
         lambda: weight.data.mul_(1.5),  # which torch does not count as a change
+        lambda: model.model.embed_tokens.weight.data[7].add_(1),
         lambda: model.load_state_dict(
             {**model.state_dict(), "lm_head.weight": before.new_ones(96, 32)}
         ),
         lambda: setattr(weight, "data", before * 2),
+        lambda: model.model.rotary_emb.inv_freq.data.mul_(2),
+        lambda: setattr(model.model.norm, "variance_epsilon", 0.25),
+        lambda: setattr(model.model.layers[1].self_attn, "scaling", 0.3),
         lambda: model.bfloat16(),
     ]
     seen = [first]
@@ -226,3 +324,14 @@ def test_a_glance_sees_what_changes():
         assert kvkeep.fingerprint(model) == found
         seen.append(found)
     assert kvkeep.fingerprint(tiny("llama")) == first
+
+
+def test_a_glance_knows_what_was_read():
+    """What it cannot see, it is told by reading everything."""
+    model = tiny("llama")
+    first = kvkeep.fingerprint(model, glance=True)
+    model.lm_head.weight.data[3, 3] += 1
+    assert kvkeep.fingerprint(model, glance=True) == first
+    whole = kvkeep.fingerprint(model)
+    assert whole != first
+    assert kvkeep.fingerprint(model, glance=True) == whole

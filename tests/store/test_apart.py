@@ -52,6 +52,26 @@ def test_the_same_weights_used_otherwise(family, change):
     assert kvkeep.fingerprint(tiny("llama", **names)) == kvkeep.fingerprint(tiny("llama"))
 
 
+@pytest.mark.parametrize("change", ["row", "frequencies", "epsilon", "scaling"])
+def test_a_model_that_was_changed(change):
+    model, store = tiny("llama"), PrefixStore()
+    kvkeep.attach(model, store=store)
+    model.generate(ids(30), **GREEDY)
+    layer = model.model.layers[1]
+    if change == "row":
+        model.model.embed_tokens.weight.data[int(ids(30)[0, 4])] += 1
+    elif change == "frequencies":
+        model.model.rotary_emb.inv_freq.data[1] *= 2
+    elif change == "epsilon":
+        layer.input_layernorm.variance_epsilon = 0.5
+    else:
+        layer.self_attn.scaling *= 2
+    found = model.generate(ids(30), **GREEDY)
+    assert store.stats().hit_tokens == 0
+    kvkeep.detach(model)
+    assert found.equal(model.generate(ids(30), **GREEDY))
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length(kind):
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}

@@ -29,7 +29,7 @@ from kvkeep.evals.text import tokens_of_text
 from kvkeep.evals.timing import interleaved, spread, timer_for
 from kvkeep.hf.decode import DYNAMIC, bytes_per_token
 from kvkeep.hf.random_model import RANDOM, random_model
-from kvkeep.spec import CacheSpec
+from kvkeep.spec import parse_specs
 
 TOLERANCE = 0.1
 """Largest difference of logits from DynamicCache's, relative to their norm, that rounding to
@@ -90,7 +90,7 @@ def run(
     ways = ways or ((EAGER,) if on_cpu else WAYS)
     against = ((DYNAMIC,) if on_cpu else OTHERS[:2]) if against is None else against
     for spec in specs:
-        CacheSpec.parse(spec)
+        parse_specs(spec)
     for system, known in [*((x, OTHERS) for x in against), *((x, WAYS) for x in ways)]:
         if system not in known:
             raise SpecError(

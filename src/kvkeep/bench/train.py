@@ -30,7 +30,7 @@ from kvkeep.evals.text import tokens_of_text
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.models import load
 from kvkeep.offload import Offload
-from kvkeep.spec import CacheSpec
+from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
 
 KVKEEP, BACKPROP, CHECKPOINTING = METHODS = ("kvkeep", "backprop", "checkpointing")
@@ -79,7 +79,7 @@ def run(
             raise SpecError(f"no method {method!r} to measure; there is {', '.join(METHODS)}")
     if min(tokens) < 2:
         raise ShapeError(f"a text of {min(tokens)} tokens, which has no next one; give at least 2")
-    CacheSpec.parse(cache)
+    parse_specs(cache)
     require_counters()
     rows = []
     for length in tokens:
@@ -90,7 +90,7 @@ def run(
         "benchmark": "train",
         "model": model,
         "dtype": "float32",
-        "cache": str(CacheSpec.parse(cache)),
+        "cache": str(parse_specs(cache)),
         "chunk": chunk,
         "environment": environment(),
         "rows": rows,
@@ -241,8 +241,10 @@ def _loaded(name: str) -> tuple[Any, Any]:
 
 def _is_exact(cache: str) -> bool:
     """Whether gradients through such a cache are those of full attention."""
-    spec = CacheSpec.parse(cache)
-    return spec == replace(CacheSpec.parse("keep_all"), storage=spec.storage)
+    specs = parse_specs(cache)
+    each = specs.values() if isinstance(specs, PerType) else [specs]
+    exact = CacheSpec.parse("keep_all")
+    return all(spec == replace(exact, storage=spec.storage) for spec in each)
 
 
 def _save(model: nn.Module, file: Path) -> None:

@@ -14,20 +14,25 @@ _Render = Callable[[Any], str]
 
 class Marks:
     """Marks around blocks, in letters and digits only, which templates leave as they are. They are
-    drawn anew for each prompt, so that no text can have them."""
+    drawn anew for each rendering, so that no text can have them.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: the numbers of the blocks that get marks, counted in the order of `put`.
+    """
+
+    def __init__(self, wanted: Callable[[int], bool] = lambda _: True) -> None:
         self._name = uuid4().hex
         self._pattern = re.compile(f"{self._name}([az])([0-9]+)q")
+        self._wanted = wanted
         self.texts: list[str] = []
 
-    def put(self, text: Marked, wanted: Callable[[int], bool]) -> str:
-        """A text with marks around those of its blocks whose numbers are wanted."""
+    def put(self, text: Marked) -> str:
+        """A text with marks around those of its blocks that are wanted."""
         first = len(self.texts)
         self.texts += [text.text[mark.start : mark.stop] for mark in text.marks]
         places: list[tuple[int, int, int, str]] = []
         for index, mark in enumerate(text.marks, first):
-            if wanted(index) and mark.stop > mark.start:
+            if self._wanted(index) and mark.stop > mark.start:
                 # At one place: inner ends, outer ends, outer beginnings, inner beginnings.
                 places.append((mark.start, 1, index, f"{self._name}a{index}q"))
                 places.append((mark.stop, 0, -index, f"{self._name}z{index}q"))
@@ -56,34 +61,40 @@ def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark 
         render: gives the text of what contains plain text only.
 
     Returns:
+        As `located`.
+    """
+    return located(lambda marks: render(_replaced(given, marks.put)))
+
+
+def located(render: Callable[[Marks], str]) -> tuple[str, list[Mark | Refused]]:
+    """Where the blocks of a text are that some code renders.
+
+    Args:
+        render: renders the text, with each block passed through `Marks.put`; called several times,
+            it puts the same blocks in the same order each time.
+
+    Returns:
         The text as it is without any marks; and of each block that is to be reused, those inside
         others behind them, where it is, or why that is not known.
     """
-
-    def text_with(wanted: Callable[[int], bool]) -> tuple[Marks, str]:
-        marks = Marks()
-        return marks, render(_replaced(given, lambda text: marks.put(text, wanted)))
-
-    none, plain = text_with(lambda _: False)
+    none = Marks(lambda _: False)
+    plain = render(none)
     good = set(range(len(none.texts)))
     for attempt in range(2):
-        chosen = frozenset(good)
-        marks, text = text_with(chosen.__contains__)
-        bare, ends = marks.taken(text)
+        marks = Marks(frozenset(good).__contains__)
+        bare, ends = marks.taken(render(marks))
         if bare == plain:
             break
         if attempt == 0:  # some block is changed; which one, each tells by itself
-            good = {index for index in good if _left_alone(index, text_with, plain)}
+            good = {index for index in good if _left_alone(index, render, plain)}
         else:
             good, ends = set(), {}
     return plain, [_place(text, index, good, ends) for index, text in enumerate(none.texts)]
 
 
-def _left_alone(
-    index: int, text_with: Callable[[Callable[[int], bool]], tuple[Marks, str]], plain: str
-) -> bool:
-    marks, text = text_with(lambda other: other == index)
-    return marks.taken(text)[0] == plain
+def _left_alone(index: int, render: Callable[[Marks], str], plain: str) -> bool:
+    marks = Marks(index.__eq__)
+    return marks.taken(render(marks))[0] == plain
 
 
 def _place(
@@ -92,11 +103,11 @@ def _place(
     if not text:
         return Refused(text, "it is empty")
     if index not in good:
-        return Refused(text, "the chat template changes its text")
+        return Refused(text, "the template changes its text")
     found = ends.get(index, [])
     if [end for end, _ in found] != ["a", "z"]:
         times = sum(end == "a" for end, _ in found)
-        return Refused(text, f"the chat template has it {times} times")
+        return Refused(text, f"the template has it {times} times")
     return Mark(found[0][1], found[1][1])
 
 

@@ -210,13 +210,14 @@ def decode(
     held = _numbers(contexts)
     with reported(), Working("decode") as working:
         from kvkeep.bench.decode import run
+        from kvkeep.spec import split_specs
 
         result = run(
             model,
             device=device,
             dtype=dtype,
             contexts=held,
-            specs=listed(specs, ";"),
+            specs=split_specs(specs),
             ways=_names(ways),
             against=_names(against),
             turns=turns,
@@ -266,12 +267,13 @@ def save(
     check_plot(plot)
     with reported(), Working("save") as working:
         from kvkeep.bench.save import run
+        from kvkeep.spec import split_specs
 
         result = run(
             model,
             dtype=dtype,
             tokens=tokens,
-            specs=listed(specs, ";"),
+            specs=split_specs(specs),
             turns=turns,
             directory=directory,
             progress=working,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import json as json_module
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import JsonFlag, ModelDtype, Working, print_json, print_table, reported
+from kvkeep.cli.output import (
+    AdapterName,
+    JsonFlag,
+    ModelDtype,
+    ModelName,
+    Working,
+    model_for,
+    print_json,
+    print_table,
+    reported,
+    titled,
+)
 
 if TYPE_CHECKING:
     from kvkeep.hf.session import Session
@@ -18,16 +29,17 @@ HELP = """\
 /fork NAME   go on under another name, and keep this one as it is
 /save        save now (every answer is saved anyway, if the session has a name)
 /stats       what the cache holds
-/exit        leave; so does the end of input"""
+/exit        leave; so does the end of input
+/help        say this"""
+COMMANDS = [line.split()[0] for line in HELP.splitlines()]
 
 
 def chat(
     session: Annotated[
         str | None, typer.Option(help="Keep the conversation under this name, or go on with it.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A name from `kvkeep models`, a directory, or a hub name.")
-    ] = None,
+    model: ModelName = None,
+    adapter: AdapterName = None,
     cache: Annotated[
         str | None, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
     ] = None,
@@ -46,27 +58,29 @@ def chat(
         with Working("starting") as working:
             from kvkeep.hf.models import load
             from kvkeep.hf.session import Session, info, path_of
-            from kvkeep.spec import CacheSpec
+            from kvkeep.spec import parse_specs
 
+            given = None if cache is None else str(parse_specs(cache))
             known = None
             if session is not None and path_of(session).exists():
                 known = info(session)
-            if known is not None and cache is not None:
-                given = str(CacheSpec.parse(cache))
-                if known.specs != [given]:
-                    raise typer.BadParameter(
-                        f"session {session} keeps {', '.join(known.specs)}, not {given}; leave out "
-                        "--cache, or take another name"
-                    )
-            name = model or (known.model if known else None) or DEFAULT_MODEL
-            loaded, tokenizer = load(name, dtype, device, working)
+            if known is not None and given not in (None, known.spec):
+                raise typer.BadParameter(
+                    f"session {session} keeps {known.spec}, not {given}; leave out --cache, or "
+                    "take another name"
+                )
+            if known is not None and model is None and adapter is None:
+                model, adapter = known.model or None, known.adapter or None
+            model = model_for(model, adapter)
+            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             working("opening the session")
             talk = Session(
                 loaded,
                 tokenizer,
-                cache=str(CacheSpec.parse(cache or "keep_all")),
+                cache=given or "keep_all",
                 name=session,
-                model_name=name,
+                model_name=model or "",
+                adapter=adapter or "",
                 system=system,
                 reread=reread,
             )
@@ -91,7 +105,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
             typer.echo(err=True)
             return
         try:
-            if text == "/exit":
+            if text.split(" ")[0] == "/exit":
                 return
             if text.startswith("/"):
                 _command(talk, text)
@@ -119,12 +133,13 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
 
 def _command(talk: Session, text: str) -> None:
     word, _, argument = text.partition(" ")
+    argument = argument.strip()
     if word == "/undo":
         typer.echo(f"took back: {talk.undo()['content']}", err=True)
         if talk.name is not None:
             talk.save()
     elif word == "/fork":
-        talk.fork(argument.strip())
+        talk.fork(argument)
         typer.echo(f"now in session {talk.name}", err=True)
     elif word == "/save":
         talk.save()
@@ -136,8 +151,12 @@ def _command(talk: Session, text: str) -> None:
             f"{stats.live_bytes / 2**20:.1f} MiB in use, {stats.nbytes / 2**20:.1f} allocated",
             err=True,
         )
-    else:
+    elif word == "/help":
         typer.echo(HELP, err=True)
+    else:
+        close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else "; /help lists commands"
+        typer.echo(f"no command {word}{hint}", err=True)
 
 
 def _place(talk: Session) -> str:
@@ -162,11 +181,11 @@ def listing(context: typer.Context, json: JsonFlag = False) -> None:
         rows = [
             {
                 "session": one.name,
-                "model": one.model,
+                "model": titled(one.model, one.adapter),
                 "turns": sum(message["role"] == "user" for message in one.messages),
                 "tokens": one.tokens,
                 "MiB": one.bytes / 2**20,
-                "keeps": ", ".join(one.specs),
+                "keeps": one.spec,
             }
             for one in kept()
         ]

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli.output import (
+    AdapterName,
     Advancing,
     JsonFlag,
     ModelDtype,
     ModelName,
-    listed,
+    model_for,
     print_json,
     print_table,
     reported,
+    titled,
     whole_numbers,
 )
 from kvkeep.cli.plot import PlotFile, check_plot, plot_tradeoff
@@ -24,7 +26,8 @@ DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 
 
 def evaluate(
-    model: ModelName = "smollm2-135m",
+    model: ModelName = None,
+    adapter: AdapterName = None,
     specs: Annotated[
         str, typer.Option(help="What to compare with keep_all, separated by semicolons.")
     ] = DEFAULT_SPECS,
@@ -49,18 +52,20 @@ def evaluate(
     Each spec is fed the context, then the true continuation one token at a time.
     """
     check_plot(plot)
+    model = model_for(model, adapter)
     contexts = whole_numbers(context)
-    chosen = listed(specs, ";")
     with reported(), Advancing("starting") as advancing:
         from kvkeep.bench.environment import environment
         from kvkeep.evals.run import run
+        from kvkeep.spec import split_specs
 
         result = run(
             model,
+            adapter=adapter,
             dtype=dtype,
             context=contexts,
             continuation=continuation,
-            specs=chosen,
+            specs=split_specs(specs),
             windows=windows,
             chunk=chunk,
             text_file=text,
@@ -68,7 +73,7 @@ def evaluate(
             progress=advancing,
         )
         result["environment"] = environment()
-    title = f"{model}, {dtype}, {windows * continuation:,} tokens predicted"
+    title = f"{titled(model, adapter)}, {dtype}, {windows * continuation:,} tokens predicted"
     shown = _with_baseline(result)
     if plot is not None:
         plot_tradeoff(title, shown, plot)

@@ -7,13 +7,22 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import JsonFlag, ModelDtype, ModelName, Working, print_json, reported
+from kvkeep.cli.output import (
+    AdapterName,
+    JsonFlag,
+    ModelDtype,
+    ModelName,
+    Working,
+    model_for,
+    print_json,
+    reported,
+)
 
 
 def export(
     output: Annotated[Path, typer.Argument(help="The file to write, *.pt2.")],
-    model: ModelName = DEFAULT_MODEL,
+    model: ModelName = None,
+    adapter: AdapterName = None,
     cache: Annotated[
         str, typer.Option(help="What to keep, in fixed storage, e.g. window:1024@fixed.")
     ] = "keep_all@fixed:2048",
@@ -22,16 +31,17 @@ def export(
     json: JsonFlag = False,
 ) -> None:
     """Export a model's decode step, cache included, for a process without transformers."""
+    model = model_for(model, adapter)
     with reported():
         from kvkeep.program import named
-        from kvkeep.spec import CacheSpec
+        from kvkeep.spec import parse_specs
 
-        spec, path = CacheSpec.parse(cache), named(output)
+        spec, path = parse_specs(cache), named(output)
         with Working("starting") as working:
             from kvkeep.hf.export import export as run
             from kvkeep.hf.models import load
 
-            loaded, tokenizer = load(model, dtype, None, working)
+            loaded, tokenizer = load(model, dtype, None, working, adapter=adapter)
             working("exporting")
             program = run(loaded, spec, rows=rows, tokenizer=tokenizer)
             working("writing")
@@ -43,6 +53,7 @@ def export(
                 "path": str(path),
                 "bytes": size,
                 "model": model,
+                "adapter": adapter,
                 "cache": str(spec),
                 "rows": rows,
                 "room": program.header.room,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.generate import DEFAULT_MODEL
 from kvkeep.cli.output import (
+    DEFAULT_MODEL,
     Advancing,
     JsonFlag,
     ModelDtype,
@@ -33,7 +33,7 @@ def finetune(
     out: Annotated[
         Path, typer.Option("--out", "-o", file_okay=False, help="Where the adapter goes.")
     ],
-    model: ModelName = DEFAULT_MODEL,
+    model: ModelName = None,
     cache: Annotated[str, typer.Option(help="What to keep, as when it is served.")] = "h2o:1024",
     chunk: Annotated[
         int | None,
@@ -98,6 +98,7 @@ def finetune(
     json: JsonFlag = False,
 ) -> None:
     """Train a LoRA adapter on long texts, through the cache it will be served with."""
+    model = model or DEFAULT_MODEL
     host_bytes = None if host_memory is None else size_in_bytes(host_memory)
     with reported(), Advancing("starting", _PACE) as advancing:
         try:

@@ -8,14 +8,22 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.output import JsonFlag, ModelDtype, ModelName, Working, print_json, reported
-
-DEFAULT_MODEL = "smollm2-135m"
+from kvkeep.cli.output import (
+    AdapterName,
+    JsonFlag,
+    ModelDtype,
+    ModelName,
+    Working,
+    model_for,
+    print_json,
+    reported,
+)
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "",
-    model: ModelName = DEFAULT_MODEL,
+    model: ModelName = None,
+    adapter: AdapterName = None,
     cache: Annotated[
         str, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
     ] = "keep_all",
@@ -42,16 +50,17 @@ def generate(
     json: JsonFlag = False,
 ) -> None:
     """Answer a prompt through a kvkeep cache."""
+    model = model_for(model, adapter)
     with reported():
-        from kvkeep.spec import CacheSpec
+        from kvkeep.spec import parse_specs
 
-        spec = CacheSpec.parse(cache)
+        spec = parse_specs(cache)
         text = given_prompt(prompt, prompt_file)
         with Working("starting") as working:
             from kvkeep.hf.generate import generate as run
             from kvkeep.hf.models import load
 
-            loaded, tokenizer = load(model, dtype, device, working)
+            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             working("reading the prompt")
 
             def show(piece: str) -> None:
@@ -88,6 +97,7 @@ def generate(
                 "capacity": held.capacity,
                 "prompt_tokens": result.prompt_tokens,
                 "model": model,
+                "adapter": adapter,
                 "cache": str(spec),
             }
         )

@@ -11,7 +11,17 @@ from rich.console import Console
 from rich.text import Text
 
 from kvkeep.cli.generate import given_prompt
-from kvkeep.cli.output import JsonFlag, ModelDtype, ModelName, Working, print_json, reported
+from kvkeep.cli.output import (
+    AdapterName,
+    JsonFlag,
+    ModelDtype,
+    ModelName,
+    Working,
+    model_for,
+    print_json,
+    reported,
+    titled,
+)
 from kvkeep.cli.plot import PlotFile, check_plot, plot_kept
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -22,7 +32,8 @@ def inspect(
     prompt: Annotated[
         str, typer.Argument(help="The prompt, fed as it is; - reads it from stdin.")
     ] = "",
-    model: ModelName = "smollm2-135m",
+    model: ModelName = None,
+    adapter: AdapterName = None,
     cache: Annotated[str, typer.Option(help="What to keep, e.g. h2o:256.")] = "h2o:256",
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
@@ -41,10 +52,11 @@ def inspect(
 ) -> None:
     """Show which tokens of a prompt a cache keeps, per layer and kv head."""
     check_plot(plot)
+    model = model_for(model, adapter)
     with reported():
-        from kvkeep.spec import CacheSpec
+        from kvkeep.spec import parse_specs
 
-        spec = CacheSpec.parse(cache)
+        spec = parse_specs(cache)
         if context is not None and (prompt or prompt_file):
             raise typer.BadParameter("give a prompt or --context, not both")
         text = "" if context is not None else given_prompt(prompt, prompt_file)
@@ -52,7 +64,7 @@ def inspect(
             from kvkeep.evals.kept import kept, prompt_ids, shares
             from kvkeep.hf.models import load
 
-            loaded, tokenizer = load(model, dtype, progress=working)
+            loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
             ids = prompt_ids(loaded, tokenizer, text, context)
             working(f"feeding {ids.shape[1]} tokens")
             layers = kept(loaded, ids, spec, chunk)
@@ -60,12 +72,12 @@ def inspect(
         _within("layer", layer, len(layers))
         _within("head", head, max(map(len, layers)))
         lines = _lines(layers, layer, head)
-        title = f"{spec} of {tokens:,} tokens, {model}"
+        title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
         if plot is not None:
             plot_kept(title, lines, tokens, plot)
         if json:
-            result = {"model": model, "cache": str(spec), "tokens": tokens, "layers": layers}
-            print_json({**result, "ids": ids[0].tolist()})
+            asked = {"model": model, "adapter": adapter, "cache": str(spec)}
+            print_json({**asked, "tokens": tokens, "layers": layers, "ids": ids[0].tolist()})
             return
         console = Console()
         words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]

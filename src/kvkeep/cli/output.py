@@ -18,12 +18,26 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from kvkeep.cli.table import tables
 from kvkeep.errors import KVKeepError
 
+DEFAULT_MODEL = "smollm2-135m"
+
 ModelName = Annotated[
-    str, typer.Option("--model", help="A name from `kvkeep models`, a directory, or a hub name.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
+        "smollm2-135m, or what the adapter is for, if none is given.",
+        show_default=False,
+    ),
+]
+AdapterName = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", help="A directory with an adapter, such as `kvkeep finetune` writes."
+    ),
 ]
 ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 JsonFlag = Annotated[
@@ -119,6 +133,16 @@ class Advancing:
         self._doing = doing
 
 
+def model_for(model: str | None, adapter: str | None) -> str | None:
+    """The model that was asked for, or the default one; None for that of an adapter."""
+    return model if model or adapter else DEFAULT_MODEL
+
+
+def titled(model: str | None, adapter: str | None) -> str:
+    """A model with its adapter, in words."""
+    return " + ".join(name for name in (model, adapter) if name)
+
+
 def size_in_bytes(text: str) -> int:
     """A size such as 500MB or 2GiB.
 
@@ -154,19 +178,9 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool = False) -> None:
-    """Rows of equal keys as a table; numbers to three significant digits, - for None."""
-    table = Table(title=title)
-    for key in rows[0]:
-        left = isinstance(rows[0][key], str)
-        table.add_column(key.replace("_", " "), justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    Console(stderr=stderr).print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    """Rows of equal keys as a table: see `kvkeep.cli.table`."""
+    console = Console(stderr=stderr)
+    for index, table in enumerate(tables(title, rows, console.width)):
+        if index:
+            console.print()
+        console.print(table)

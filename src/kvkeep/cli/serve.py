@@ -7,14 +7,22 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.generate import DEFAULT_MODEL
-from kvkeep.cli.output import ModelDtype, ModelName, Working, reported, size_in_bytes
+from kvkeep.cli.output import (
+    AdapterName,
+    ModelDtype,
+    ModelName,
+    Working,
+    model_for,
+    reported,
+    size_in_bytes,
+)
 
 _ACCESS, _LIMITS = "Access", "Limits"
 
 
 def serve(
-    model: ModelName = DEFAULT_MODEL,
+    model: ModelName = None,
+    adapter: AdapterName = None,
     host: Annotated[
         str, typer.Option(help="Who can connect: 127.0.0.1 is this machine only.")
     ] = "127.0.0.1",
@@ -110,6 +118,8 @@ def serve(
     ] = 512,
 ) -> None:
     """Serve a model to OpenAI clients; no beginning of a prompt is computed twice."""
+    model = model_for(model, adapter)
+    name = model or str(adapter)
     with reported():
         nbytes = size_in_bytes(budget)
         if api_key is not None and not api_key.strip():
@@ -149,17 +159,17 @@ def serve(
             from kvkeep.hf.models import load
             from kvkeep.serve.app import application
             from kvkeep.serve.engine import Engine
-            from kvkeep.spec import CacheSpec
+            from kvkeep.spec import parse_specs
             from kvkeep.store import PrefixStore, opened
 
-            spec = CacheSpec.parse(cache)
+            spec = parse_specs(cache)
             backend = None if store is None else opened(store)
             kept = PrefixStore(nbytes, backend=backend)
-            loaded, tokenizer = load(model, dtype, device, working)
+            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             engine = Engine(
                 loaded,
                 tokenizer,
-                name=model,
+                name=name,
                 cache=spec,
                 store=kept,
                 namespace=namespace,
@@ -178,7 +188,7 @@ def serve(
                 ),
                 bound,
                 limits=limits,
-                announce=lambda url: typer.echo(f"{model} ({spec}) at {url}"),
+                announce=lambda url: typer.echo(f"{name} ({spec}) at {url}"),
                 stop=engine.close,
             )
 

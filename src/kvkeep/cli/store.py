@@ -246,9 +246,6 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_rows(where: str, rows: list[dict[str, Any]], *, stderr: bool = False) -> None:
-    from rich.markup import escape
-
     from kvkeep.store.places import shown
 
-    plain = [{n: escape(x) if isinstance(x, str) else x for n, x in row.items()} for row in rows]
-    print_table(escape(shown(where)), plain, stderr=stderr)
+    print_table(shown(where), rows, stderr=stderr)

@@ -12,7 +12,7 @@ from kvkeep.evals.feed import fill, require_positions
 from kvkeep.evals.text import windows_of_text
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.decode import prepared
-from kvkeep.spec import CacheSpec
+from kvkeep.hf.specs import Specs
 
 Kept = list[list[list[int]]]
 """Positions kept, ascending: layer -> kv head -> positions."""
@@ -33,7 +33,7 @@ def prompt_ids(model: Any, tokenizer: Any, prompt: str, context: int | None = No
 
 
 @torch.inference_mode()
-def kept(model: Any, ids: Tensor, spec: str | CacheSpec, chunk: int | None = None) -> Kept:
+def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept:
     """Feed ids (1, n) to a model that is not attached, and say what is held then.
 
     Args:

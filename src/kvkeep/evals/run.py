@@ -20,12 +20,14 @@ from kvkeep.evals.timing import interleaved
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.decode import prepared
 from kvkeep.hf.models import load
-from kvkeep.spec import CacheSpec
+from kvkeep.spec import CacheSpec, PerType, parse_specs
 
 BASELINE = "keep_all"
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and the share of everything that is done, 0 to 1."""
+
+_Spec = CacheSpec | PerType
 
 _TURNS, _BURST = 4, 3
 TIMED_STEPS = (_TURNS + 1) * _BURST
@@ -33,8 +35,9 @@ TIMED_STEPS = (_TURNS + 1) * _BURST
 
 
 def run(
-    model: str = "smollm2-135m",
+    model: str | None = "smollm2-135m",
     *,
+    adapter: str | None = None,
     dtype: str = "float32",
     context: int | Sequence[int] = 2000,
     continuation: int = 256,
@@ -45,15 +48,17 @@ def run(
     retrieve: bool = True,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
-    """`evaluate` a model by name: one that `kvkeep models` knows, a directory, or a hub name.
+    """`evaluate` a model by name, and its adapter: see `kvkeep.hf.models.load`.
 
     Raises:
         SpecError, before the model is loaded: a spec that does not exist.
         ModelError: the model or dtype does not exist or cannot be loaded.
     """
     for spec in specs:
-        CacheSpec.parse(spec)
-    loaded, tokenizer = load(model, dtype, progress=lambda doing: progress(doing, 0.0))
+        parse_specs(spec)
+    loaded, tokenizer = load(
+        model, dtype, progress=lambda doing: progress(doing, 0.0), adapter=adapter
+    )
     contexts = [context] if isinstance(context, int) else context
     found = evaluate(
         loaded,
@@ -67,7 +72,7 @@ def run(
         retrieve=retrieve,
         progress=progress,
     )
-    return {"evaluation": "quality", "model": model, "dtype": dtype, **found}
+    return {"evaluation": "quality", "model": model, "adapter": adapter, "dtype": dtype, **found}
 
 
 @torch.inference_mode()
@@ -115,8 +120,8 @@ def evaluate(
     """
     if not specs:
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
-    parsed = {spec: CacheSpec.parse(spec) for spec in specs}
-    distinct = list(dict.fromkeys([CacheSpec.parse(BASELINE), *parsed.values()]))
+    parsed = {spec: parse_specs(spec) for spec in specs}
+    distinct = list(dict.fromkeys([parse_specs(BASELINE), *parsed.values()]))
     for context in contexts:
         require_positions(model, context, max(continuation, TIMED_STEPS))
     # Every text is cut, and every cache built once, before anything is computed.
@@ -183,11 +188,11 @@ class _Context:
         self.past, self.ids = text[:, :context], text[:, context:]
         self.context, self.chunk, self.retrieve = context, chunk, retrieve
         self._full: list[Tensor] = []  # the full cache's predictions
-        self._held: dict[CacheSpec, Cache] = {}  # one row of each after the context, to be timed
+        self._held: dict[_Spec, Cache] = {}  # one row of each after the context, to be timed
 
-    def rows(self, specs: Sequence[CacheSpec]) -> dict[CacheSpec, dict[str, Any]]:
+    def rows(self, specs: Sequence[_Spec]) -> dict[_Spec, dict[str, Any]]:
         """Each spec's figures; the first is the full cache, with which the others are compared."""
-        found: dict[CacheSpec, dict[str, Any]] = {}
+        found: dict[_Spec, dict[str, Any]] = {}
         for spec in specs:
             found[spec] = self._quality(spec) | self._retrieval(spec)
         speed = self._speed()
@@ -199,7 +204,7 @@ class _Context:
             found[spec] = {name: row[name] for name in (*order, *rest)}
         return found
 
-    def _quality(self, spec: CacheSpec) -> dict[str, Any]:
+    def _quality(self, spec: _Spec) -> dict[str, Any]:
         rows, length = self.ids.shape
         self._begin(spec, "text", _text_cost(rows, self.context, length))
         cache = _cache(self.model, spec, self.context, length)
@@ -217,7 +222,7 @@ class _Context:
             logits = iter(self._full)
         return held | vars(compare(logits, self._full, self.ids))
 
-    def _retrieval(self, spec: CacheSpec) -> dict[str, Any]:
+    def _retrieval(self, spec: _Spec) -> dict[str, Any]:
         if not self.retrieve:
             return {"retrieval": None, "retrieval_by_depth": None}
         found: dict[int, list[bool]] = {depth: [] for depth in retrieval.DEPTHS}
@@ -233,7 +238,7 @@ class _Context:
         shares = {str(depth): statistics.fmean(hits) for depth, hits in found.items()}
         return {"retrieval": statistics.fmean(shares.values()), "retrieval_by_depth": shares}
 
-    def _speed(self) -> dict[CacheSpec, float]:
+    def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, all specs taking turns."""
         self.work.stage("timing", len(self._held) * TIMED_STEPS * STEP_COST)
         token = self.ids[:1, :1]
@@ -245,11 +250,11 @@ class _Context:
         seconds = interleaved(steps, turns=_TURNS, burst=_BURST)
         return {spec: 1 / statistics.median(times) for spec, times in seconds.items()}
 
-    def _begin(self, spec: CacheSpec, doing: str, cost: int) -> None:
+    def _begin(self, spec: _Spec, doing: str, cost: int) -> None:
         self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
 
 
-def _cache(model: Any, spec: CacheSpec, context: int, more: int) -> Cache:
+def _cache(model: Any, spec: _Spec, context: int, more: int) -> Cache:
     """An empty cache with room for the context and what is fed after it."""
     return Cache(model, spec, capacity=context + max(more, TIMED_STEPS))
 

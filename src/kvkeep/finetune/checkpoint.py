@@ -23,10 +23,14 @@ from kvkeep.errors import KVKeepError
 from kvkeep.files import PARTIAL, sync_to_disk
 from kvkeep.finetune import lora
 from kvkeep.headers import typed
+from kvkeep.hf.fingerprint import differences
 
 VERSION = 1
 OPTIMIZER = "optimizer.safetensors"
 STATE = "kvkeep_finetune.json"
+
+MODEL = "model's "
+"""How the parts of a model's fingerprint begin among what a run depends on."""
 
 _RANDOM = "random"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
@@ -165,14 +169,21 @@ def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
     differ = [
         f"{name} is {options.get(name)}, was {state.options.get(name)}"
         for name in sorted({*options, *state.options})
-        if options.get(name) != state.options.get(name)
+        if options.get(name) != state.options.get(name) and not name.startswith(MODEL)
     ]
+    differ += [f"model: {x}" for x in differences(_of_model(state.options), _of_model(options))]
     if differ:
         raise CheckpointError(
             f"{path} is of another run: {'; '.join(differ)}; go on with the same data and options, "
             "or give another directory"
         )
     return state, path
+
+
+def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
+    """The fingerprint among what a run depends on."""
+    named = ((name, str(value)) for name, value in options.items() if name.startswith(MODEL))
+    return {name.removeprefix(MODEL): value for name, value in named}
 
 
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:

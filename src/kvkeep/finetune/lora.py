@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.finetune.options import OptionError, Options
+from kvkeep.hf.adapters import adapter_layers
 
 try:
     from peft import (
@@ -30,8 +31,10 @@ def with_adapter(model: Any, options: Options) -> Any:
     """The model with a new adapter, which alone can be trained.
 
     Raises:
-        OptionError: the model has none of the modules.
+        OptionError: the model has none of the modules, or an adapter.
     """
+    if adapter_layers(model):
+        raise OptionError("the model has an adapter already; give its base model")
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvkeep.errors import KVKeepError
-from kvkeep.hf.config import base_config, decoder_config
-from kvkeep.spec import CacheSpec
+from kvkeep.hf.config import base_config, decoder_config, layer_kinds
+from kvkeep.hf.specs import per_layer
+from kvkeep.spec import parse_specs
 from kvkeep.train.walk import CHUNK
 
 LENGTH = 8192
@@ -98,7 +99,7 @@ class Options:
             raise OptionError(
                 f"steps is {self.steps} and epochs is {self.epochs}; give one of them"
             )
-        return replace(self, cache=str(CacheSpec.parse(self.cache)))
+        return replace(self, cache=str(parse_specs(self.cache)))
 
     def for_model(self, model: Any) -> Options:
         """These, with chunk and length chosen.
@@ -106,8 +107,8 @@ class Options:
         Raises:
             OptionError: the model has not so many positions.
         """
-        budget = CacheSpec.parse(self.cache).policy.budget
-        chunk = self.chunk or min(CHUNK, budget or CHUNK)
+        specs = per_layer(self.cache, layer_kinds(base_config(model)))
+        chunk = self.chunk or min(CHUNK, *(spec.policy.budget or CHUNK for spec in specs))
         most = getattr(decoder_config(base_config(model)), "max_position_embeddings", None)
         if self.length is not None and most is not None and self.length > most:
             raise OptionError(

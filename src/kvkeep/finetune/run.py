@@ -77,7 +77,7 @@ def finetune(
     train, held = _texts(tokenizer, data, evaluation, holdout, options)
     options = options.for_data(len(train))
     matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
-    matter |= {f"model's {name}": value for name, value in fingerprint(model).items()}
+    matter |= {checkpoint.MODEL + name: value for name, value in fingerprint(model).items()}
     with checkpoint.claimed(out), torch.random.fork_rng():
         if not resume:
             checkpoint.require_unused(out)

@@ -75,6 +75,13 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     return [LayerKind(name, window if name == _SLIDING else None) for name in names]
 
 
+def changing_ropes(config: PreTrainedConfig) -> list[str]:
+    """Kinds of a model's rotary frequencies that depend on a text's length."""
+    rope = getattr(decoder_config(config), "rope_parameters", None) or {}
+    each = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # one, or one per layer type
+    return [x["rope_type"] for x in each if x.get("rope_type") in ("dynamic", "longrope")]
+
+
 def is_latent(config: PreTrainedConfig) -> bool:
     """Whether the model caches a latent that it expands after the cache (DeepSeek's MLA)."""
     return getattr(decoder_config(config), "kv_lora_rank", None) is not None

@@ -2,119 +2,300 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvkeep.hf.adapters import Takeover, activation, active_adapters
-from kvkeep.hf.config import base_config, decoder_config
-
-_SAMPLE = 16  # elements of a tensor
-
+from kvkeep.errors import UnsupportedError
+from kvkeep.hf.adapters import Takeover, activation, active_adapters, adapter_layers
+from kvkeep.hf.config import base_config, changing_ropes, decoder_config
 
 _BESIDE = {
     "architectures",
     "attn_implementation",
     "dtype",
     "id2label",
+    "initializer_range",
     "label2id",
     "max_position_embeddings",
     "output_attentions",
     "output_hidden_states",
     "problem_type",
     "return_dict",
+    "rope_parameters",
     "torch_dtype",
     "transformers_version",
     "use_cache",
 }
-"""What a config says beside what is computed."""
+"""What a config says beside what is computed, or what another part of a fingerprint says."""
 
-_known: WeakKeyDictionary[nn.Module, tuple[object, tuple[str, str]]] = WeakKeyDictionary()
+_BESIDE_OF_MODULES = {
+    "gradient_checkpointing",
+    "is_quantized",
+    "max_position_embeddings",
+    "original_max_seq_len",
+    "training",
+}
+"""Numbers of modules that change nothing of what is computed."""
+
+_Modules = Sequence[tuple[str, nn.Module]]
+"""Modules by name, as `named_modules` has them."""
+
+_NUMBERS = {bool, int, float, torch.dtype}
+_SAMPLE = 16  # elements of a tensor, at most
+_SHOWN = 60  # characters of a field's value
+
+_REMEMBERED = "_cached"
+"""How names end of what modules keep of what they computed."""
+
+_known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
     """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
     of weights in a second.
 
+    It says what a model computes, not where it came from: one that was read from a GGUF file has
+    the fingerprint of the directory that it was converted to.
+
     Args:
         tokenizer: the model's tokenizer, to be hashed too.
         glance: do not read weights again that look as they did: the same tensors, not written to
-            as far as torch knows, and alike in a sample of each.
+            as far as torch knows, and alike in an element of each row of an embedding and in 16 of
+            every other tensor. What a write through `.data` changes beside those is missed until
+            `fingerprint(model)` is called, which reads everything.
 
     Returns:
-        `weights`, `adapter` ("none", or a hash of what is active), `rope`, `dtype`, `config` (what
-        else the decoder's config says of what is computed), and `tokenizer` if one is given.
+        `weights` (parameters and what else a state dict has), `buffers` (all others, such as
+        rotary frequencies), `modules` (their kinds and numbers, such as a norm's epsilon), and
+        `adapter` ("none", or of what is active), as hashes; `rope`, `dtype` and `config` (what else
+        the decoder's config says of what is computed), as text; and `tokenizer`, hashes of its
+        parts, if one is given.
+
+    Raises:
+        UnsupportedError: a weight cannot be read, because it is on no device or of an unknown kind.
     """
-    weights, adapter = _hashes_at_a_glance(model) if glance else _hashes(model)
     config = decoder_config(base_config(model))
-    rope = getattr(config, "rope_parameters", None)
-    added, _ = active_adapters(model)
-    dtypes = sorted(
-        {
-            str(x.dtype)
-            for name, x in model.named_parameters()
-            if x.is_floating_point() and not added & set(name.split("."))
-        }
-    )
     found = {
-        "weights": weights,
-        "adapter": adapter,
-        "rope": json.dumps(rope, sort_keys=True, default=str),
-        "dtype": " ".join(dtypes),
-        "config": _hash_of_config(config),
+        **_of_tensors(model, glance=glance),
+        "rope": _rope(config),
+        "config": _text(_said_by(config)),
     }
     if tokenizer is not None:
-        found["tokenizer"] = _hash_of_tokenizer(tokenizer)
+        found["tokenizer"] = _text(_hashes_of_tokenizer(tokenizer))
     return found
 
 
-def _hashes_at_a_glance(model: nn.Module) -> tuple[str, str]:
-    stamp = _stamp(model)
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two fingerprints, in words; a tokenizer counts if both have one."""
+    found = []
+    for part in sorted(then.keys() | now.keys()):
+        if part in then and part in now:
+            found += _difference(part, then[part], now[part])
+        elif part != "tokenizer":
+            what = (
+                "not recorded then" if part not in then else "recorded then, and is not known now"
+            )
+            found.append(f"{part}: {what}")
+    return found
+
+
+def _difference(part: str, then: str, now: str) -> list[str]:
+    """How a part of a fingerprint differs: field by field, where it is text."""
+    if then == now:
+        return []
+    if part == "dtype":
+        return [f"dtype was {then}, is {now}"]
+    try:
+        old, new = json.loads(then), json.loads(now)
+    except ValueError:
+        old = new = None
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [f"{part} {'differ' if part.endswith('s') else 'differs'}"]
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    if part == "tokenizer":
+        return [f"tokenizer differs in {', '.join(names)}"]
+    return [f"{part}.{name} was {_short(old, name)}, is {_short(new, name)}" for name in names]
+
+
+def _short(fields: Mapping[str, Any], name: str) -> str:
+    text = json.dumps(fields[name]) if name in fields else "not set"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _of_tensors(model: nn.Module, *, glance: bool) -> dict[str, str]:
+    """What a fingerprint says of a model's tensors and modules."""
+    modules = list(model.named_modules())
+    stamp = _stamp(model, modules)
     known = _known.get(model)
-    if known is None or known[0] != stamp:
-        known = _known[model] = (stamp, _hashes(model))
-    return known[1]
+    if not glance or known is None or known[0] != stamp:
+        known = _known[model] = (stamp, _read(model, modules))
+    return dict(known[1])
 
 
-def _stamp(model: nn.Module) -> object:
-    """What changes, as far as can be seen at a glance, when a weight or an adapter does."""
-    tensors = [
-        (name, x.data_ptr(), x._version, x.detach().flatten()[:: x.numel() // _SAMPLE + 1].tolist())
-        for name, x in _tensors(model)
-    ]
-    return tensors, active_adapters(model)
+def _stamp(model: nn.Module, modules: _Modules) -> object:
+    """What changes, as far as can be seen at a glance, when something does that is hashed."""
+    embeddings = {m.weight.data_ptr() for _, m in modules if isinstance(m, nn.Embedding)}
+    tensors, samples = [], dict[tuple[torch.device, torch.dtype], list[Tensor]]()
+    for name, x in (*_weights(model), *_buffers(model, modules)):
+        place = x.data_ptr()
+        tensors.append((name, place, 0 if x.is_inference() else x._version, x.shape))
+        if place in embeddings:
+            sample = x.detach()[..., x.shape[-1] // 2].flatten()
+        else:
+            sample = x.detach().flatten()[:: x.numel() // _SAMPLE + 1]
+        samples.setdefault((x.device, x.dtype), []).append(sample)
+    looks = {
+        kind: torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes()
+        for kind, parts in samples.items()
+    }
+    return tensors, looks, active_adapters(model), _numbers(modules)
 
 
-def _hashes(model: nn.Module) -> tuple[str, str]:
-    """Of all weights, and of the active adapters; "none" without them."""
-    weights, adapter = xxhash.xxh3_128(), xxhash.xxh3_128()
+def _read(model: nn.Module, modules: _Modules) -> dict[str, str]:
+    hashes = {name: xxhash.xxh3_128() for name in ("weights", "buffers", "modules", "adapter")}
     layers, active = active_adapters(model)
-    for name, x in sorted(_tensors(model)):
-        # As the model without adapters calls it.
-        plain = name.removeprefix("base_model.model.")
-        plain = plain.replace(".base_layer.", ".").replace(".original_module.", ".")
-        parts = set(plain.split("."))
-        if not parts & layers:
-            _add(weights, plain, x)
-        elif parts & set(active):
-            _add(adapter, plain, x)
-    adapter.update(json.dumps(active).encode())
-    return weights.hexdigest(), adapter.hexdigest() if active else "none"
+    dtypes = set()
+    for kind, tensors in (("weights", _weights(model)), ("buffers", _buffers(model, modules))):
+        plain = ((_plain(name), x) for name, x in tensors)
+        for name, x in sorted(plain, key=lambda named: named[0]):
+            parts = set(name.split("."))
+            if not parts & layers:
+                _add(hashes[kind], name, x)
+                if isinstance(x, nn.Parameter) and x.is_floating_point():
+                    dtypes.add(str(x.dtype))
+            elif parts & set(active):
+                _add(hashes["adapter"], name, x)
+    wrapping = set(adapter_layers(model))
+    adapters = [(name, module) for name, module in modules if module in wrapping]
+    hashes["adapter"].update(json.dumps(active).encode())
+    for kind, part in (("modules", _own(model, modules)), ("adapter", adapters)):
+        for name, what, numbers in sorted(_numbers(part)):
+            hashes[kind].update(f"{name} {what} {sorted(numbers)}\n".encode())
+    found = {name: x.hexdigest() for name, x in hashes.items()}
+    return found | {"dtype": " ".join(sorted(dtypes))} | ({} if active else {"adapter": "none"})
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, each once."""
-    seen = set()
-    for name, x in model.state_dict(keep_vars=True).items():
-        place = (x.data_ptr(), tuple(x.shape))
-        if place not in seen or not x.numel():
-            seen.add(place)
-            yield name, x
+def _plain(name: str) -> str:
+    """A name as the model without adapters calls it."""
+    name = f"{name}.".removeprefix("base_model.model.")
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")[:-1]
+
+
+def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What a model's state dict has, each tensor once."""
+    seen, found = set(), list[tuple[str, Tensor]]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        for inner, x in _dense(name, value):
+            place = (x.data_ptr(), x.shape)
+            if place not in seen or not x.numel():
+                seen.add(place)
+                found.append((inner, x))
+    return found
+
+
+def _buffers(model: nn.Module, modules: _Modules) -> list[tuple[str, Tensor]]:
+    """Buffers that no state dict has, but for those that follow a text's length."""
+    changing = bool(changing_ropes(decoder_config(base_config(model))))
+    found = list[tuple[str, Tensor]]()
+    for module_name, module in modules:
+        for name in sorted(module._non_persistent_buffers_set):
+            x = module._buffers.get(name)
+            moves = changing and name.endswith("inv_freq") and "original" not in name
+            if x is not None and not moves and not name.endswith(_REMEMBERED):
+                found += _dense(f"{module_name}.{name}", x)
+    return found
+
+
+def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A value of a state dict as plain tensors.
+
+    Raises:
+        UnsupportedError: it is of an unknown kind, or not there.
+    """
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for inner in value.__tensor_flatten__()[0]:
+                yield from _dense(f"{name}.{inner}", getattr(value, inner))
+        elif value.is_quantized:
+            yield f"{name}.codes", value.int_repr()
+            if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+                yield from _dense(f"{name}.scale", (value.q_scale(), value.q_zero_point()))
+            else:
+                scale = (value.q_per_channel_scales(), value.q_per_channel_zero_points())
+                yield from _dense(f"{name}.scale", scale)
+        elif value.is_meta or value.layout != torch.strided:
+            raise UnsupportedError(
+                f"{name} is a {value.layout} tensor on {value.device}, which cannot be hashed to "
+                "tell this model from others; load the whole model onto a device, and use neither "
+                "stores nor saved caches without"
+            )
+        else:
+            yield name, value
+    elif isinstance(value, tuple | list):
+        for index, inner in enumerate(value):
+            yield from _dense(f"{name}.{index}", inner)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _dense(f"{name}.{key}", inner)
+    elif isinstance(value, io.BytesIO):
+        yield from _dense(name, value.getvalue())
+    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+        yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
+    else:
+        raise UnsupportedError(
+            f"{name} of the model's state is a {type(value).__name__}, which cannot be hashed to "
+            "tell this model from others; use neither stores nor saved caches with it"
+        )
+
+
+def _own(model: nn.Module, modules: _Modules) -> _Modules:
+    """The modules that a model has without adapters."""
+    added, _ = active_adapters(model)
+    wrapping = set(adapter_layers(model))
+    found, inside = [], tuple[str, ...]()
+    for name, module in modules:
+        path = tuple(name.split("."))
+        if module in wrapping:
+            inside = path
+        elif (
+            added.isdisjoint(path)
+            and not type(module).__module__.startswith("peft.")
+            and not (inside and path[: len(inside)] == inside and path[len(inside)] != "base_layer")
+        ):
+            found.append((name, module))
+    return found
+
+
+def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
+    """Name, kind and numbers of each of some modules."""
+    return [
+        (
+            _plain(module_name),
+            type(module).__name__,
+            [
+                (name, value)
+                for name, value in vars(module).items()
+                if name[0] != "_"
+                and _is_number(value)
+                and name not in _BESIDE_OF_MODULES
+                and not name.endswith(_REMEMBERED)
+            ],
+        )
+        for module_name, module in modules
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    kind = type(value)
+    return kind in _NUMBERS or (kind in (tuple, list) and all(map(_is_number, value)))
 
 
 def _add(to: Any, name: str, x: Tensor) -> None:
@@ -124,21 +305,40 @@ def _add(to: Any, name: str, x: Tensor) -> None:
         to.update(flat.view(torch.uint8).numpy().data)
 
 
-def _hash_of_config(config: Any) -> str:
-    """Of all that may change what is computed: it has no names, token ids, or ways of computing."""
+def _said_by(config: Any) -> dict[str, Any]:
+    """What of a config may change what is computed: no names, token ids, or ways of computing."""
     said = {
         name: value
         for name, value in config.to_dict().items()
         if not name.startswith("_") and name not in _BESIDE and not name.endswith("_token_id")
     }
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=str).encode())
+    quantization = said.get("quantization_config") or {}
+    if str(quantization.get("quant_method", "")).lower().endswith("gguf"):
+        del said["quantization_config"]  # of a file whose weights became plain ones
+    return said
 
 
-def _hash_of_tokenizer(tokenizer: Any) -> str:
+def _rope(config: Any) -> str:
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    if changing_ropes(config):
+        found["max_position_embeddings"] = config.max_position_embeddings
+    return _text(found)
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
     """Of its vocabulary, special tokens and chat template."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    parts = [vocabulary, str(tokenizer.special_tokens_map), tokenizer.chat_template]
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    parts = {
+        "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]),
+        "special tokens": str(tokenizer.special_tokens_map),
+        "chat template": tokenizer.chat_template,
+    }
+    return {
+        name: xxhash.xxh3_128_hexdigest(json.dumps(part).encode()) for name, part in parts.items()
+    }
 
 
 def takeover_in(model: nn.Module, prompt: Tensor) -> Takeover | None:

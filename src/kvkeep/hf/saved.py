@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.errors import SavedCacheError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config
-from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.fingerprint import differences, fingerprint
 from kvkeep.snapshot import Saved
 
 
@@ -38,13 +38,7 @@ def load(
             what differs.
     """
     saved = Saved(path, verify=verify)
-    own = fingerprint(model, tokenizer)
-    then = saved.header.fingerprint
-    differing = [
-        f"{name} was {then[name]}, is {own[name]}"
-        for name in sorted(then.keys() & own.keys())
-        if then[name] != own[name]
-    ]
+    differing = differences(saved.header.fingerprint, fingerprint(model, tokenizer))
     if differing and not force:
         raise SavedCacheError(
             f"{path} was made with another model: {'; '.join(differing)}; load the model it was "

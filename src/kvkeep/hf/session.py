@@ -26,6 +26,7 @@ from kvkeep.hf.generate import Generation, PromptError, follow
 from kvkeep.hf.models import home
 from kvkeep.hf.saved import load
 from kvkeep.snapshot import Header, Saved
+from kvkeep.spec import parse_specs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"
@@ -41,7 +42,8 @@ class SessionInfo:
 
     name: str
     model: str
-    specs: list[str]
+    adapter: str
+    spec: str
     messages: list[Message]
     tokens: int
     bytes: int
@@ -81,7 +83,8 @@ def info(name: str) -> SessionInfo:
     return SessionInfo(
         name,
         header.notes.get("model", ""),
-        list(dict.fromkeys(header.specs)),
+        header.notes.get("adapter", ""),
+        _spec(header),
         _messages(header, path),
         header.layers[0].columns,
         saved.nbytes,
@@ -151,6 +154,11 @@ def _noted(header: Header, name: str, path: Path) -> list[Any]:
     return found
 
 
+def _spec(header: Header) -> str:
+    """What a session keeps; the specs of its layers may be those of their types."""
+    return header.notes.get("cache", header.specs[0])
+
+
 class _Mark(NamedTuple):
     """Where a turn began: columns fed, ids known, and the cache if it cannot be rolled back."""
 
@@ -164,9 +172,9 @@ class Session:
 
     Args:
         model, tokenizer: attached until `close`.
-        cache: what to keep, for a new conversation.
+        cache: what to keep, for a new conversation; one spec, or one for each type of layer.
         name: where it is kept; None keeps it in memory only.
-        model_name: by which it can be loaded again.
+        model_name, adapter: by which they can be loaded again; see `kvkeep.hf.models.load`.
         system: a system message, for a new conversation.
         reread: read a kept conversation again instead of loading its cache, as another model must.
 
@@ -183,17 +191,19 @@ class Session:
         cache: str = "keep_all",
         name: str | None = None,
         model_name: str = "",
+        adapter: str = "",
         system: str | None = None,
         reread: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self.model_name = model, tokenizer, model_name
+        self.model, self.tokenizer = model, tokenizer
+        self.model_name, self.adapter = model_name, adapter
         self.messages: list[Message] = []
         self.name: str | None = None
         self._lock: FileLock | None = None
         self._ids: list[int] = []  # of the whole conversation, as it was fed
         self._marks: list[_Mark] = []  # before each turn
         self._attached: Attachment | None = None
-        self.spec = cache
+        self.spec = str(parse_specs(cache))
         try:
             self._open(name, system, reread=reread)
         except BaseException:
@@ -206,7 +216,7 @@ class Session:
         kept = None if name is None or not path_of(name).exists() else path_of(name)
         if kept is not None:
             header = Saved(kept, verify=False).header
-            self.messages, self.spec = _messages(header, kept), header.specs[0]
+            self.messages, self.spec = _messages(header, kept), _spec(header)
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
         self._attached = attach(self.model, self.spec)
@@ -345,6 +355,8 @@ class Session:
             tokenizer=self.tokenizer,
             notes={
                 "model": self.model_name,
+                "adapter": self.adapter,
+                "cache": self.spec,
                 "messages": json.dumps(self.messages),
                 "marks": json.dumps(marks),
             },

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from kvkeep.errors import SpecError
 from kvkeep.hf.config import LayerKind
-from kvkeep.spec import CacheSpec, as_spec
+from kvkeep.spec import CacheSpec, as_spec, parse_specs
 
 Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
-"""One spec for all layers, one per layer, or one per layer type of the model."""
+"""One spec for all layers, one per layer, or one per layer type of the model, as a mapping or as
+text: `full_attention=keep_all;sliding_attention=window:512`."""
 
 
 def fitting_some(spec: CacheSpec, kinds: list[LayerKind], error: SpecError) -> SpecError:
@@ -36,8 +37,10 @@ def fitting_some(spec: CacheSpec, kinds: list[LayerKind], error: SpecError) -> S
 
 def per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
     """Each layer's spec."""
-    if isinstance(spec, str | CacheSpec):
-        return [as_spec(spec)] * len(kinds)
+    if isinstance(spec, str):
+        spec = parse_specs(spec)
+    if isinstance(spec, CacheSpec):
+        return [spec] * len(kinds)
     if isinstance(spec, Mapping):
         names = {kind.name for kind in kinds}
         if names - set(spec) or set(spec) - names:

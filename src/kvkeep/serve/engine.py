@@ -19,10 +19,10 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import follow
+from kvkeep.hf.specs import Specs
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
-from kvkeep.spec import CacheSpec
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.stretch import require_keepable
 
@@ -81,7 +81,7 @@ class Engine:
         tokenizer: Any,
         *,
         name: str,
-        cache: str | CacheSpec = "keep_all",
+        cache: Specs = "keep_all",
         store: PrefixStore | None = None,
         namespace: str = "",
         limits: Limits | None = None,

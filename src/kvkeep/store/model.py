@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.adapters import Takeover, activate
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, decoder_config, is_routed
+from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_routed
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.spec import CacheSpec
 from kvkeep.store.geometry import Geometry
@@ -79,9 +79,7 @@ def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Geometr
 
 def require_steady(model: PreTrainedModel) -> None:
     """Raise UnsupportedError when what a model computes for a token depends on what comes later."""
-    rope = getattr(decoder_config(base_config(model)), "rope_parameters", None) or {}
-    each = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # one, or one per layer type
-    changing = [x["rope_type"] for x in each if x.get("rope_type") in ("dynamic", "longrope")]
+    changing = changing_ropes(base_config(model))
     if changing:
         raise UnsupportedError(
             f"rotary frequencies of kind {changing[0]} depend on a text's length, so its slots "

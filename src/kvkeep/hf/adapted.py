@@ -1,0 +1,114 @@
+"""Adapters of PEFT in directories: found, checked, and put on a model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from kvkeep.errors import KVKeepError
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class AdapterError(KVKeepError, ValueError):
+    """An adapter that does not exist, or cannot be put on a model."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name is that of a directory with an adapter in it, and no whole model."""
+    directory = Path(name)
+    return (directory / _CONFIG).is_file() and not (directory / "config.json").exists()
+
+
+def base_of(directory: str) -> str | None:
+    """The model that an adapter was made for, by the name its config has, if it has one.
+
+    Raises:
+        AdapterError: there is no adapter, or it is of a kind that is not loaded here.
+    """
+    base = _config(Path(directory)).get("base_model_name_or_path")
+    return base if isinstance(base, str) else None
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise AdapterError(
+            f"no adapter in {directory}: it has no {_CONFIG}; give a directory that `kvkeep "
+            "finetune` or PEFT wrote"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{directory / _CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{directory / _CONFIG} is no adapter's config; save the adapter again")
+    if not (directory / _WEIGHTS).is_file():
+        raise AdapterError(
+            f"{directory} has no {_WEIGHTS}; save the adapter as safetensors: pickles are not "
+            "loaded"
+        )
+    if config.get("alora_invocation_tokens"):
+        raise AdapterError(
+            f"{directory} is activated by tokens of a prompt (aLoRA), which needs a store: use "
+            "kvkeep.attach(model, store=...) with PEFT's model"
+        )
+    return config
+
+
+def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
+    """The model with an adapter on its layers, which is active and not merged.
+
+    Raises:
+        AdapterError: PEFT is not installed, or the adapter is not one of this model's layers.
+    """
+    try:
+        from peft import (  # noqa: PLC0415 (it may be missing)
+            PeftConfig,
+            PeftModel,
+            get_peft_model_state_dict,
+            set_peft_model_state_dict,
+        )
+        from peft.tuners.tuners_utils import BaseTuner  # noqa: PLC0415
+    except ImportError as error:
+        raise AdapterError(
+            f"adapters need PEFT ({error}); pip install 'kvkeep[finetune]'"
+        ) from error
+    place = Path(directory)
+    _config(place)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+            config = PeftConfig.from_pretrained(directory)
+            config.inference_mode = True
+            adapted: Any = PeftModel(model, config)
+            weights = load_file(place / _WEIGHTS)
+            known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            missing = sorted(known.keys() - weights.keys())
+            read: Any = set_peft_model_state_dict(adapted, weights)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise AdapterError(
+            f"cannot put {directory} on {model.name_or_path}: {reason}; give the model it was made "
+            "for, or save it again"
+        ) from error
+    odd = list(read.unexpected_keys)
+    if missing or odd:
+        raise AdapterError(
+            f"{directory} does not fit {model.name_or_path}: {len(missing)} weights are missing, "
+            f"{len(odd)} are of no layer, such as {(missing + odd)[0]}; give the model it was made "
+            "for"
+        )
+    tuner = adapted.base_model
+    if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
+        raise AdapterError(
+            f"{directory} is of type {config.peft_type}, which does more than change layers; use "
+            "it with PEFT"
+        )
+    found: PreTrainedModel = adapted.get_base_model()
+    return found
