@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,9 +28,7 @@ __all__ = [
     "attend",
     "backends",
     "dispatch",
-    "each_part",
     "explicit",
-    "whole_of",
 ]
 
 Attend = Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
@@ -165,8 +162,7 @@ def dispatch(
     checked with the chunk. `differentiable`: by a backend that gradients could go through, whether
     they are wanted now or not."""
     if view.in_parts:
-        alone = partial(dispatch, backend=backend, differentiable=differentiable)
-        return each_part(q, view, options, alone)
+        return _each_part(q, view, options, backend, differentiable)
     for candidate in _TABLE:
         if differentiable > candidate.differentiable or backend not in (None, candidate.name):
             continue
@@ -183,8 +179,8 @@ def dispatch(
     raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
 
 
-def each_part(
-    q: Tensor, view: View, options: Options, attend: Attend
+def _each_part(
+    q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
 ) -> tuple[Tensor, Tensor | None]:
     """One call for each part, whose slots are its own."""
     first = view.segments[0]
@@ -205,14 +201,14 @@ def each_part(
         part = view._replace(segments=(alone,), position=position)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
         asked = options._replace(sinks=sinks)
-        out, mass = attend(queries, part, asked)
+        out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)
         outs.append(out)
         if mass is not None:
             masses.append(torch.nn.functional.pad(mass, (0, view.slots - mass.shape[2])))
-    return whole_of(outs, view, len(q)), whole_of(masses, view, len(q)) if masses else None
+    return _joined(outs, view, len(q)), _joined(masses, view, len(q)) if masses else None
 
 
-def whole_of(parts: list[Tensor], view: View, rows: int) -> Tensor:
+def _joined(parts: list[Tensor], view: View, rows: int) -> Tensor:
     """Parts (b, h, ...) of a view's rows and heads as one tensor (B, H, ...)."""
     segments = view.segments
     if all(segment.rows is None for segment in segments):

@@ -19,7 +19,7 @@ def run(
 
     Args:
         q: queries (B, Hq, n, Dk).
-        view: one that is not `in_parts`.
+        view: what they attend to.
         moved: whether slots may lie in another order than that of their positions.
         dropout: the share of weights that become zero; the others are scaled up.
 

@@ -165,6 +165,15 @@ class Held(NamedTuple):
             if segment.head == segments[0].head
         )
 
+        # A own's slots come first, and those that it lacks behind them.
+        orders = []
+        for own in parts:
+            assert own.order is not None
+            n = own.order.shape[2]
+            lacking = torch.arange(n, longest, device=own.order.device)
+            lacking = lacking.expand(*own.order.shape[:2], longest - n)
+            orders.append(torch.cat([lacking, own.order], dim=2))
+
         def whole(pieces: list[Tensor], empty: int) -> Tensor:
             own_heads = 1 if alone and pieces[0].shape[1] == 1 else heads
             shape = (rows, own_heads, longest, *pieces[0].shape[3:])
@@ -181,6 +190,7 @@ class Held(NamedTuple):
             whole([part.keys for part in parts], 0),
             whole([part.values for part in parts], 0),
             whole([part.position for part in parts], -1),
+            whole(orders, 0),
         )
 
     def as_slots(self, x: Tensor) -> Tensor:

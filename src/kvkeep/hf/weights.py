@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.attention import Options, View, each_part, explicit, whole_of
+from kvkeep.attention import Options, View, explicit
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Cache, Handed
 from kvkeep.hf.config import decoder_config, is_routed
@@ -82,24 +82,9 @@ class Explicit:
 
     def __call__(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
         """See `kvkeep.attention.Attend`."""
-        if not view.in_parts:
-            out, mass, self.weights = explicit.run(
-                q, view, options, moved=self._layer.moved, dropout=self._dropout
-            )
-            return out, mass
-        parts: list[Tensor] = []
-
-        def one(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-            out, mass = self(q, view, options)
-            assert self.weights is not None
-            missing = whole.slots - self.weights.shape[3]
-            parts.append(torch.nn.functional.pad(self.weights, (missing, 0)))
-            return out, mass
-
-        whole = view
-        found = each_part(q, view, options, one)
-        self.weights = whole_of(parts, view, len(q))
-        return found
+        moved = self._layer.moved
+        out, mass, self.weights = explicit.run(q, view, options, moved=moved, dropout=self._dropout)
+        return out, mass
 
 
 def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
