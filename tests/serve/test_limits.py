@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -112,6 +113,24 @@ def test_who_leaves_the_queue_leaves_nothing_behind(model, tokenizer):
         assert sum(type(one) is Asked for one in gc.get_objects()) == 1
         end()
         assert talk.completions.create(prompt="Hello.", **SHORT).usage.completion_tokens == 2
+
+
+def test_a_turn_lasts_until_the_model_is_done_though_the_client_left(model, tokenizer):
+    go_on = threading.Event()
+
+    def wait(*_):
+        assert go_on.wait(60)
+
+    model.model.layers[0].register_forward_pre_hook(wait)
+    with serving(model, tokenizer) as (engine, talk), ThreadPoolExecutor() as threads:
+        with pytest.raises(openai.APITimeoutError):
+            talk.with_options(timeout=0.3).completions.create(prompt="Hello.", **SHORT)
+        waiting = [
+            threads.submit(talk.completions.create, prompt="Hello.", **SHORT) for _ in range(2)
+        ]
+        until(lambda: engine.turns.waiting == 2)
+        go_on.set()
+        assert len({one.result().choices[0].text for one in waiting}) == 1
 
 
 @pytest.mark.parametrize(
