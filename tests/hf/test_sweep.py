@@ -23,10 +23,10 @@ def test_a_wrong_step_is_seen(monkeypatch):
 
 
 def test_a_step_that_fails_is_seen(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise ValueError("no step")
 
-    monkeypatch.setattr(kvkeep.hf.attention, "_step", fail)
+    monkeypatch.setattr(kvkeep.LayerCache, "step", fail)
     assert outcome_of("llama") == (FAILS, "logits: ValueError: no step")
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
-from kvkeep.hf.cache import Handed, MaskLength, hand_over
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.ledger import Ledger, nothing_of
 
 

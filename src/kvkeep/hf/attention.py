@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.cache import Handed
+from kvkeep.hf.handover import Handed
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.weights import explicit_step
 from kvkeep.layer import LayerCache

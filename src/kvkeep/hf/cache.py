@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,44 +27,14 @@ from kvkeep.hf.config import (
     layer_kinds,
 )
 from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
-from kvkeep.layer import LayerCache
 from kvkeep.policy import POLICIES, Need
 from kvkeep.spec import CacheSpec
 
 DEFAULT_SPEC = "keep_all"
-
-
-class MaskLength(int):
-    """The key length of a mask request, carrying the layer it is for to the mask function."""
-
-    layer: LayerCache
-    traced: Traced
-    routed: bool
-    compileable: bool
-
-
-@dataclass(eq=False)
-class Handed:
-    """What `update` tags new keys and values with: the layer whose step the attention function
-    runs on them, once. `versions` are the tensors' own, where torch counts them."""
-
-    layer: LayerCache
-    traced: Traced
-    versions: tuple[int, int] | None = None
-    taken: bool = False
-    weights: bool = False  # whether attention is to return its weights
-
-
-def hand_over(k: Tensor, v: Tensor, layer: LayerCache, traced: Traced) -> Handed:
-    """Tag new keys and values, (B, H, n, D) each, as those of one step of a layer."""
-    handed = Handed(layer, traced)
-    if not torch.compiler.is_compiling() and not (k.is_inference() or v.is_inference()):
-        handed.versions = k._version, v._version
-    k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
-    return handed
 
 
 class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 
 from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.hf.cache import MaskLength
+from kvkeep.hf.handover import MaskLength
 from kvkeep.layer import LayerCache
 
 _AT_ONCE = 1 << 22

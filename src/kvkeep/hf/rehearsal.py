@@ -23,8 +23,9 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.chunk import check_queries
 from kvkeep.errors import KVKeepError, UnsupportedError
-from kvkeep.hf.cache import Cache, Handed
+from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config
+from kvkeep.hf.handover import Handed
 from kvkeep.layer import LayerCache
 
 _ROWS, _CHUNKS = 3, (2, 1)

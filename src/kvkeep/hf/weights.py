@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from kvkeep.attention import Options, View, explicit
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.cache import Cache, Handed
+from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
+from kvkeep.hf.handover import Handed
 from kvkeep.layer import LayerCache
 from kvkeep.planes import Reach
 
