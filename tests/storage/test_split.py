@@ -178,7 +178,7 @@ def test_a_restored_batch_that_is_not_parted_is_cropped():
 def test_decisions_are_repeated_as_they_were_recorded():
     """A recorded count includes empty slots, so none are freed while it is made or repeated."""
     spec = CacheSpec.parse("h2o:40")
-    recorded = spec.layer()
+    recorded = CacheSpec.parse("h2o:40@concat").layer()
     recorded.evicted = []
     repeated = replace(spec, policy=ReplayPolicy(spec.policy, recorded.evicted)).layer()
     q, k, v = drawn(len(LENGTHS), COLUMNS, 0)

@@ -94,7 +94,7 @@ class Policy(ABC):
     slots of all heads together, and returns a bool (B, H, S); the budget is the average."""
 
     counts_empty: ClassVar[bool] = False
-    """Whether it is told how many slots went, empty ones included, so that no others may be freed."""
+    """Whether it was told how many slots go, empty ones included, so that no others may be freed."""
 
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
