@@ -177,14 +177,15 @@ def test_a_restored_batch_that_is_not_parted_is_cropped():
 
 def test_decisions_are_repeated_as_they_were_recorded():
     """A recorded count includes empty slots, so none are freed while it is made or repeated."""
-    spec = CacheSpec.parse("h2o:40")
-    recorded = CacheSpec.parse("h2o:40@concat").layer()
+    spec = CacheSpec.parse("h2o:60")
+    recorded = CacheSpec.parse("h2o:60@concat").layer()
     recorded.evicted = []
     repeated = replace(spec, policy=ReplayPolicy(spec.policy, recorded.evicted)).layer()
-    q, k, v = drawn(len(LENGTHS), COLUMNS, 0)
+    position = torch.stack([torch.arange(100) - 70, torch.arange(100) - 50]).clamp(min=-1)
     for layer in (recorded, repeated):
-        layer.step(q, k, v, prompt("left"), scale=0.4)
-        single(layer, 1)
+        layer.step(*drawn(2, 100, 0), position, scale=0.4)
+        for seed in range(15):
+            layer.step(*drawn(2, 1, seed), scale=0.4)
     assert places(repeated) == places(recorded)
 
 

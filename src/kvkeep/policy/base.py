@@ -94,7 +94,7 @@ class Policy(ABC):
     slots of all heads together, and returns a bool (B, H, S); the budget is the average."""
 
     counts_empty: ClassVar[bool] = False
-    """Whether it was told how many slots go, empty ones included, so that no others may be freed."""
+    """Whether its choices count empty slots, so that none may be freed beside them."""
 
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
