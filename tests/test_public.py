@@ -61,7 +61,7 @@ def test_everything_public_says_what_it_is(name):
 
 def test_files_stay_short():
     for file in ROOT.rglob("*.py"):
-        assert len(file.read_text().splitlines()) <= 400, file
+        assert len(file.read_text().splitlines()) <= 600, file
 
 
 def test_typed():

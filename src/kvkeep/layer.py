@@ -508,8 +508,11 @@ class LayerCache:
                 self._ledger.floor = self.fed
 
     def _pack(self) -> None:
-        """After a chunk with padding, free what it left empty, if that is much."""
+        """After a chunk with padding, free what it left empty, if that is much; not while decisions
+        are recorded or repeated, which count empty slots."""
         chunk = self._chunk
+        if self.evicted is not None or self.policy.counts_empty:
+            return
         if chunk is not None and chunk.dim() == 2 and chunk.shape[1] > 1:
             shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
             with self._moved():

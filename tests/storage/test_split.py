@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvkeep.errors import OutOfMemoryError, RollbackError
 from kvkeep.planes import POSITION
+from kvkeep.policy.replay import ReplayPolicy
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import Growing, Split, buffer
 from kvkeep.storage.split import MOST_EMPTY, alike, parted
@@ -171,6 +173,20 @@ def test_a_restored_batch_that_is_not_parted_is_cropped():
     for one in (layer, other):
         one.crop(-3)
         assert places(one) == [[[*range(47)]] * HEADS, [[*range(35)]] * HEADS]
+
+
+def test_decisions_are_repeated_as_they_were_recorded():
+    """A recorded count includes empty slots, so none are freed while it is made or repeated."""
+    spec = CacheSpec.parse("h2o:60")
+    recorded = CacheSpec.parse("h2o:60@concat").layer()
+    recorded.evicted = []
+    repeated = replace(spec, policy=ReplayPolicy(spec.policy, recorded.evicted)).layer()
+    position = torch.stack([torch.arange(100) - 70, torch.arange(100) - 50]).clamp(min=-1)
+    for layer in (recorded, repeated):
+        layer.step(*drawn(2, 100, 0), position, scale=0.4)
+        for seed in range(15):
+            layer.step(*drawn(2, 1, seed), scale=0.4)
+    assert places(repeated) == places(recorded)
 
 
 def test_without_memory_rows_stay_together(monkeypatch):

@@ -93,6 +93,9 @@ class Policy(ABC):
     """Whether heads may keep different numbers of tokens. `victims` is then asked to drop `count`
     slots of all heads together, and returns a bool (B, H, S); the budget is the average."""
 
+    counts_empty: ClassVar[bool] = False
+    """Whether its choices count empty slots, so that none may be freed beside them."""
+
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
 

@@ -35,6 +35,7 @@ class ReplayPolicy(Policy):
 
     name: ClassVar[str] = "replay"
     wraps: ClassVar[bool] = True
+    counts_empty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # Declared by classes, but a wrapper's are those of what it wraps.

@@ -85,9 +85,9 @@ class Growing(Buffer):
     """Written in place; multiplies its capacity when full. The default.
 
     Args:
-        factor: by how much it grows; None: as its device suggests, see `Growth`, or
-            a policy's budget, see `Bounded`. A factor above 1.5
-            is taken on an accelerator too, and costs as much memory as it says.
+        factor: by how much it grows; None: as its device or a policy's budget suggests, see
+            `Growth` and `Bounded`. A factor above 1.5 is taken on an accelerator too, and costs as
+            much memory as it says.
 
     Freed slots are given back once they outnumber those in use and their spare part, on an
     accelerator once capacity is 1.5 times what is used. Where a policy has a budget (`bound`), no
