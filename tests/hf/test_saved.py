@@ -152,6 +152,17 @@ def test_where_a_model_came_from_does_not_count(model):
         assert kvkeep.fingerprint(model) == before
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "mixtral", "gpt2", "deepseek-v3"])
+def test_use_and_a_file_leave_a_fingerprint_as_it_is(tmp_path, family):
+    model = tiny(family)
+    before = kvkeep.fingerprint(model)
+    with kvkeep.attach(model):
+        model.generate(torch.arange(2, 22)[None], max_new_tokens=2, do_sample=False)
+        assert kvkeep.fingerprint(model) == before
+    model.save_pretrained(tmp_path)
+    assert kvkeep.fingerprint(type(model).from_pretrained(tmp_path)) == before
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_follow_the_length_of_a_text(kind):
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}

@@ -177,7 +177,7 @@ def _read(model: nn.Module, modules: _Modules) -> dict[str, str]:
     adapters = [(name, module) for name, module in modules if module in wrapping]
     hashes["adapter"].update(json.dumps(active).encode())
     for kind, part in (("modules", _own(model, modules)), ("adapter", adapters)):
-        for name, what, numbers in sorted(_numbers(part)):
+        for name, what, numbers in sorted(_numbers(part), key=lambda one: one[:2]):
             hashes[kind].update(f"{name} {what} {sorted(numbers)}\n".encode())
     found = {name: x.hexdigest() for name, x in hashes.items()}
     return found | {"dtype": " ".join(sorted(dtypes))} | ({} if active else {"adapter": "none"})

@@ -44,9 +44,10 @@ def per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
     if isinstance(spec, Mapping):
         names = {kind.name for kind in kinds}
         if names - set(spec) or set(spec) - names:
+            example = ";".join(f"{name}=keep_all" for name in sorted(names))
             raise SpecError(
                 f"specs for layer types {sorted(spec)}, but the model has {sorted(names)}; give "
-                "each of them one spec"
+                f"each of them one spec, such as {example}"
             )
         return [as_spec(spec[kind.name]) for kind in kinds]
     if not isinstance(spec, Sequence):
