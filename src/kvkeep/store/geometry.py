@@ -109,7 +109,7 @@ class Geometry:
                         f"layer {index}, plane {name} is {tuple(x.shape)} {x.dtype}, not {shape} "
                         f"{spec.dtype}"
                     )
-            if not planes[POSITION].flatten().equal(position):
+            if not planes[POSITION].flatten().cpu().equal(position):
                 return f"layer {index} has other positions than {start} to {start + n - 1}"
         return ""
 
