@@ -36,6 +36,7 @@ MOST_HEADER = 1 << 24
 """The longest header that is written, and read where nobody says less."""
 
 _ALIGNED = 8
+_PART_BYTES = 16  # a list or an object of a header takes more, which bounds the time to read it
 _MOST_AXES = 8
 _MOST_BYTES = 1 << 48  # of a file
 
@@ -94,8 +95,11 @@ class Layout:
         stop = _ALIGNED + header_bytes(data, most)
         if stop > len(data):
             raise ValueError(f"its header ends at {stop}, the file at {len(data)}")
+        text = bytes(data[_ALIGNED:stop])
+        if text.count(b"[") + text.count(b"{") > most // _PART_BYTES:
+            raise ValueError("its header has more parts than one of its length describes")
         try:
-            fields = json.loads(bytes(data[_ALIGNED:stop]))
+            fields = json.loads(text)
         except RecursionError as error:
             raise ValueError("its header is nested too deeply") from error
         if not isinstance(fields, dict):

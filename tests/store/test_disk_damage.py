@@ -239,6 +239,14 @@ def test_an_index_that_is_none(filled, junk):
     assert found(Disk(filled), TOKENS) == 30
 
 
+def test_an_index_whose_errors_are_no_text(filled):
+    """SQLite quotes what is damaged, which Python's module cannot decode."""
+    with sqlite3.connect(filled / "index.sqlite") as index:
+        index.execute("pragma writable_schema = on")
+        index.execute("update sqlite_master set sql = cast(x'63726561746520d7d7d7' as text)")
+    assert found(Disk(filled), TOKENS) == 30
+
+
 @pytest.mark.parametrize("make", ["link", "fifo", "directory", "gone"])
 def test_what_lies_in_the_index_place(filled, tmp_path, make):
     index = filled / "index.sqlite"

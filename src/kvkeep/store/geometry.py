@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,12 +74,13 @@ class Geometry:
             spec.slot_bytes(layer.heads) for layer in self.layers for spec in layer.planes.values()
         )
 
-    def likes(self, *, on_cpu: bool = False) -> Likes:
+    @cached_property
+    def likes(self) -> Likes:
         """Of each layer, no keys and no values, (1, H, 0, D), on its device."""
         found = []
         for one in self.layers:
             k, v = nothing_of(1, one.heads, one.key_width, one.value_width, one.dtype)
-            found.append((k, v) if on_cpu else (k.to(one.device), v.to(one.device)))
+            found.append((k.to(one.device), v.to(one.device)))
         return found
 
     def why_not(self, block: Block, start: int) -> str:
@@ -107,7 +109,7 @@ class Geometry:
                         f"layer {index}, plane {name} is {tuple(x.shape)} {x.dtype}, not {shape} "
                         f"{spec.dtype}"
                     )
-            if not planes[POSITION].flatten().equal(position):
+            if not planes[POSITION].flatten().cpu().equal(position):
                 return f"layer {index} has other positions than {start} to {start + n - 1}"
         return ""
 

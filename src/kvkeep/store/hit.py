@@ -39,9 +39,7 @@ class Hit:
             return False
         return all(
             planes_of(layer, like) == own.planes
-            for layer, like, own in zip(
-                cache.layers, geometry.likes(), geometry.layers, strict=True
-            )
+            for layer, like, own in zip(cache.layers, geometry.likes, geometry.layers, strict=True)
         )
 
     def fill(self, cache: Cache) -> None:
@@ -61,7 +59,7 @@ class Hit:
                 f"a hit of {geometry}, for a cache of {len(cache.layers)} layers, "
                 f"{cache.layers[0].kind}; give the specs it was stored with"
             )
-        for index, (layer, like) in enumerate(zip(cache.layers, geometry.likes(), strict=True)):
+        for index, (layer, like) in enumerate(zip(cache.layers, geometry.likes, strict=True)):
             ledger = Ledger()
             ledger.columns, ledger.like = self.length, like
             layer.adopt(ledger, frozen=[Run.of(one.layers[index]) for one in self._stretches])

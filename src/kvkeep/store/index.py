@@ -32,6 +32,7 @@ _DAMAGE = {
     sqlite3.SQLITE_ERROR,  # such as a table that is not there
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_TOOBIG,
     sqlite3.SQLITE_FORMAT,
     sqlite3.SQLITE_NOTADB,
 }
@@ -87,12 +88,12 @@ class Index:
             sqlite3.Error, OSError: it cannot be asked.
         """
         try:
-            return question(self._connection())
+            return self._asked(question)
         except sqlite3.Error as error:
             if not _is_damage(error):
                 raise
         self._repair()
-        return question(self._connection())
+        return self._asked(question)
 
     def change(self, change: Callable[[sqlite3.Connection], Answer]) -> Answer:
         """`ask`, in a transaction."""
@@ -125,6 +126,10 @@ class Index:
             main = file.name.rpartition("-")[0]
             if _INDEX.fullmatch(main) and not os.path.lexists(self._path / main):
                 yield file
+
+    def _asked(self, question: Callable[[sqlite3.Connection], Answer]) -> Answer:
+        with _sqlite_errors():
+            return question(self._connection())
 
     def _connection(self) -> sqlite3.Connection:
         """This thread's; a forked child opens its own, and who sees another index opens that."""
@@ -176,7 +181,7 @@ class Index:
         if _is_file(file):
             for option in ("mode=ro", "immutable=1"):
                 index = None
-                with suppress(sqlite3.Error):
+                with suppress(sqlite3.Error), _sqlite_errors():
                     place = f"file:{quote(str(file))}?{option}"
                     index = sqlite3.connect(place, uri=True, timeout=_WAIT_S, isolation_level=None)
                     if _is_sound(index):
@@ -200,8 +205,9 @@ class Index:
             if _is_file(file):
                 with closing(sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)) as index:
                     try:
-                        if _is_sound(index):
-                            return
+                        with _sqlite_errors():
+                            if _is_sound(index):
+                                return
                     except sqlite3.Error as error:
                         if not _is_damage(error):
                             raise
@@ -276,6 +282,17 @@ def _is_row(row: Row) -> bool:
         and 0 <= row.nbytes <= _MOST_BYTES
         and isinstance(row.used, float)
     )
+
+
+@contextmanager
+def _sqlite_errors() -> Iterator[None]:
+    """Raise what SQLite's module raises beside its own errors as one of them."""
+    try:
+        yield
+    except UnicodeError as error:  # of a message, in which a damaged file is quoted
+        raise sqlite3.DatabaseError(f"no text: {error}") from error
+    except MemoryError as error:
+        raise sqlite3.InterfaceError("no memory to read an index") from error
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -73,7 +73,7 @@ def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Geometr
     """
     probe = Cache(model)
     feed(model, tokens[:1], probe)
-    likes = Geometry.of_cache(probe).likes()
+    likes = Geometry.of_cache(probe).likes
     return Geometry.of(cache.layers, likes, probe.routed)
 
 

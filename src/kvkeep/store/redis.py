@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import takewhile
 from math import inf
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeGuard, final
 
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store.backend import (
@@ -198,7 +198,7 @@ class Redis(Remote):
                 left, size = self._sent([("PTTL", name), ("STRLEN", name)]) or (None, None)
                 if type(left) is int and _ASIDE_MS - left >= older_than * 1000:
                     self._sent([("UNLINK", name)])
-                    freed += size if isinstance(size, int) else 0
+                    freed += size if _is_count(size) else 0
         return freed + self._fitted(budget, thorough=True)[0]
 
     def exists(self) -> bool:
@@ -327,7 +327,7 @@ def _is_other_type(answer: Any) -> bool:
     return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
 
 
-def _is_count(answer: Any) -> bool:
+def _is_count(answer: Any) -> TypeGuard[int]:
     """Whether an answer is a number of bytes."""
     return type(answer) is int and answer >= 0
 

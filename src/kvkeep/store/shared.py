@@ -38,13 +38,12 @@ def share(
         content_of: what the layers hold of those from a start to a stop.
     """
     places = _places(identity, tokens, 0, size)
-    likes = geometry.likes(on_cpu=True)
 
     def block(key: str) -> Block:
         start, prefix = places[key]
         own = tokens[start : start + size]
         content = content_of(start, start + len(own))
-        return Block(identity, prefix, own, content, geometry.routed, likes)
+        return Block(identity, prefix, own, content, geometry.routed, geometry.likes)
 
     backend.put_all(map(block, backend.missing(list(places))))
 
