@@ -97,9 +97,13 @@ class Runs:
         kvkeep.Cache.update = counted  # type: ignore[method-assign]
 
     def attach(self, model: PreTrainedModel) -> bool:
-        """Attach a model, unless it is or cannot be; whether it was."""
-        if "_kvkeep_attachment" in model.__dict__:
+        """Attach a decoder, unless it is or cannot be; whether it was."""
+        decodes = hasattr(model.config.get_text_config(decoder=True), "use_cache")
+        if not decodes or "_kvkeep_attachment" in model.__dict__:
             return False
+        for part in model.modules():  # one that was called by itself before
+            if "_kvkeep_attachment" in part.__dict__:
+                kvkeep.detach(part)
         _own_config(model)
         try:
             kvkeep.attach(model, self.spec or "keep_all")

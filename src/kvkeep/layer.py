@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Attend, Held, Options, View, dispatch
+from kvkeep.attention import Attend, Options, View, dispatch
 from kvkeep.chunk import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
@@ -18,13 +18,14 @@ from kvkeep.figures import LayerStats
 from kvkeep.ledger import LayerState, Ledger
 from kvkeep.planes import POSITION, Reach, limits, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
+from kvkeep.readable import Readable
 from kvkeep.rotary import Rotary
 from kvkeep.slots import LayerSlots
 from kvkeep.storage import Storage
 from kvkeep.turn import Turn
 
 
-class LayerCache:
+class LayerCache(Readable):
     """The slots of one layer, and the step: extend, attend, settle.
 
     Args:
@@ -212,18 +213,6 @@ class LayerCache:
         """See `Ledger.next_positions`."""
         return self._ledger.next_positions(n, device, real)
 
-    def in_order(self, view: View) -> Held:
-        """Keys and values of a view in the order of their positions, for attention that masks by
-        column. A copy once something was evicted or will be."""
-        assert self._ledger.like is not None
-        keys, values = self._ledger.like
-        return view.in_order(keys.dtype, values.dtype, moved=self.moved)
-
-    @property
-    def moved(self) -> bool:
-        """Whether slots may lie in another order than that of their positions."""
-        return bool(self._ledger.floor) or self.length > (self.policy.budget or self.length)
-
     # -- whole-state changes ----------------------------------------------------------------
 
     def reset(self) -> None:
@@ -387,31 +376,6 @@ class LayerCache:
     def limit(self) -> int | None:
         """Most slots that can ever be held; None: as many as memory allows."""
         return self._slots.limit
-
-    def held(self) -> Held | None:
-        """The keys and values that are held, decoded, the oldest first, and their positions; None
-        before the first token. Heads of different lengths are padded by empty slots in front.
-
-        Valid until the next change; where nothing had to be decoded or moved they are the slots
-        themselves: do not write to them.
-        """
-        if self._ledger.like is None:
-            return None
-        newest = self._ledger.like[0].new_zeros(1, dtype=torch.int32)
-        held = self.in_order(View(self._slots.segments(), newest))
-        return held if self.storage.lasting else Held(*(x.clone() for x in held[:3]))
-
-    @property
-    def keys(self) -> Tensor | None:
-        """Keys of `held`, (B, H, S, Dk), by the name that transformers has for them."""
-        held = self.held()
-        return None if held is None else held.keys
-
-    @property
-    def values(self) -> Tensor | None:
-        """Values of `held`, (B, H, S, Dv)."""
-        held = self.held()
-        return None if held is None else held.values
 
     def positions(self) -> Tensor:
         """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""

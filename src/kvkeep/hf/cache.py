@@ -26,12 +26,13 @@ from kvkeep.hf.config import (
     is_routed,
     layer_kinds,
 )
+from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
-from kvkeep.policy import POLICIES, Need
+from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 
 DEFAULT_SPEC = "keep_all"
@@ -56,17 +57,10 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         UnsupportedError: a model whose layers keep something else than keys and values.
     """
 
-    _handed: Handed | None = None
-    """The last keys that were tagged."""
-
-    _start = 0
-    """Columns fed before the forward that is under way."""
-
-    weights = False
-    """Whether the forward under way wants attention weights."""
-
-    written_out = False
-    """Whether the steps of a `generate()` have weights or dropout, which graphs lack."""
+    _handed: Handed | None = None  # the last keys that were tagged
+    _start = 0  # columns fed before the forward that is under way
+    weights = False  # whether the forward under way wants attention weights
+    written_out = False  # whether steps of a `generate()` have weights or dropout: graphs lack them
 
     def __init__(
         self,
@@ -339,25 +333,10 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """Keep what a crop may need: eviction waits for it. When two forwards come without a crop
-        between them, recording is over; a draft's cache waits longer.
-
-        Raises:
-            UnsupportedError: see `require_croppable`.
-        """
-        self.require_croppable()
+        between them, recording is over; a draft's cache waits longer. UnsupportedError for a
+        policy that cannot take tokens back, whatever is kept."""
+        require_croppable(self.layers)
         self._record_past(True)
-
-    def require_croppable(self) -> None:
-        """Raise UnsupportedError where a policy cannot take tokens back, whatever is recorded."""
-        for layer in self.layers:
-            if not layer.policy.rollback:
-                able = [name for name, policy in POLICIES.items() if policy.rollback]
-                raise UnsupportedError(
-                    f"drafted tokens that are rejected must be taken back, which policy "
-                    f"{layer.policy.name} cannot do, for it learns from every token; generate "
-                    "without assistant_model and prompt_lookup_num_tokens, or with one of "
-                    f"{', '.join(able)}"
-                )
 
     def _end_recording(self) -> None:
         between_forwards = self.layers[0].fed == self.layers[-1].fed
@@ -393,11 +372,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         model is attached. A graph serves all caches, so in one the answer is the same for all."""
         if torch.compiler.is_compiling():
             return is_routed(self.config)
-        return (
-            is_routed(self.config)
-            and not self.written_out
-            and all(layer.limit is not None for layer in self.layers)
-        )
+        plain = is_routed(self.config) and not self.written_out
+        return plain and all(layer.limit is not None for layer in self.layers)
 
     @property
     def is_initialized(self) -> bool:

@@ -17,10 +17,11 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.adapters import learns_prompts, names_adapters
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
+from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.recompute import Recompute
 from kvkeep.hf.specs import Specs, per_layer
-from kvkeep.hf.weights import drops_weights, require_whole
+from kvkeep.hf.weights import drops_weights
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import Fixed
 
@@ -136,22 +137,6 @@ def _left_as_it_was(given: Any) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class _Demands:
-    """What a call of `generate()` asks of its cache by the end, to be refused before it begins."""
-
-    drafts: bool
-    weights: bool
-    columns: int
-
-    def require(self, cache: Cache) -> None:
-        """Raise UnsupportedError for what the cache will not be able to do."""
-        if self.drafts:
-            cache.require_croppable()
-        if self.weights:
-            require_whole(cache.layers, self.columns - cache.fed)
-
-
 def prepare_cache(
     model: PreTrainedModel,
     settings: Settings,
@@ -170,7 +155,7 @@ def prepare_cache(
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
     drafting = bool(generation_config.is_assistant)
     given = model_kwargs.get("past_key_values")
-    demands = _Demands(
+    demands = Demands(
         drafts=drafted or drafting,
         weights=bool(generation_config.output_attentions),
         columns=max_cache_length,

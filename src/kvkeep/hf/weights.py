@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from kvkeep.attention import Options, View, explicit
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
+from kvkeep.hf.demands import require_whole
 from kvkeep.hf.handover import Handed
 from kvkeep.layer import LayerCache
-from kvkeep.planes import Reach
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
@@ -86,27 +85,3 @@ class Explicit:
         moved = self._layer.moved
         out, mass, self.weights = explicit.run(q, view, options, moved=moved, dropout=self._dropout)
         return out, mass
-
-
-def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
-    """Raise UnsupportedError where layers cannot give the attention weights of every token, as long
-    as `tokens` more are fed one by one: where they dropped some already, or will before the last.
-
-    A layer with a sliding window of its own holds all that its queries may see, as it does in
-    transformers' own cache.
-    """
-    for index, layer in enumerate(layers):
-        policy, held, fed = layer.policy, layer.length, layer.fed
-        if layer.window is not None and policy.reach == Reach(layer.window):
-            continue
-        before, budget = fed + tokens - 1, policy.budget
-        if held != fed or (policy.ragged and layer.moved):
-            why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
-        elif budget is not None and before > budget:
-            why = f"layer {index} will have dropped some of {before} tokens: it keeps {budget}"
-        else:
-            continue
-        raise UnsupportedError(
-            f"output_attentions asks for the weights of all tokens, but {why} (policy "
-            f"{policy.name}); use a keep_all cache for them, or leave output_attentions out"
-        )
