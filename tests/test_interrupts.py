@@ -1,4 +1,4 @@
-"""A step that is interrupted is taken back, or the cache is refused: no other results follow."""
+"""An interrupted step is taken back, or the cache is refused: it never gives other results."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -434,3 +435,46 @@ def test_a_spec_that_some_layers_cannot_take_names_the_way_to_give_each_type_its
         with pytest.raises(SpecError) as raised:
             kvkeep.Cache(model, every)
         assert "for each type" not in str(raised.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), "1 rows of 0 tokens"),
+        (torch.zeros(0, 4, dtype=torch.long), "0 rows of 4 tokens"),
+        (torch.tensor([[5, 96]]), "token id 96: the model knows 0 to 95"),
+        (torch.tensor([[5, -1]]), "token id -1: the model knows 0 to 95"),
+    ],
+)
+def test_what_no_model_can_read_is_refused_before_anything_changes(attached, cache, given, reason):
+    before = cache.fed
+    for call in (
+        lambda: attached(given, past_key_values=cache),
+        lambda: attached(given),
+        lambda: attached.model(given, past_key_values=cache),
+        lambda: attached.generate(given, max_new_tokens=2),
+    ):
+        with pytest.raises(ShapeError, match=reason):
+            call()
+    embedded = torch.zeros(*given.shape, 32)
+    if not given.numel():
+        with pytest.raises(ShapeError, match=reason):
+            attached(inputs_embeds=embedded, past_key_values=cache)
+    assert cache.fed == cache.length == before
+
+
+@torch.no_grad()
+def test_positions_past_the_models_limit_are_warned_of_once():
+    model = tiny("llama", max_position_embeddings=16)
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(ids(1, 16), past_key_values=cache)
+        with pytest.warns(UserWarning, match="17 tokens are fed to a model made for 16"):
+            model(ids(1, 1), past_key_values=cache)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(ids(1, 1), past_key_values=cache)
+            model(ids(1, 30))

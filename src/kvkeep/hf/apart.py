@@ -18,6 +18,7 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.inputs import check_tokens
 from kvkeep.ledger import Ledger, nothing_of
 
 
@@ -90,6 +91,7 @@ class Apart:
         self.decoder = decoder_of(self.model)
         self.kinds = layer_kinds(self.model.config)
         self.layers = _layers_of(self.decoder, len(self.kinds))
+        check_tokens(self.model, input_ids)
         self.input_ids = input_ids
         padded = attention_mask is not None and not bool(attention_mask.bool().all())
         self.attention_mask = attention_mask if padded else None

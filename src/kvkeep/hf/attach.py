@@ -26,6 +26,7 @@ from kvkeep.hf.calls import (
     refuse_batching,
 )
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
+from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
@@ -238,8 +239,11 @@ def _supply_cache(
     activated adapter takes over where the cache says."""
     if not torch.compiler.is_compiling():
         _activate(decoder, args, kwargs)
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        check_fed(decoder, args, kwargs, cache.fed)
     ask_for_weights(decoder, kwargs)
-    if kwargs.get("past_key_values") is not None or torch.is_grad_enabled() or decoder.training:
+    if cache is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
@@ -256,6 +260,8 @@ def _supply_cache(
     ):
         return None
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
+    if not torch.compiler.is_compiling():
+        check_fed(decoder, args, kwargs, 0)
     kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
     ask_for_weights(decoder, kwargs)
     return args, kwargs

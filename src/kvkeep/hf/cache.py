@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from copy import deepcopy
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
+from kvkeep.turn import Turn
 
 DEFAULT_SPEC = "keep_all"
 
@@ -61,6 +63,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     _start = 0  # columns fed before the forward that is under way
     weights = False  # whether the forward under way wants attention weights
     written_out = False  # whether steps of a `generate()` have weights or dropout: graphs lack them
+
+    _feeding: tuple[int, int] | None = None
+    """The thread that began the last forward, and the columns that are fed when it ends."""
 
     def __init__(
         self,
@@ -121,6 +126,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             self._require_routed()
             hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
+        if layer_idx == 0:
+            self._require_turn()
         if self._handed is not None and not self._handed.taken:
             raise StateError(
                 "the last keys given to this cache were never attended to: the model is not the "
@@ -146,8 +153,25 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         layer.settle()
         return held.keys, held.values
 
+    def _require_turn(self) -> None:
+        """Raise StateError while another thread is in the midst of a forward."""
+        if self._feeding is not None:
+            thread, until = self._feeding
+            if thread != get_ident() and any(layer.fed < until for layer in self.layers):
+                raise StateError(
+                    "another thread's forward of this cache has not ended: a cache serves one "
+                    "thread at a time; wait for it, or give each thread a fork. If it was "
+                    "interrupted, rewind() or reset() the cache"
+                )
+
     def _begin(self, k: Tensor) -> None:
         """What must hold before the first layer of a forward is changed."""
+        with self._turn:
+            self._require_turn()
+            self._admit(k)
+            self._feeding = get_ident(), self.fed + k.shape[2]
+
+    def _admit(self, k: Tensor) -> None:
         self._end_recording()
         self._uncropped = True
         for layer in self.layers:
@@ -290,7 +314,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """See `kvkeep.cache.Cache.crop`; what assisted generation calls after every step."""
         core.Cache.crop(self, int(tokens_to_remove))
-        self._uncropped = False
+        self._uncropped, self._feeding = False, None
 
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
@@ -300,23 +324,25 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def _issue_tickets(self) -> None:
         """For layers that are not those the tickets were made for."""
-        self._handed = None
+        self._handed = self._feeding = None
+        self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
 
     def restore(self, snapshot: core.Snapshot) -> None:
         """See `kvkeep.cache.Cache.restore`."""
         core.Cache.restore(self, snapshot)
-        self._handed = None
+        self._handed = self._feeding = None
 
     def rewind(self, columns: int) -> None:
         """See `kvkeep.cache.Cache.rewind`."""
         core.Cache.rewind(self, columns)
-        self._handed = None
+        self._handed = self._feeding = None
 
     def reset(self) -> None:
         """Forget every token."""
         core.Cache.reset(self)
-        self._handed = self.takeover = None
+        self._handed = self._feeding = self.takeover = None
+        self._turn = Turn()
         self._record_past(False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -1,0 +1,101 @@
+"""A cache serves one thread at a time, and refuses the second."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from threading import Event, Thread
+
+import pytest
+import torch
+from families import tiny
+
+import kvkeep
+import kvkeep.layer
+from kvkeep.errors import StateError
+from kvkeep.spec import CacheSpec
+from kvkeep.turn import Turn
+
+
+def chunk(n=1):
+    return torch.randn(1, 4, n, 8), *torch.randn(2, 1, 2, n, 8)
+
+
+def meanwhile(hold, do):
+    """Call `do` in this thread while another is inside of `hold(wait)`, which calls `wait`."""
+    inside, go_on = Event(), Event()
+
+    def wait():
+        inside.set()
+        assert go_on.wait(20)
+
+    thread = Thread(target=hold, args=(wait,))
+    thread.start()
+    try:
+        assert inside.wait(20)
+        do()
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_two_threads_in_one_layer(monkeypatch):
+    layer = CacheSpec.parse("keep_all").layer()
+    layer.step(*chunk(5), scale=0.4)
+    attend = kvkeep.layer.dispatch
+
+    def hold(wait):
+        monkeypatch.setattr(kvkeep.layer, "dispatch", lambda *a: (wait(), attend(*a))[1])
+        layer.step(*chunk(), scale=0.4)
+
+    def other():
+        monkeypatch.setattr(kvkeep.layer, "dispatch", attend)
+        q, k, v = chunk()
+        index = torch.tensor([0])
+        for change in (
+            lambda: layer.step(q, k, v, scale=0.4),
+            lambda: layer.extend(k, v),
+            lambda: layer.settle(),
+            lambda: layer.crop(-1),
+            lambda: layer.take_rows(index),
+        ):
+            with pytest.raises(StateError, match="one thread at a time"):
+                change()
+
+    meanwhile(hold, other)
+    assert layer.fed == layer.length == 6
+    layer.step(*chunk(), scale=0.4)
+    assert layer.fed == layer.length == 7
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_two_threads_in_forwards_of_one_cache(stop):
+    model = tiny("llama", num_hidden_layers=3)
+    ids = torch.randint(2, 96, (1, 6))
+    with kvkeep.attach(model), torch.no_grad():
+        cache = kvkeep.Cache(model)
+        model(ids, past_key_values=cache)
+        expected = model(ids, past_key_values=copy.deepcopy(cache)).logits
+        found = []
+
+        def hold(wait):
+            model.model.layers[stop].mlp.register_forward_hook(lambda *_: wait())
+            with torch.no_grad():
+                found.append(model(ids, past_key_values=cache).logits)
+
+        def other():
+            model.model.layers[stop].mlp._forward_hooks.clear()
+            with pytest.raises(StateError, match="another thread's forward"):
+                model(ids, past_key_values=cache)
+
+        meanwhile(hold, other)
+        assert found[0].equal(expected)
+        assert cache.fed == cache.length == 12
+        model(ids, past_key_values=cache)  # the other thread's forward has ended
+        assert cache.fed == 18
+
+
+def test_copies_are_free():
+    turn = Turn()
+    with turn, copy.deepcopy(turn), pickle.loads(pickle.dumps(turn)), turn:
+        pass
