@@ -8,78 +8,31 @@ Nothing is unpickled.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep import tensorfile
 from kvkeep.cache import Cache
+from kvkeep.cacheheader import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
 from kvkeep.figures import slot_planes
 from kvkeep.files import opened, read_into
-from kvkeep.headers import DTYPES, require_seal, sealed, typed
+from kvkeep.headers import DTYPES, sealed
 from kvkeep.layer import LayerCache
 from kvkeep.ledger import LayerState, Ledger, nothing_of
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.storage.memory import free_bytes
 from kvkeep.tensorfile import MOST_HEADER, Layout
 
-FORMAT = 1
-"""The version of the format that is written, and the newest that is read."""
-
-_HEADER, _TOKENS = "kvkeep", "tokens"
-_MOST_LAYERS = 1 << 12
-_MOST = {"rows": 1 << 20, "heads": 1 << 20, "key_width": 1 << 20, "value_width": 1 << 20}
-_MOST_TOKENS = 1 << 31
-"""No larger numbers are read from a header, whatever it says."""
-
-
-@dataclass(frozen=True)
-class LayerHeader:
-    """One layer: what it holds, and how it stands; see `kvkeep.ledger.Ledger`."""
-
-    kind: str
-    columns: int
-    floor: int
-    rows: int
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: str
-    apart: bool = False
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a file says of itself.
-
-    Args:
-        specs: of each layer, as text.
-        capacity: slots of fixed storage, or None.
-        fingerprint: what the keys and values depend on, by name.
-        routed: see `kvkeep.cache.Cache.routed`.
-        notes: text that whoever saved it wanted to go with it, by name.
-        checksums: XXH3 of each tensor's bytes, by its name.
-    """
-
-    format: int
-    version: str
-    specs: list[str]
-    capacity: int | None
-    fingerprint: dict[str, str]
-    routed: bool | None
-    notes: dict[str, str]
-    layers: list[LayerHeader]
-    checksums: dict[str, str]
+_TOKENS = "tokens"
 
 
 def save(
@@ -126,7 +79,7 @@ def save(
         {name: tensorfile.checksum(x) for name, x in tensors.items()},
     )
     try:
-        metadata = sealed(_HEADER, asdict(header))
+        metadata = sealed(HEADER, asdict(header))
         tensorfile.write(Path(path), tensors, metadata, sync=sync, private=private)
     except (OSError, tensorfile.HeaderError) as error:
         size = sum(x.nbytes for x in tensors.values())
@@ -154,7 +107,7 @@ class Saved:
         self._tensors: dict[str, Tensor] | None = None
         with self._opened() as (handle, layout):
             self._metadata, self.nbytes = layout.metadata, layout.nbytes
-            self.header = _header(layout.metadata, self.path)
+            self.header = header_of(layout.metadata, self.path)
             if set(layout.entries) != set(self.header.checksums):
                 odd = sorted(set(layout.entries) ^ set(self.header.checksums))[:3]
                 raise SavedCacheError(
@@ -174,7 +127,7 @@ class Saved:
                 f"{self.path}: its tokens are {tuple(tokens.shape)} {tokens.dtype}; int64 (B, n) "
                 "was expected"
             )
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < _MOST_TOKENS:
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < MOST_TOKENS:
             raise SavedCacheError(f"{self.path}: its tokens are no token ids")
         return tokens.clone()
 
@@ -214,7 +167,7 @@ class Saved:
                 head = bytearray(min(size, 8 + tensorfile.header_bytes(first, MOST_HEADER)))
                 read_into(handle, head, 0)
                 layout = Layout.read(head, MOST_HEADER)
-                if _HEADER not in layout.metadata:
+                if HEADER not in layout.metadata:
                     raise SavedCacheError(f"{self.path} is no saved cache: it has no kvkeep header")
                 if layout.nbytes != size:
                     raise ValueError(f"it has {size} bytes of {layout.nbytes}")
@@ -391,49 +344,9 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
     return found
 
 
-def _require_bounds(header: Header) -> None:
-    """Raise ValueError for numbers in a header that no cache has."""
-    count = len(header.layers)
-    if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
-        raise ValueError(f"{count} layers with {len(header.specs)} specs")
-    if header.capacity is not None and not 1 <= header.capacity < _MOST_TOKENS:
-        raise ValueError(f"a capacity of {header.capacity} slots")
-    for index, layer in enumerate(header.layers):
-        for name, most in _MOST.items():
-            if not 1 <= getattr(layer, name) <= most:
-                raise ValueError(f"layer {index} with {name} of {getattr(layer, name)}")
-        if not 0 <= layer.floor <= layer.columns or not 1 <= layer.columns < _MOST_TOKENS:
-            raise ValueError(
-                f"layer {index} of {layer.columns} columns, {layer.floor} at its last eviction"
-            )
-
-
 def _require(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, path: Path, name: str) -> None:
     if tuple(x.shape) != shape or x.dtype != dtype:
         raise SavedCacheError(
             f"{path}: {name} is {tuple(x.shape)} {x.dtype}, but its header and specs say "
             f"{shape} {dtype}"
         )
-
-
-def _header(metadata: Mapping[str, str], path: Path) -> Header:
-    try:
-        require_seal(_HEADER, metadata)
-    except ValueError as error:
-        raise SavedCacheError(f"{path} is damaged: {error}; save it again") from error
-    try:
-        fields: dict[str, Any] = json.loads(metadata[_HEADER])
-        if fields["format"] != FORMAT:
-            raise SavedCacheError(
-                f"{path} is of format {fields['format']}, this kvkeep reads {FORMAT}; install "
-                f"kvkeep {fields.get('version')} or newer"
-            )
-        header = typed(
-            Header, fields | {"layers": [typed(LayerHeader, x) for x in fields["layers"]]}
-        )
-        _require_bounds(header)
-        return header
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, SavedCacheError):
-            raise
-        raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error

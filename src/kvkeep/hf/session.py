@@ -24,6 +24,7 @@ from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import Generation, PromptError, follow
 from kvkeep.hf.models import home
+from kvkeep.hf.notes import Message, marks_in, messages_in
 from kvkeep.hf.saved import load
 from kvkeep.snapshot import Header, Saved
 from kvkeep.spec import parse_specs
@@ -32,8 +33,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"
 _MOST_UNDONE = 8
 """Turns that can be undone where a policy cannot roll back, each of which keeps its slots."""
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def info(name: str) -> SessionInfo:
         header.notes.get("model", ""),
         header.notes.get("adapter", ""),
         _spec(header),
-        _messages(header, path),
+        messages_in(header, path),
         header.layers[0].columns,
         saved.nbytes,
     )
@@ -126,32 +125,6 @@ def _locked(name: str) -> FileLock:
             f"session {name!r} cannot be locked: {error}; see who may write to {path.parent}"
         ) from error
     return lock
-
-
-def _messages(header: Header, path: Path) -> list[Message]:
-    """What was said, as a file says.
-
-    Raises:
-        SavedCacheError: that is no list of messages.
-    """
-    said = _noted(header, "messages", path)
-    for message in said:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise SavedCacheError(f"{path}: {str(message)[:80]} is no message of a session")
-        if not all(isinstance(text, str) for text in message.values()):
-            raise SavedCacheError(f"{path}: {str(message)[:80]} is no text")
-    return said
-
-
-def _noted(header: Header, name: str, path: Path) -> list[Any]:
-    """A list in the notes of a file."""
-    try:
-        found = json.loads(header.notes.get(name, "[]"))
-    except (ValueError, RecursionError) as error:
-        raise SavedCacheError(f"{path}: its {name} are no JSON: {error}") from error
-    if not isinstance(found, list):
-        raise SavedCacheError(f"{path}: its {name} are no list")
-    return found
 
 
 def _spec(header: Header) -> str:
@@ -216,7 +189,7 @@ class Session:
         kept = None if name is None or not path_of(name).exists() else path_of(name)
         if kept is not None:
             header = Saved(kept, verify=False).header
-            self.messages, self.spec = _messages(header, kept), _spec(header)
+            self.messages, self.spec = messages_in(header, kept), _spec(header)
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
         self._attached = attach(self.model, self.spec)
@@ -228,24 +201,8 @@ class Session:
         if given[0] is None:
             raise SavedCacheError(f"{kept} has no tokens; read it again with reread")
         self._ids = given[0][0].tolist()
-        self._marks = self._marks_in(header, kept)
-
-    def _marks_in(self, header: Header, path: Path) -> list[_Mark]:
-        """Where turns began, as a file says."""
         most = (self.cache.fed, len(self._ids))
-        found = []
-        for mark in _noted(header, "marks", path):
-            numbers: list[Any] = mark if isinstance(mark, list) else []
-            if (
-                len(numbers) != 2
-                or not all(type(number) is int for number in numbers)
-                or not (0 <= numbers[0] <= most[0] and 0 <= numbers[1] <= most[1])
-            ):
-                raise SavedCacheError(
-                    f"{path}: a turn at {str(mark)[:40]} of {most[0]} columns, {most[1]} tokens"
-                )
-            found.append(_Mark(numbers[0], numbers[1], None))
-        return found
+        self._marks = [_Mark(*mark, None) for mark in marks_in(header, kept, *most)]
 
     @property
     def context(self) -> tuple[int, int | None]:

@@ -1,11 +1,12 @@
 """Stores: what was computed for one prompt, for others that begin like it."""
 
-from kvkeep.store.backend import Backend, Block, Label, Memory
+from kvkeep.store.backend import Backend, Block, Label
 from kvkeep.store.disk import Disk
 from kvkeep.store.geometry import Geometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.lmcache import LMCache
 from kvkeep.store.location import Location
+from kvkeep.store.memory import Memory
 from kvkeep.store.places import opened
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.redis import Redis

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -375,29 +375,3 @@ class Backend(ABC):
         except ValueError:  # they were too few, or damaged, as `get` will see
             block = self.get(key, used=False)
             return None if block is None else Label.of(block)
-
-
-@final
-class Memory(Backend):
-    """In a dict of this process: for tests, and as the shortest example of a backend."""
-
-    name: ClassVar[str] = "memory"
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, Block] = {}
-
-    def get(self, key: str, *, used: bool = True) -> Block | None:
-        return self._blocks.get(key)
-
-    def put(self, block: Block) -> bool:
-        self._blocks.setdefault(block.key, block)
-        return True
-
-    def contains(self, key: str) -> bool:
-        return key in self._blocks
-
-    def delete(self, key: str) -> None:
-        self._blocks.pop(key, None)
-
-    def scan(self, prefix: str = "") -> Iterator[str]:
-        return iter([key for key in self._blocks if key.startswith(prefix)])

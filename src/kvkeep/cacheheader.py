@@ -1,0 +1,107 @@
+"""What a saved cache says of itself, and the bounds of what is believed of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import SavedCacheError
+from kvkeep.headers import require_seal, typed
+
+FORMAT = 1
+"""The version of the format that is written, and the newest that is read."""
+
+HEADER = "kvkeep"
+"""The name of the header in the metadata of a file."""
+
+_MOST_LAYERS = 1 << 12
+_MOST = {"rows": 1 << 20, "heads": 1 << 20, "key_width": 1 << 20, "value_width": 1 << 20}
+MOST_TOKENS = 1 << 31
+"""No larger numbers are read from a header, whatever it says."""
+
+
+@dataclass(frozen=True)
+class LayerHeader:
+    """One layer: what it holds, and how it stands; see `kvkeep.ledger.Ledger`."""
+
+    kind: str
+    columns: int
+    floor: int
+    rows: int
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: str
+    apart: bool = False
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Args:
+        specs: of each layer, as text.
+        capacity: slots of fixed storage, or None.
+        fingerprint: what the keys and values depend on, by name.
+        routed: see `kvkeep.cache.Cache.routed`.
+        notes: text that whoever saved it wanted to go with it, by name.
+        checksums: XXH3 of each tensor's bytes, by its name.
+    """
+
+    format: int
+    version: str
+    specs: list[str]
+    capacity: int | None
+    fingerprint: dict[str, str]
+    routed: bool | None
+    notes: dict[str, str]
+    layers: list[LayerHeader]
+    checksums: dict[str, str]
+
+
+def header_of(metadata: Mapping[str, str], path: Path) -> Header:
+    """The header in the metadata of a file.
+
+    Raises:
+        SavedCacheError: it is none, of a newer version, or says what no cache is.
+    """
+    try:
+        require_seal(HEADER, metadata)
+    except ValueError as error:
+        raise SavedCacheError(f"{path} is damaged: {error}; save it again") from error
+    try:
+        fields: dict[str, Any] = json.loads(metadata[HEADER])
+        if fields["format"] != FORMAT:
+            raise SavedCacheError(
+                f"{path} is of format {fields['format']}, this kvkeep reads {FORMAT}; install "
+                f"kvkeep {fields.get('version')} or newer"
+            )
+        header = typed(
+            Header, fields | {"layers": [typed(LayerHeader, x) for x in fields["layers"]]}
+        )
+        _require_bounds(header)
+        return header
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, SavedCacheError):
+            raise
+        raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error
+
+
+def _require_bounds(header: Header) -> None:
+    """Raise ValueError for numbers in a header that no cache has."""
+    count = len(header.layers)
+    if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
+        raise ValueError(f"{count} layers with {len(header.specs)} specs")
+    if header.capacity is not None and not 1 <= header.capacity < MOST_TOKENS:
+        raise ValueError(f"a capacity of {header.capacity} slots")
+    for index, layer in enumerate(header.layers):
+        for name, most in _MOST.items():
+            if not 1 <= getattr(layer, name) <= most:
+                raise ValueError(f"layer {index} with {name} of {getattr(layer, name)}")
+        if not 0 <= layer.floor <= layer.columns or not 1 <= layer.columns < MOST_TOKENS:
+            raise ValueError(
+                f"layer {index} of {layer.columns} columns, {layer.floor} at its last eviction"
+            )

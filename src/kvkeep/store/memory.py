@@ -1,0 +1,34 @@
+"""Memory: blocks in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, final
+
+from kvkeep.store.backend import Backend, Block
+
+
+@final
+class Memory(Backend):
+    """In a dict of this process: for tests, and as the shortest example of a backend."""
+
+    name: ClassVar[str] = "memory"
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Block] = {}
+
+    def get(self, key: str, *, used: bool = True) -> Block | None:
+        return self._blocks.get(key)
+
+    def put(self, block: Block) -> bool:
+        self._blocks.setdefault(block.key, block)
+        return True
+
+    def contains(self, key: str) -> bool:
+        return key in self._blocks
+
+    def delete(self, key: str) -> None:
+        self._blocks.pop(key, None)
+
+    def scan(self, prefix: str = "") -> Iterator[str]:
+        return iter([key for key in self._blocks if key.startswith(prefix)])
