@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every measurement and test that needs a GPU, in one call of nine minutes at most:
+# Every measurement and test that needs a GPU, in one call of ten minutes at most:
 #
 #     benchmarks/cuda.sh OUTDIR
 #
@@ -43,14 +43,15 @@ bench() {
 
 # Without the conftest.py above tests/, which tests the documents and needs packages for that.
 pytest=(-m pytest --confcutdir=tests -p no:cacheprovider -q --tb=short)
-tests=(tests/{attention/test_triton,test_conformance,test_append,hf/test_graphed}.py)
+tests=(tests/{attention/test_triton,test_conformance,test_append,hf/test_graphed}.py
+  tests/storage/test_{host,growth}.py)
 if [[ -n ${TINY:-} ]]; then
   tests=(tests/bench/test_device.py -k limits)
 elif "$python" -c "import xdist" 2>/dev/null; then
   tests+=(-n $(($(nproc) > 16 ? 8 : ($(nproc) + 1) / 2)))  # kernels are compiled side by side
 fi
 
-part tests 150 "$python" "${pytest[@]}" "${tests[@]}"
+part tests 240 "$python" "${pytest[@]}" "${tests[@]}"
 bench op 100
 bench append 60
 bench decode 170

@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.models import resolve
-from kvkeep.store import Disk, PrefixStore
+from kvkeep.store import Disk, Geometry, PrefixStore
 from kvkeep.store.model import keyed
 
 WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
@@ -154,8 +154,11 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     answer = model.generate(encoded, max_new_tokens=5, do_sample=False)
     assert encoded.report.approximate > 0
     text = keyed(model, answer[0], kvkeep.Cache(model).specs)
+    fed = kvkeep.Cache(model)
+    with torch.inference_mode():
+        model(answer[:, :1], past_key_values=fed)
     for other in (store, PrefixStore(backend=store.backend)):
-        assert other.known(*text) == start
+        assert other.known(*text, lambda: Geometry.of_cache(fed)) == start
     cache, _ = encoded.prefill(model, store=store, recompute=0)
     tokens = encoded.input_ids[0, : cache.fed]
     cache.save(tmp_path / "joined.kv")

@@ -112,7 +112,7 @@ def test_a_prompt_that_is_not_text(tmp_path):
 
 
 def test_an_unexpected_error_is_one_line_unless_asked(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise IndexError("index out of\nrange")
 
     monkeypatch.setattr("kvkeep.hf.models.load", fail)

@@ -163,7 +163,7 @@ def test_open_to_others():
 )
 def test_who_shares_prompts(model, tokenizer, monkeypatch, options, share, hosts):
     given = {}
-    monkeypatch.setattr("kvkeep.hf.models.load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr("kvkeep.hf.models.load", lambda *_, **__: (model, tokenizer))
     monkeypatch.setattr("kvkeep.serve.app.application", lambda engine, **said: given.update(said))
     monkeypatch.setattr("kvkeep.serve.listen.run", lambda app, bound, **said: given.update(said))
     limits = ("--queue", "3", "--wait", "9", "--answer-tokens", "99", "--prompt-bytes", "2KB")

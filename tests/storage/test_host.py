@@ -442,7 +442,7 @@ def step_of(cache, index, n, device):
 
 
 def test_blocks_of_tokens_are_refused():
-    with pytest.raises(SpecError, match=r"kivi.*host storage.*int4, or @growing"):
+    with pytest.raises(SpecError, match=r"kivi.*host storage.*int8, or @growing"):
         CacheSpec.parse("keep_all+kivi@host").layer()
 
 

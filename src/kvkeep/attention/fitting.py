@@ -136,7 +136,7 @@ def _check_places(
     if not fits or tuple(place.shape[2:]) != (slots, *rest) or place.dtype != torch.int32:
         raise ShapeError(
             f"{what}: positions are {tuple(place.shape)} {place.dtype}; give int32 "
-            f"{(rows, f'1 or {heads}', slots, *rest)}"
+            f"{(rows, 1, slots, *rest)} or {(rows, heads, slots, *rest)}"
         )
     _check_device(what, POSITION, place, q)
 

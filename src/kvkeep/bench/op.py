@@ -263,6 +263,7 @@ def _planes(spec: CacheSpec, k: Tensor, v: Tensor) -> dict[str, Tensor]:
 
 def _view(planes: dict[str, Tensor], spec: CacheSpec, n: int) -> View:
     position = torch.arange(planes["k"].shape[2], dtype=torch.int32, device=planes["k"].device)
-    planes = {**planes, POSITION: position.view(1, 1, -1)}
+    rows = planes["k"].shape[0]
+    planes = {**planes, POSITION: position.view(1, 1, -1).expand(rows, -1, -1)}
     segment = Segment(planes, spec.key_codec, spec.value_codec.for_values())
     return View((segment,), position[-n:], ragged=False)
