@@ -53,9 +53,9 @@ def test_memory(tmp_path, monkeypatch, size):
         shape = {"num_attention_heads": 8, "num_key_value_heads": heads, "head_dim": width}
         home = stand_in(tmp_path, num_hidden_layers=layers, **shape)["KVKEEP_HOME"]
         monkeypatch.setenv("KVKEEP_HOME", home)
-    specs = ["keep_all", "adakv(h2o:256)", "hf-dynamic"]
+    specs = ["keep_all", "adakv(h2o:256)"]  # each takes a process, twice
     if size == "real":
-        specs += ["h2o:256", "h2o:256+int4", "window:256"]
+        specs += ["h2o:256", "h2o:256+int4", "window:256", "hf-dynamic"]
     sizes = ("--tokens", "630", "--prompt", "600", "--chunk", "250")
     rows = last_line(run("memory", "--specs", ";".join(specs), *sizes, "--json"))["rows"]
     expected = [(spec, chunked) for spec in specs for chunked in (False, True)]
