@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -51,7 +52,7 @@ class Cache:
     """
 
     routed: bool | None = None
-    """Whether the tokens in it were fed through kvkeep's attention; None: who knows."""
+    """Whether the tokens in it were fed through kvkeep's attention; None: unknown."""
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers: list[LayerCache] = list(layers)
@@ -86,11 +87,12 @@ class Cache:
             RollbackError: positive, or some layer cannot; no layer is changed then.
             StateError: a change of all slots was interrupted before.
         """
-        self._mend()
-        for layer in self.layers:
-            layer.require_rollback(-tokens)
-        for layer in self.layers:
-            layer.crop(tokens)
+        with self._turns():
+            self._mend()
+            for layer in self.layers:
+                layer.require_rollback(-tokens)
+            for layer in self.layers:
+                layer.crop(tokens)
 
     def rewind(self, columns: int) -> None:
         """Go back to when `columns` columns were fed; after an interrupted forward too, in which
@@ -100,11 +102,12 @@ class Cache:
             RollbackError: some layer cannot; no layer is changed then.
             StateError: an eviction, or a change of rows, was what was interrupted.
         """
-        self._mend()
-        for layer in self.layers:
-            layer.require_rollback(layer.fed - columns)
-        for layer in self.layers:
-            layer.crop(columns - layer.fed)
+        with self._turns():
+            self._mend()
+            for layer in self.layers:
+                layer.require_rollback(layer.fed - columns)
+            for layer in self.layers:
+                layer.crop(columns - layer.fed)
 
     @property
     def rollback_limit(self) -> int:
@@ -182,10 +185,11 @@ class Cache:
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.require_room(state)
-        self._changing = True
-        for layer, state in zip(self.layers, snapshot.layers, strict=True):
-            layer.restore(state)
-        self.routed, self._changing = snapshot.routed, False
+        with self._turns():
+            self._changing = True
+            for layer, state in zip(self.layers, snapshot.layers, strict=True):
+                layer.restore(state)
+            self.routed, self._changing = snapshot.routed, False
 
     def freeze(self) -> Frozen[Self]:
         """What is held now, as an immutable cache that any number of forks share.
@@ -196,10 +200,11 @@ class Cache:
         Raises:
             StateError: a forward is under way.
         """
-        self._between_forwards("freeze")
-        for layer in self.layers:
-            layer.freeze()
-        return Frozen(self)
+        with self._turns():
+            self._between_forwards("freeze")
+            for layer in self.layers:
+                layer.freeze()
+            return Frozen(self)
 
     def _forked(self) -> Self:
         """A cache in the same state, which shares the frozen slots."""
@@ -297,11 +302,20 @@ class Cache:
             raise ShapeError(f"row indices {index.tolist()}; give whole numbers (B,)")
         if rows and (not len(index) or index.min() < 0 or index.max() >= rows):
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
-        self._mend()
-        self._changing = True
-        for layer in self.layers:
-            layer.take_rows(index)
-        self._changing = False
+        with self._turns():
+            self._mend()
+            self._changing = True
+            for layer in self.layers:
+                layer.take_rows(index)
+            self._changing = False
+
+    @contextmanager
+    def _turns(self) -> Iterator[None]:
+        """The turns of all layers, before the first is changed."""
+        with ExitStack() as stack:
+            for layer in self.layers:
+                stack.enter_context(layer.turn)
+            yield
 
 
 CacheType = TypeVar("CacheType", bound=Cache)

@@ -80,7 +80,7 @@ class LayerCache(Readable):
         )
         self._ledger, self._checks = Ledger(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
-        self._turn = Turn()
+        self.turn = Turn()
         # What the last chunk was written behind, whether it is being written or taken back, and
         # whether slots are being moved: what an interrupt leaves behind, see `mend`.
         self._begun: tuple[Ledger, tuple[int, ...]] | None = None
@@ -107,7 +107,7 @@ class LayerCache(Readable):
             StateError: gradients are wanted but the storage writes in place; another thread is
                 changing the layer; or an eviction was interrupted.
         """
-        with self._turn:
+        with self.turn:
             return self._extend(k, v, position)
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
@@ -143,14 +143,18 @@ class LayerCache(Readable):
         """Let the policy look at the step, then evict down to its budget. Without an observation it
         chooses by what it saw before. While `record_past` is set nothing is evicted, so that the
         next `crop` can take steps back."""
+        with self.turn:
+            self._settle(observation, pack=True)
+
+    def _settle(self, observation: Observation | None, *, pack: bool) -> None:
         if observation is not None:
             self.policy.require_shown(observation)
-        with self._turn:
-            if self.record_past:
-                self._evict(0, observation)
-            else:
-                self._fit(observation)
-                self._pack()
+        if self.record_past:
+            self._evict(0, observation)
+            return
+        self._fit(observation)
+        if pack:
+            self._pack()
 
     def step(
         self,
@@ -173,14 +177,16 @@ class LayerCache(Readable):
         """
         self._checks.queries(q, k, sinks)
         self.check_gradients(q, k, v)
-        with self._turn:
+        with self.turn:
             self._begun = None
             try:
                 view = self._extend(k, v, position)
                 needed, observed = Need.MASS in self.policy.needs, self.policy.observed
                 options = Options(scale, softcap, sinks, needed, observed)
                 out, mass = (attend or dispatch)(q, view, options)
-                self.settle(Observation(mass, queries=q.detach(), scale=scale))
+                seen = Observation(mass, queries=q.detach(), scale=scale)
+                # Who wants attention weights wants them for the columns that were fed.
+                self._settle(seen, pack=attend is None)
             except BaseException:
                 begun = self._begun
                 if begun and not self._moving and self._ledger.floor == begun[0].floor:
@@ -195,19 +201,21 @@ class LayerCache(Readable):
             StateError: it was interrupted while slots were moved, so what they hold is not known;
                 or there are not as many slots as tokens were fed.
         """
-        if self._moving:
-            raise StateError(
-                "an eviction, or another change of all slots, was interrupted, and what the slots "
-                "hold is not known; reset() the cache and feed again, or go on from a snapshot"
-            )
-        if self._writing:
-            self._take_back()
-        ledger = self._ledger
-        if not ledger.floor and not ledger.apart and self.length != ledger.columns:
-            raise StateError(
-                f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
-                "evicted none; it was changed from outside: reset() the cache and feed again"
-            )
+        with self.turn:
+            if self._moving:
+                raise StateError(
+                    "an eviction, or another change of all slots, was interrupted or failed, and "
+                    "what the slots hold is not known; reset() the cache and feed again, or go on "
+                    "from a snapshot"
+                )
+            if self._writing:
+                self._take_back()
+            ledger = self._ledger
+            if not ledger.floor and not ledger.apart and self.length != ledger.columns:
+                raise StateError(
+                    f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
+                    "evicted none; it was changed from outside: reset() the cache and feed again"
+                )
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `Ledger.next_positions`."""
@@ -217,10 +225,14 @@ class LayerCache(Readable):
 
     def reset(self) -> None:
         """Forget every token; the next one may have other rows, heads, widths and dtype."""
+        self._forget()
+        self.turn = Turn()
+
+    def _forget(self) -> None:
         self._writing, self._moving = False, True
         self._slots.reset()
         self._ledger, self._chunk, self._begun = Ledger(), None, None
-        self._moving, self._turn = False, Turn()
+        self._moving = False
 
     @property
     def rollback_limit(self) -> int:
@@ -261,7 +273,7 @@ class LayerCache(Readable):
         """
         self.mend()
         self.require_rollback(-tokens)
-        with self._turn:
+        with self.turn:
             if tokens < 0:
                 left = self._ledger.without(self._slots.newest_positions(-tokens))
                 self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
@@ -274,7 +286,7 @@ class LayerCache(Readable):
         if self._ledger.like is None:
             return
         index = index.to(self._ledger.like[0].device)
-        with self._turn, self._moved():
+        with self.turn, self._moved():
             self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
                 self._chunk = self._chunk.index_select(0, index)
@@ -295,30 +307,35 @@ class LayerCache(Readable):
 
     def restore(self, state: LayerState) -> None:
         """Hold copies of what a layer like this one held."""
-        self.reset()
-        self._moving = True
-        self._slots.load(state.parts, state.ledger.rows)
-        self._ledger = state.ledger.fork()
-        if self.padded and self._ledger.floor and self._slots.pack():
-            self._ledger.floor = self.fed
-        self._moving = False
+        with self.turn:
+            self._forget()
+            self._moving = True
+            self._slots.load(state.parts, state.ledger.rows)
+            self._ledger = state.ledger.fork()
+            if self.padded and self._ledger.floor and self._packs and self._slots.pack():
+                fresh = self.fed - self._ledger.floor
+                if not self._slots.ends_with_tokens(fresh):
+                    self._ledger.floor = self.fed
+            self._moving = False
 
     def adopt(self, ledger: Ledger, **slots: Any) -> None:
         """Hold slots that lie elsewhere: see `LayerSlots.adopt`."""
-        self._moving = True
-        self._ledger = ledger
-        self._slots.adopt(ledger, **slots)
-        self._moving = False
+        with self.turn:
+            self._moving = True
+            self._ledger = ledger
+            self._slots.adopt(ledger, **slots)
+            self._moving = False
 
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""
-        self._slots.freeze()
+        with self.turn:
+            self._slots.freeze()
 
     def fork(self) -> LayerCache:
         """A layer in the same state, which shares this one's frozen slots and copies the others."""
         other = copy(self)
         other._slots, other._ledger = self._slots.fork(), self._ledger.fork()
-        other._checks, other.evicted, other._turn = Checks(), None, Turn()
+        other._checks, other.evicted, other.turn = Checks(), None, Turn()
         return other
 
     @property
@@ -471,26 +488,35 @@ class LayerCache(Readable):
                 self._slots.encode_waiting()
                 self._ledger.floor = self.fed
 
+    @property
+    def _packs(self) -> bool:
+        """Whether empty slots may go: not while decisions are recorded or repeated, which count
+        them."""
+        return self.evicted is None and not self.policy.counts_empty
+
     def _pack(self) -> None:
-        """After a chunk with padding, free what it left empty, if that is much; not while decisions
-        are recorded or repeated, which count empty slots."""
+        """After a chunk with padding, free what it left empty, if that is much."""
         chunk = self._chunk
-        if self.evicted is not None or self.policy.counts_empty:
+        if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1 or not self._packs:
             return
-        if chunk is not None and chunk.dim() == 2 and chunk.shape[1] > 1:
-            shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
-            with self._moved():
-                if self._slots.pack():
-                    self._ledger.shown, self._ledger.floor = shown, self.fed
+        shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
+        with self._moved():
+            if self._slots.pack():
+                self._ledger.floor = self.fed
+                if shown is not None:
+                    self._ledger.shown = shown
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
-        """While slots are moved. An error leaves them as they were; an interrupt does not."""
+        """While slots are moved. After an interrupt, or an error in the midst of it, what they hold
+        is not known."""
+        mark = self._slots.mark()
         self._moving = True
         try:
             yield
         except Exception:
-            self._moving = False
+            # A storage moves all of its slots or none, and then holds fewer.
+            self._moving = self._slots.torn or self._slots.mark() != mark
             raise
         self._moving = False
 

@@ -31,6 +31,7 @@ from kvkeep.planes import (
     take,
 )
 from kvkeep.storage import Split, Storage, parted
+from kvkeep.storage.memory import SHORTAGE
 
 
 class LayerSlots:
@@ -257,9 +258,11 @@ class LayerSlots:
         steady = self.limit is not None or self.storage.differentiable
         if steady or self.bulk is not None or self.frozen.runs or not self.storage.length:
             return False
+        if self.split is not None and not self.split.loose:
+            return False
         try:
             found = parted(self.storage.read(), self._blank, by_head=self.ragged)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, *SHORTAGE):
             return False
         if found is not None:
             self._hold(found)
@@ -293,6 +296,16 @@ class LayerSlots:
             return self.split.newest(POSITION, tokens)[:, 0]
         return self.positions()[:, 0, -tokens:]
 
+    def ends_with_tokens(self, count: int) -> bool:
+        """Whether the newest `count` slots of every row and head hold tokens."""
+        places = [segment.position for segment in self.segments()]
+        if self.split is None:
+            places = [self.positions()]
+        return all(
+            place.shape[2] >= count and bool((place[:, :, place.shape[2] - count :] >= 0).all())
+            for place in places
+        )
+
     def drop(self, tokens: int) -> None:
         """Take back the newest, which no eviction has followed."""
         aside = slot_count(self.aside or {})
@@ -322,7 +335,12 @@ class LayerSlots:
         if not mark:
             self.split.reset()
         for storage, length in zip(self.split.storages, mark, strict=False):
-            storage.truncate(length)
+            storage.truncate(min(storage.length, length))
+
+    @property
+    def torn(self) -> bool:
+        """Whether an eviction failed after it had changed some parts."""
+        return self.split is not None and self.split.torn
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]."""

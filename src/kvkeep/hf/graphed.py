@@ -127,6 +127,9 @@ class Graphed:
                 use_cache=True,
             ).logits[:, -1]
         self._cursors.advance()
+        self.cache._feeding = (
+            None  # its layers' own counts stand still until these steps are closed
+        )
         return logits
 
     def _replayed(self) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache import Frozen
+from kvkeep.cacheheader import Header
 from kvkeep.errors import KVKeepError, RollbackError, SavedCacheError, StateError
 from kvkeep.files import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.hf.attach import Attachment, attach, detach
@@ -26,7 +27,7 @@ from kvkeep.hf.generate import Generation, PromptError, follow
 from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
 from kvkeep.hf.saved import load
-from kvkeep.snapshot import Header, Saved
+from kvkeep.snapshot import Saved
 from kvkeep.spec import parse_specs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -84,9 +84,10 @@ class Buffer(Storage):
             self._evict_in_one_call(LIBRARY, victims.contiguous())
             return
         holes, movers = moves(victims, self._length)
-        for plane in self._planes.values():
-            moved = plane.gather(2, along_slots(movers, plane))
-            plane.scatter_(2, along_slots(holes, plane), moved)
+        # All of them before the first is changed: there may be no memory for one.
+        moved = [plane.gather(2, along_slots(movers, plane)) for plane in self._planes.values()]
+        for plane, slots in zip(self._planes.values(), moved, strict=True):
+            plane.scatter_(2, along_slots(holes, plane), slots)
         self._length -= victims.shape[2]
 
     def _evict_in_one_call(self, library: CDLL, victims: Tensor) -> None:

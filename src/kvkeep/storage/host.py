@@ -124,11 +124,11 @@ class Host(Storage):
         planes, kept = self.on_device(), self._length - victims.shape[2]
         # No more than are kept are moved; what is beyond pairs freed slots with freed slots.
         holes, movers = (slots[:, :, :kept] for slots in moves(victims, self._length))
+        # All of them before the first is changed: there may be no memory for one.
+        moved = {n: plane.gather(2, along_slots(movers, plane)) for n, plane in planes.items()}
         if self.near.length:
             self.near.evict(victims)
-        moved = {}
         for name, plane in planes.items():
-            moved[name] = plane.gather(2, along_slots(movers, plane))
             plane.scatter_(2, along_slots(holes, plane), moved[name])
         self._leave(holes, moved, kept)
         self._length = kept

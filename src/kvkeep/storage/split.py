@@ -96,6 +96,7 @@ class Split(Storage):
         self._each, self.by_head = each, by_head
         self.differentiable = each.differentiable  # type: ignore[misc]
         self.parts: tuple[Part, ...] = ()
+        self.torn = False  # whether an eviction failed after it had changed some parts
         self._rows = 0
 
     @property
@@ -193,6 +194,7 @@ class Split(Storage):
     def drop(self, dropped: Tensor) -> None:
         """Empty the slots where `dropped`, bool (B|1, H|1, S), is True, and free what is then empty
         in all rows and heads of a part."""
+        self.torn = True
         for part in self.parts:
             storage = part.storage
             gone = part.of(dropped)[:, :, : storage.length]
@@ -203,6 +205,14 @@ class Split(Storage):
             if empty:
                 order = live.to(torch.uint8).argsort(dim=2, stable=True)
                 storage.evict(order[:, :, :empty])
+        self.torn = False
+
+    @property
+    def loose(self) -> bool:
+        """Whether many of the slots are empty."""
+        places = [storage.read()[POSITION] for storage in self.storages]
+        live = sum(int((place >= 0).sum()) for place in places)
+        return sum(place.numel() for place in places) > MOST_EMPTY * live
 
     @property
     def whole(self) -> Storage | None:
@@ -247,7 +257,7 @@ class Split(Storage):
         self.parts, self._rows = tuple(parts), len(index)
 
     def reset(self) -> None:
-        self.parts, self._rows = (), 0
+        self.parts, self._rows, self.torn = (), 0, False
 
     def share(self, common: dict[str, Any]) -> None:
         self._each.share(common)
