@@ -99,3 +99,32 @@ def test_copies_are_free():
     turn = Turn()
     with turn, copy.deepcopy(turn), pickle.loads(pickle.dumps(turn)), turn:
         pass
+
+
+def test_what_a_second_thread_is_refused_changes_nothing(monkeypatch):
+    cache = kvkeep.cache.Cache([CacheSpec.parse("keep_all").layer() for _ in range(3)])
+    for layer in cache.layers:
+        layer.step(*chunk(5), scale=0.4)
+    snapshot, attend = cache.snapshot(), kvkeep.layer.dispatch
+
+    def hold(wait):
+        monkeypatch.setattr(kvkeep.layer, "dispatch", lambda *a: (wait(), attend(*a))[1])
+        cache.layers[1].step(*chunk(), scale=0.4)
+
+    def other():
+        monkeypatch.setattr(kvkeep.layer, "dispatch", attend)
+        for change in (
+            lambda: cache.crop(-2),
+            lambda: cache.reorder([0]),
+            lambda: cache.restore(snapshot),
+            lambda: cache.freeze(),
+            lambda: cache.snapshot(),
+        ):
+            with pytest.raises(StateError, match="one thread at a time"):
+                change()
+
+    meanwhile(hold, other)
+    assert [layer.fed for layer in cache.layers] == [5, 6, 5]
+    cache.rewind(5)
+    cache.reorder([0])
+    assert [layer.length for layer in cache.layers] == [5, 5, 5]

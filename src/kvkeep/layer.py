@@ -173,7 +173,8 @@ class LayerCache(Readable):
 
         Arguments that do not fit raise before anything is changed, as does a lack of memory for
         more slots; if attention fails or is interrupted, or there is no memory to settle, the new
-        tokens are taken back. Slots that no later query could reach may be gone.
+        tokens are taken back. Slots that no later query could reach may be gone. After an eviction
+        that failed when it had changed some slots, the layer is refused until `reset`.
         """
         self._checks.queries(q, k, sinks)
         self.check_gradients(q, k, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,16 @@ def test_a_policy_evicts_from_slots_that_were_frozen(spec):
             token = ordinary.argmax(-1, keepdim=True)
     alike(mine, other)
     assert frozen.fork().fed == 9
+
+
+def test_threads_that_take_turns():
+    model = tiny("llama").to(DEVICE)
+    kvkeep.attach(model)
+    cache, token = fed(model, "keep_all@fixed:80", prompt(model, 1, 9))
+    with Graphed(model, cache) as step, ThreadPoolExecutor(1) as other:
+        expected = step(token)
+        assert other.submit(step, token).result().shape == expected.shape
+    assert cache.fed == 11
 
 
 def test_a_layer_that_does_not_fit_leaves_the_others():

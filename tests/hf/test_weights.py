@@ -208,3 +208,21 @@ def test_a_step_that_is_written_out(spec):
         assert layers[0].positions().equal(layers[1].positions())
         held: list[Held] = [layer.held() for layer in layers]
         assert held[0].keys.equal(held[1].keys)
+
+
+def test_weights_stand_at_the_columns_that_were_fed():
+    """Though every row is padded, and one far more than the others."""
+    model = tiny("llama")
+    mask = torch.ones(3, 16, dtype=torch.int64)
+    mask[0, :3], mask[1, :12], mask[2, :5] = 0, 0, 0
+    given = torch.randint(2, 96, (3, 16), generator=torch.Generator().manual_seed(1))
+    options = {**OPTIONS, "attention_mask": mask, "output_attentions": True}
+    with kvkeep.attach(model):
+        found = model.generate(given, **options)
+    model.set_attn_implementation("eager")
+    expected = model.generate(given, **options)
+    assert found.sequences.equal(expected.sequences)
+    for step, (mine, other) in enumerate(zip(found.attentions, expected.attentions, strict=True)):
+        for x, y in zip(mine, other, strict=True):
+            real = mask[:, None, :, None].bool() if not step else torch.ones(1, dtype=torch.bool)
+            torch.testing.assert_close(x * real, y * real, atol=1e-5, rtol=1e-4)

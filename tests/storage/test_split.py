@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from kvkeep.errors import OutOfMemoryError, RollbackError
+from kvkeep.errors import OutOfMemoryError, RollbackError, StateError
 from kvkeep.planes import POSITION
 from kvkeep.policy.replay import ReplayPolicy
 from kvkeep.spec import CacheSpec
-from kvkeep.storage import Growing, Split, buffer
+from kvkeep.storage import Growing, Split, buffer, split
 from kvkeep.storage.split import MOST_EMPTY, alike, parted
 from kvkeep.testing import check_layer, live_tokens
 
@@ -146,11 +147,9 @@ def test_crop(restored):
     layer, twin = filled("keep_all"), filled("keep_all")
     for seed in (1, 2):
         single(layer, seed)
-    if restored:  # slots that were packed are so again; what was fed before is settled
-        state = layer.state().copy()
-        layer.restore(state)
-        assert layer.rollback_limit == 0
-        return
+    if restored:
+        layer.restore(layer.state().copy())
+        assert isinstance(layer.storage, Split)
     assert layer.rollback_limit == 2
     layer.crop(-1)
     single(twin, 1)
@@ -252,3 +251,67 @@ def test_a_parted_layer_is_what_the_oracle_was_fed():
     oracle = OracleLayer(layer.policy.reach, layer.window)
     oracle.step(q, k, v, prompt("left"), scale=0.4)
     check_layer(layer, oracle)
+
+
+@pytest.mark.parametrize("spec", ["adakv(h2o:24)", "h2o:40"])
+def test_an_error_in_the_midst_of_an_eviction(spec, monkeypatch):
+    """Some parts have evicted and others have not: nothing is computed with that."""
+    layer = filled(spec)
+    evict, calls = Growing.evict, []
+
+    def failing(storage, victims):
+        calls.append(storage)
+        if len(calls) == 2:
+            raise MemoryError("no memory for this part")
+        evict(storage, victims)
+
+    monkeypatch.setattr(Growing, "evict", failing)
+    with pytest.raises(MemoryError):
+        list(map(partial(single, layer), range(30)))
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="failed"):
+        single(layer, 1)
+    layer.reset()
+    assert layer.step(*drawn(1, 9, 1), scale=0.4).isfinite().all()
+
+
+def test_an_error_before_an_eviction_takes_the_step_back(monkeypatch):
+    layer, twin = (CacheSpec.parse("h2o:12").layer() for _ in range(2))
+    for one in (layer, twin):
+        one.step(*drawn(2, 12, 0), scale=0.4)
+
+    def failing(*_):
+        raise MemoryError("no memory for anything")
+
+    monkeypatch.setattr(Growing, "evict", failing)
+    with pytest.raises(MemoryError):
+        layer.step(*drawn(2, 1, 1), scale=0.4)
+    monkeypatch.undo()
+    assert layer.fed == layer.length == 12
+    assert live_tokens(layer)[0][0][0] == live_tokens(twin)[0][0][0]
+
+
+def test_a_prompt_that_fits_is_kept_without_memory_to_part_it(monkeypatch):
+    def failing(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(split, "take", failing)
+    layer = filled("keep_all")
+    assert not isinstance(layer.storage, Split)
+    assert layer.fed == layer.length == COLUMNS
+
+
+def test_parts_that_are_full_are_not_parted_again():
+    layer = filled("keep_all")
+    before = layer.storage
+    position = torch.tensor(LENGTHS)[:, None] + torch.arange(8)
+    layer.step(*drawn(len(LENGTHS), 8, 1), position, scale=0.4)
+    assert layer.storage is before
+    assert layer.rollback_limit == 8
+
+
+def test_columns_stay_known_when_rows_are_parted_again():
+    layer = filled("keep_all", side="right", chunk=25)
+    shown = layer.ledger.shown
+    assert shown is not None
+    assert shown.equal((prompt("right") >= 0)[:, : shown.shape[1]])

@@ -79,6 +79,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         # For a cache that it may compile, transformers declines to skip the mask of one token.
         plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
         if use_vmap or not plain:
+            local_size = layer.window if local_size is None else local_size
             asked = request | {"use_vmap": use_vmap, "device": device}
             if torch.compiler.is_compiling() or not _is_causal(
                 q_length, int(kv_length), local_size, asked
