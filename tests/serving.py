@@ -33,8 +33,9 @@ def client(url, key="none"):
     return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, http_client=http)
 
 
-def small():
-    return tiny("llama", vocab_size=49152, max_position_embeddings=CONTEXT, eos_token_id=2)
+def small(**options):
+    options = {"max_position_embeddings": CONTEXT, "eos_token_id": 2} | options
+    return tiny("llama", vocab_size=49152, **options)
 
 
 @contextmanager
