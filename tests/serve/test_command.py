@@ -136,6 +136,12 @@ def test_bad_options():
         assert "warning" not in result.stderr
 
 
+def test_an_empty_key_in_the_environment_is_no_server_without_keys():
+    result = run("--port", "0", "--model", "gpt-9", KVKEEP_API_KEY="")
+    assert result.exit_code == 2
+    assert "KVKEEP_API_KEY is empty" in result.stderr
+
+
 def test_a_port_that_another_takes_meanwhile():
     first = bind("127.0.0.1", 0)
     second = bind(*first.getsockname())

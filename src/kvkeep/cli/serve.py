@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from kvkeep.cli.output import (
 )
 
 _ACCESS, _LIMITS = "Access", "Limits"
+_KEY_VARIABLE = "KVKEEP_API_KEY"
 
 
 def serve(
@@ -45,7 +47,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="KVKEEP_API_KEY",
+            envvar=_KEY_VARIABLE,
             show_envvar=True,
             help="What clients must send. Others see options, so better set the variable.",
             rich_help_panel=_ACCESS,
@@ -124,6 +126,11 @@ def serve(
         nbytes = size_in_bytes(budget)
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
+        if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
+            # Which typer takes for one that is not set.
+            raise typer.BadParameter(
+                f"{_KEY_VARIABLE} is empty; unset it to serve without a key, or give one"
+            )
         if api_key is not None and key_file is not None:
             raise typer.BadParameter("--api-key and --key-file; give one of them")
         most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
