@@ -124,6 +124,8 @@ def test_bad_options():
         (("--api-key", "a", "--key-file", "keys"), "give one of them"),
         (("--api-key", "a", "--share"), "--share is for servers without keys"),
         (("--key-file", "no/such/file"), "cannot read keys"),
+        (("--allow-host", "http://gpu.example"), "give a name such as"),
+        (("--allow-origin", "chat.example"), "give a scheme and a host"),
         (("--prompt-bytes", "much"), "give a size"),
         (("--host", "no.such.host.invalid"), "no host"),
         (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),

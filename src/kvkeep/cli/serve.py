@@ -135,6 +135,7 @@ def serve(
             raise typer.BadParameter("--api-key and --key-file; give one of them")
         most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
         try:
+            from kvkeep.serve.gate import host_names, origin_names
             from kvkeep.serve.keys import Keys
             from kvkeep.serve.limits import Limits
             from kvkeep.serve.listen import bind, is_loopback, run
@@ -144,6 +145,7 @@ def serve(
             ) from error
         # What is wrong with these shows before the model is loaded.
         limits = Limits(queue, wait, answer_tokens, most_bytes, timeout, connections)
+        hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
         keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
         if keys is not None and share is not None:
             raise typer.BadParameter(
@@ -190,8 +192,8 @@ def serve(
                     engine,
                     keys=keys,
                     share=is_loopback(host) if share is None else share,
-                    hosts=[host, *(allow_host or ())],
-                    origins=allow_origin or (),
+                    hosts=hosts,
+                    origins=origins,
                 ),
                 bound,
                 limits=limits,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvkeep.serve import replies
 from kvkeep.serve.engine import Engine, Event, Used
-from kvkeep.serve.gate import Gate
+from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import Asked, RequestError, read
@@ -52,8 +52,13 @@ def application(
             prompt begins with is found for the clients whose keys have the same name. None:
             everybody is answered.
         share: without keys, a prompt may begin with what anybody sent.
-        hosts, origins: see `Gate`.
+        hosts: names to answer to, beside `localhost` and every numeric address; "*": all.
+        origins: of pages that may use the server, such as "https://chat.example"; "*": all.
+
+    Raises:
+        SpecError: a host or an origin that no client could send.
     """
+    hosts, origins = host_names(hosts), origin_names(origins)
     started = int(time.time())
     reading, turns = Turns(engine.limits), Turns(engine.limits)
     reader = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-read")
@@ -95,7 +100,7 @@ def application(
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=list(origins),
+                allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["authorization", "content-type"],
             )
