@@ -129,6 +129,46 @@ def test_what_cannot_be_rolled_back_is_read_again_and_saved(talk):
     assert talk("a").ask("One more.", **SHORT).text
 
 
+def test_saving_that_was_interrupted_can_be_done_again(talk, smollm2):
+    chat = talk("a", cache="h2o:24")
+    for question in ("Name a colour.", "And another."):
+        chat.ask(question, **SHORT)
+    chat.save()
+    chat = talk("a")
+    chat.undo()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = smollm2[0].model.layers[2].register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            chat.save()
+    finally:
+        hook.remove()
+    chat.save()
+    assert len(info("a").messages) == 2
+    assert chat.ask("One more.", **SHORT).text
+
+
+def test_a_fork_overwrites_no_session_that_came_meanwhile(talk, monkeypatch):
+    chat = talk("a")
+    chat.ask("Hello.", **SHORT)
+    lock = module._locked
+
+    def late(name):
+        """Another process saves the session, and closes it, just before the lock is taken."""
+        module.path_of(name).write_bytes(b"another's")
+        return lock(name)
+
+    monkeypatch.setattr(module, "_locked", late)
+    with pytest.raises(StateError, match="already"):
+        chat.fork("b")
+    assert chat.name == "a"
+    assert module.path_of("b").read_bytes() == b"another's"
+    monkeypatch.undo()
+
+
 def test_failing_leaves_nothing_behind(talk, smollm2):
     chat = talk("a")
     with pytest.raises(StateError, match="empty"):

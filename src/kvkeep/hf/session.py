@@ -128,6 +128,10 @@ def _locked(name: str) -> FileLock:
     return lock
 
 
+def _taken(name: str) -> StateError:
+    return StateError(f"there is a session {name!r} already; delete it, or use another name")
+
+
 def _spec(header: Header) -> str:
     """What a session keeps; the specs of its layers may be those of their types."""
     return header.notes.get("cache", header.specs[0])
@@ -280,10 +284,12 @@ class Session:
             StateError: there is a session of that name.
         """
         if path_of(name).exists():
-            raise StateError(f"there is a session {name!r} already; delete it, or use another name")
+            raise _taken(name)
         before, lock = self.name, _locked(name)
-        self.name = name
         try:
+            if path_of(name).exists():  # another process made it before this one had the lock
+                raise _taken(name)
+            self.name = name
             self.save()
         except BaseException:
             self.name = before
@@ -360,7 +366,12 @@ class Session:
         said = self._rendered(self.messages[:-1]) + self.messages[-1]["content"]
         self._ids = tokenizer(said, add_special_tokens=False).input_ids
         fed = torch.tensor([self._ids], device=self.model.device)
-        self.model(fed, past_key_values=self.cache, logits_to_keep=1)
+        try:
+            self.model(fed, past_key_values=self.cache, logits_to_keep=1)
+        except BaseException:  # some layers may have been fed: the next save reads it all again
+            self.cache.reset()
+            self._ids = []
+            raise
 
     def _continued(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation: those that were fed, and after them the new part's. All of them
