@@ -254,6 +254,16 @@ def test_without_a_number_answers_are_as_long_as_all_may_be(limited):
     assert create(messages=messages, n=4, max_tokens=5, **options).usage.completion_tokens == 20
 
 
+@pytest.mark.parametrize("digits", [20, 4300])
+def test_numbers_too_long_to_be_written_are_refused(served, digits, monkeypatch):
+    monkeypatch.setattr(served[0], "context", None)
+    create = served[1].completions.create
+    error = refusal(
+        lambda: create(model="tiny", prompt="Hi.", n=128, max_tokens=10**digits - 1, temperature=0)
+    )
+    assert error["param"] == "max_tokens"
+
+
 def test_the_context_bounds_an_answer_before_the_limit_does(served):
     answer = served[1].completions.create(
         model="tiny", prompt=[5] * (CONTEXT - 3), max_tokens=10**9, n=2, temperature=0
@@ -300,7 +310,13 @@ def test_what_a_template_would_blow_up_is_not_rendered(served, monkeypatch):
 
 
 def test_limits_that_let_nothing_through():
-    for wrong in ({"queue": -1}, {"wait_s": 0}, {"wait_s": math.nan}, {"answer_tokens": 0}):
+    for wrong in (
+        {"queue": -1},
+        {"wait_s": 0},
+        {"wait_s": math.nan},
+        {"answer_tokens": 0},
+        {"timeout_s": math.inf},
+    ):
         with pytest.raises(SpecError, match=next(iter(wrong))):
             Limits(**wrong)
     assert Limits(queue=0).queue == 0
