@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.errors import SavedCacheError, SpecError, StateError
 from kvkeep.hf import session as module
 from kvkeep.hf.generate import PromptError
 from kvkeep.hf.session import Session, delete, info, sessions
@@ -77,6 +77,34 @@ def test_goes_on_where_it_stopped(talk, spec):
     assert again.spec == str(kvkeep.CacheSpec.parse(spec))
     assert [m["role"] for m in again.messages] == ["system", "user", "assistant"]
     assert again.ask("Where does it end?", **SHORT).text == expected
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        kvkeep.CacheSpec.parse("h2o:64"),
+        {"full_attention": "keep_all+int8"},
+        {"full_attention": kvkeep.CacheSpec.parse("keep_all")},
+        ["keep_all"] * 10 + [kvkeep.CacheSpec.parse("window:48,sinks=4")] * 20,
+    ],
+    ids=["object", "types", "objects of types", "layers"],
+)
+def test_specs_in_every_form(talk, specs):
+    chat = talk("a", cache=specs)
+    chat.ask("Name a river.", **SHORT)
+    chat.save()
+    expected = chat.ask("Where does it end?", **SHORT).text
+    kept = [str(spec) for spec in chat.cache.specs]
+    again = talk("a")
+    assert again.spec == chat.spec == info("a").spec
+    assert again.ask("Where does it end?", **SHORT).text == expected
+    again.save()
+    again = talk("a", reread=True)
+    assert [str(spec) for spec in again.cache.specs] == kept
+    with pytest.raises(SpecError, match="no policy 'keep_some'"):
+        talk("b", cache={"full_attention": "keep_some"})
+    with pytest.raises(SpecError, match="spec 5; give"):
+        talk("b", cache=5)
 
 
 @pytest.mark.parametrize("spec", SPECS)
