@@ -191,7 +191,6 @@ def test_bad_adapters(adapter, tmp_path, how, says):
         {"target_modules": "(["},
         {"exclude_modules": "(["},
         {"rank_pattern": {"(": 1}},
-        {"megatron_config": {"a": 1}, "megatron_core": "no.such.module"},
     ],
     ids=lambda odd: json.dumps(odd)[:30],
 )
