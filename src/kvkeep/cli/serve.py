@@ -39,6 +39,12 @@ def serve(
         str | None,
         typer.Option(help="Where they are kept too: a directory, redis://..., or s3://..."),
     ] = None,
+    store_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Most bytes of the blocks in --store, e.g. 20GB; without it, as many as come."
+        ),
+    ] = None,
     namespace: Annotated[
         str, typer.Option(help="Of that store; entries of another one are never found.")
     ] = "",
@@ -124,6 +130,9 @@ def serve(
     name = model or str(adapter)
     with reported():
         nbytes = size_in_bytes(budget)
+        if store_budget is not None and store is None:
+            raise typer.BadParameter("--store-budget is of a --store; give one, or leave it out")
+        most_stored = None if store_budget is None else size_in_bytes(store_budget)
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
         if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
@@ -172,7 +181,7 @@ def serve(
             from kvkeep.store import PrefixStore, opened
 
             spec = parse_specs(cache)
-            backend = None if store is None else opened(store)
+            backend = None if store is None else opened(store, most_stored)
             kept = PrefixStore(nbytes, backend=backend)
             loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             engine = Engine(
