@@ -33,8 +33,9 @@ def client(url, key="none"):
     return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, http_client=http)
 
 
-def small():
-    return tiny("llama", vocab_size=49152, max_position_embeddings=CONTEXT, eos_token_id=2)
+def small(**options):
+    options = {"max_position_embeddings": CONTEXT, "eos_token_id": 2} | options
+    return tiny("llama", vocab_size=49152, **options)
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def serving(
     url = listen(bound)
     options = {"share": "keys" not in options} | options
     app = application(engine, **options)
-    engine.turns = app.state.turns
+    engine.reading, engine.turns = app.state.reading, app.state.turns
     server = uvicorn.Server(configured(app, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

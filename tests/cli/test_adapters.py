@@ -17,6 +17,7 @@ import kvkeep
 from kvkeep.cli import app
 from kvkeep.errors import KVKeepError
 from kvkeep.hf import session
+from kvkeep.hf.adapted import AdapterError, is_adapter
 from kvkeep.hf.models import load
 
 BRIEF = ("--max-new-tokens", "6", "--json")
@@ -155,7 +156,7 @@ def broken(adapter, tmp_path, how):
     elif how == "wide":
         name, x = next(iter(tensors.items()))
         save_file(tensors | {name: torch.cat([x, x], dim=1)}, weights)
-    else:
+    elif how == "torn":
         weights.write_bytes(b"{}")
     return place
 
@@ -178,6 +179,33 @@ def test_bad_adapters(adapter, tmp_path, how, says):
     place = broken(adapter, tmp_path, how)
     with pytest.raises(KVKeepError, match=says):
         load(None, "float32", "cpu", adapter=str(place))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rank_pattern": [1]},
+        {"alpha_pattern": "x"},
+        {"bias": 4},
+        {"init_lora_weights": 7},
+        {"target_modules": "(["},
+        {"exclude_modules": "(["},
+        {"rank_pattern": {"(": 1}},
+    ],
+    ids=lambda odd: json.dumps(odd)[:30],
+)
+def test_odd_values_in_an_adapters_config(adapter, tmp_path, odd):
+    place = broken(adapter, tmp_path, "odd config")
+    config = place / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | odd))
+    with pytest.raises(AdapterError, match="cannot put"):
+        load(None, "float32", "cpu", adapter=str(place))
+
+
+def test_names_that_are_too_long_for_an_adapters():
+    assert not is_adapter("x" * 300)
+    with pytest.raises(AdapterError, match="cannot be read"):
+        load(None, adapter="x" * 300)
 
 
 def test_two_adapters(base, adapter, tmp_path):

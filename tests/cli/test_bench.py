@@ -6,6 +6,7 @@ import json
 import sys
 from shutil import which
 
+import finetuning
 import pytest
 import torch
 from standin import stand_in
@@ -42,6 +43,18 @@ def test_append():
     rows = last_line(run("append", *options, *chosen))["rows"]
     assert [(row["tokens"], row["rows"]) for row in rows] == [(8, 1), (16, 1), (8, 2), (16, 2)]
     assert all(row["fixed_step_us"] > 0 and "update_ratio" not in row for row in rows)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
+def test_memory_of_specs_for_types_of_layers(tmp_path, monkeypatch):
+    finetuning.model("gemma3").save_pretrained(tmp_path)
+    finetuning.tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("kvkeep.bench.memory.alone", lambda function, *given: function(*given))
+    typed = "full_attention=keep_all;sliding_attention=window:6"
+    sizes = ("--tokens", "16", "--prompt", "12", "--chunk", "8", "--model", str(tmp_path))
+    rows = last_line(run("memory", "--specs", f"{typed}; hf-dynamic", *sizes, "--json"))["rows"]
+    assert [row["spec"] for row in rows] == [typed] * 2 + ["hf-dynamic"] * 2
+    assert all(row["live_bytes"] > 0 for row in rows)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
@@ -229,6 +242,7 @@ def test_a_plot(tmp_path, suffix):
     [
         (("append", "--tokens", "8,x"), "whole numbers"),
         (("memory", "--prompt", "9", "--tokens", "9"), "must be below"),
+        (("memory", "--specs", "full_attention=h3o:5;sliding_attention=keep_all"), "no policy"),
         (("memory", "--prompt", "500"), "--chunk 500 must be below"),
         (("op", "--heads", "7", "--kv-heads", "2"), "must be a multiple"),
         (("op", "--queries", "300"), "must be within"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep.errors import SavedCacheError, StateError
+from kvkeep.errors import SavedCacheError, SpecError, StateError
 from kvkeep.hf import session as module
 from kvkeep.hf.generate import PromptError
 from kvkeep.hf.session import Session, delete, info, sessions
@@ -79,6 +79,34 @@ def test_goes_on_where_it_stopped(talk, spec):
     assert again.ask("Where does it end?", **SHORT).text == expected
 
 
+@pytest.mark.parametrize(
+    "specs",
+    [
+        kvkeep.CacheSpec.parse("h2o:64"),
+        {"full_attention": "keep_all+int8"},
+        {"full_attention": kvkeep.CacheSpec.parse("keep_all")},
+        ["keep_all"] * 10 + [kvkeep.CacheSpec.parse("window:48,sinks=4")] * 20,
+    ],
+    ids=["object", "types", "objects of types", "layers"],
+)
+def test_specs_in_every_form(talk, specs):
+    chat = talk("a", cache=specs)
+    chat.ask("Name a river.", **SHORT)
+    chat.save()
+    expected = chat.ask("Where does it end?", **SHORT).text
+    kept = [str(spec) for spec in chat.cache.specs]
+    again = talk("a")
+    assert again.spec == chat.spec == info("a").spec
+    assert again.ask("Where does it end?", **SHORT).text == expected
+    again.save()
+    again = talk("a", reread=True)
+    assert [str(spec) for spec in again.cache.specs] == kept
+    with pytest.raises(SpecError, match="no policy 'keep_some'"):
+        talk("b", cache={"full_attention": "keep_some"})
+    with pytest.raises(SpecError, match="spec 5; give"):
+        talk("b", cache=5)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_undo(talk, spec):
     chat = talk("a", cache=spec)
@@ -127,6 +155,46 @@ def test_what_cannot_be_rolled_back_is_read_again_and_saved(talk):
     assert again.cache.fed > 20
     assert len(info("a").messages) == 2
     assert talk("a").ask("One more.", **SHORT).text
+
+
+def test_saving_that_was_interrupted_can_be_done_again(talk, smollm2):
+    chat = talk("a", cache="h2o:24")
+    for question in ("Name a colour.", "And another."):
+        chat.ask(question, **SHORT)
+    chat.save()
+    chat = talk("a")
+    chat.undo()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = smollm2[0].model.layers[2].register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            chat.save()
+    finally:
+        hook.remove()
+    chat.save()
+    assert len(info("a").messages) == 2
+    assert chat.ask("One more.", **SHORT).text
+
+
+def test_a_fork_overwrites_no_session_that_came_meanwhile(talk, monkeypatch):
+    chat = talk("a")
+    chat.ask("Hello.", **SHORT)
+    lock = module._locked
+
+    def late(name):
+        """Another process saves the session, and closes it, just before the lock is taken."""
+        module.path_of(name).write_bytes(b"another's")
+        return lock(name)
+
+    monkeypatch.setattr(module, "_locked", late)
+    with pytest.raises(StateError, match="already"):
+        chat.fork("b")
+    assert chat.name == "a"
+    assert module.path_of("b").read_bytes() == b"another's"
+    monkeypatch.undo()
 
 
 def test_failing_leaves_nothing_behind(talk, smollm2):

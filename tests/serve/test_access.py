@@ -10,8 +10,10 @@ from serving import JSON, asking, client, said, serving
 from starlette.testclient import TestClient
 
 import kvkeep
+from kvkeep.errors import SpecError
 from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.gate import host_names, origin_names
 from kvkeep.serve.keys import Keys, KeysError
 
 HELLO = {"model": "tiny", "prompt": "Hello.", "max_tokens": 2, "temperature": 0}
@@ -74,6 +76,38 @@ def test_names_and_pages_that_are_let_in(model, tokenizer):
         assert httpx2.options(url, headers=asks, trust_env=False).status_code == 200
         assert post(talk, JSON | {"origin": f"{page}.evil.example"}).status_code == 403
         assert post(talk, JSON | {"host": f"{host}.evil.example"}).status_code == 421
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "sent"),
+    [
+        ("GPU.example:8000", "https://Chat.Example/", "https://chat.example"),
+        ("gpu.example.", "https://chat.example:443", "https://chat.example"),
+        ("*", "http://chat.example:8080", "http://chat.example:8080"),
+        ("gpu.example", "*", "https://chat.example"),
+        ("gpu.example", "null", "null"),
+        ("gpu.example", "http://[::1]:3000", "http://[::1]:3000"),
+    ],
+)
+def test_names_and_pages_however_they_are_written(model, tokenizer, host, origin, sent):
+    engine = Engine(model, tokenizer, name="tiny")
+    app = application(engine, hosts=[host], origins=[origin])
+    with TestClient(app, base_url="http://gpu.example") as talk:
+        answer = talk.post("/v1/completions", json=HELLO, headers={"origin": sent})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] in (sent, "*")
+        asks = {"origin": sent, "access-control-request-method": "POST"}
+        assert talk.options("/v1/completions", headers=asks).status_code == 200
+
+
+def test_names_and_pages_that_no_client_sends():
+    for wrong in ("", "gpu.example/v1", "http://gpu.example", "a b", ".", "é.example"):
+        with pytest.raises(SpecError, match="give a name such as"):
+            host_names([wrong])
+    for wrong in ("", "chat.example", "https://chat.example/app", "https://é.example", "//a"):
+        with pytest.raises(SpecError, match="give a scheme and a host"):
+            origin_names([wrong])
+    assert host_names(["::1", "10.0.0.5", "[::1]:80"]) == ["::1", "10.0.0.5", "::1"]
 
 
 def test_query_strings_are_not_logged(model, tokenizer, capsys):

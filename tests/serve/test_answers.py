@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from serving import CONTEXT, asking, pieces, refusal, said, serving
+import torch
+from serving import CONTEXT, asking, pieces, refusal, said, serving, small
 
 import kvkeep
 from kvkeep.hf.generate import generate
@@ -191,3 +192,41 @@ def test_other_caches(model, tokenizer, cache):
             assert (cached > 30) == (again and "fixed" in cache)
         assert bool(engine.why_no_reuse) == cache.startswith("h2o")
         assert engine.context == (200 if "fixed" in cache else CONTEXT)
+
+
+def without_reuse(kind):
+    """A model whose slots no store can take."""
+    if kind == "unhashable":
+        model = small()
+        model.register_buffer("odd", torch.ones(2).to_sparse())
+        return model
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"long_factor": [9.0] * 4, "short_factor": [1.0] * 4}
+        rope |= {"original_max_position_embeddings": 2048}
+    return small(rope_parameters=rope)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "unhashable"])
+def test_models_that_no_store_takes_are_answered(tokenizer, kind):
+    model = without_reuse(kind)
+    ids = tokenizer("Hello there.", return_tensors="pt").input_ids
+    wanted = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    with serving(model, tokenizer) as (engine, talk):
+        assert engine.why_no_reuse
+        for _ in range(2):
+            answer = talk.completions.create(
+                model="tiny", prompt="Hello there.", temperature=0, max_tokens=6
+            )
+            assert answer.choices[0].text == tokenizer.decode(wanted).rstrip("\ufffd")
+            assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_prompt_that_the_store_refuses_is_computed(model, tokenizer):
+    options = {"model": "tiny", "prompt": "Hello there.", "temperature": 0, "max_tokens": 6, "n": 2}
+    with serving(model, tokenizer) as (engine, talk):
+        expected = talk.completions.create(**options)
+        engine.model.register_buffer("odd", torch.ones(2).to_sparse())  # no longer to be hashed
+        answer = talk.completions.create(**options)
+        assert [c.text for c in answer.choices] == [c.text for c in expected.choices]
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import openai
 import pytest
+import torch
 from serving import SYSTEM, asking, client, pieces, refusal, said
 from typer.testing import CliRunner
 
@@ -119,11 +120,17 @@ def test_bad_options():
         assert f"port {port} of 127.0.0.1 is in use" in result.stderr
     for options, message in (
         (("--budget", "much"), "give a size"),
+        (("--store-budget", "2GB"), "--store-budget is of a --store"),
+        (("--store", "x", "--store-budget", "much"), "give a size"),
+        (("--port", "0", "--store", "lm://127.0.0.1:1", "--store-budget", "2GB"), "keeps none"),
         (("--api-key", " "), "--api-key is empty"),
         (("--api-key", "a b"), "printable ASCII without spaces"),
         (("--api-key", "a", "--key-file", "keys"), "give one of them"),
         (("--api-key", "a", "--share"), "--share is for servers without keys"),
         (("--key-file", "no/such/file"), "cannot read keys"),
+        (("--timeout", "inf"), "timeout_s of inf; give a finite number"),
+        (("--allow-host", "http://gpu.example"), "give a name such as"),
+        (("--allow-origin", "chat.example"), "give a scheme and a host"),
         (("--prompt-bytes", "much"), "give a size"),
         (("--host", "no.such.host.invalid"), "no host"),
         (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),
@@ -134,6 +141,12 @@ def test_bad_options():
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert "warning" not in result.stderr
+
+
+def test_an_empty_key_in_the_environment_is_no_server_without_keys():
+    result = run("--port", "0", "--model", "gpt-9", KVKEEP_API_KEY="")
+    assert result.exit_code == 2
+    assert "KVKEEP_API_KEY is empty" in result.stderr
 
 
 def test_a_port_that_another_takes_meanwhile():
@@ -172,6 +185,27 @@ def test_who_shares_prompts(model, tokenizer, monkeypatch, options, share, hosts
     assert given["keys"] is None
     assert given["hosts"] == (hosts or ["0.0.0.0", "gpu.example"])
     assert given["limits"] == Limits(3, 9, 99, 2000)
+
+
+def test_what_clients_may_put_into_a_store_is_bounded(model, tokenizer, monkeypatch, tmp_path):
+    engines = []
+    monkeypatch.setattr("kvkeep.hf.models.load", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setattr(
+        "kvkeep.serve.app.application", lambda engine, **said: engines.append(engine)
+    )
+    monkeypatch.setattr("kvkeep.serve.listen.run", lambda app, bound, **said: None)
+    place = tmp_path / "store"
+    result = run("--port", "0", "--store", str(place), "--store-budget", "400KB")
+    assert result.exit_code == 0, result.output
+    (engine,) = engines
+    put = 0
+    for start in range(4):  # four blocks each
+        tokens = torch.arange(start, start + 1024)
+        cache = engine.store.read(model, tokens).cache
+        put += cache.nbytes
+    stored = sum(path.stat().st_size for path in (place / "blocks").rglob("*") if path.is_file())
+    assert 0 < stored <= 400_000 < put
+    engine.close()
 
 
 def test_without_the_extra():

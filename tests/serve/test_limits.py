@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import socket
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,7 +19,7 @@ from serving import CONTEXT, JSON, asking, client, refusal, said, serving, until
 from kvkeep.errors import SpecError
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import Asked
+from kvkeep.serve.requests import Asked, read
 
 SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0}
 
@@ -115,6 +117,91 @@ def test_who_leaves_the_queue_leaves_nothing_behind(model, tokenizer):
         assert talk.completions.create(prompt="Hello.", **SHORT).usage.completion_tokens == 2
 
 
+@contextmanager
+def slow_to_read(monkeypatch):
+    """Nothing is parsed until it is let go: the bodies that were begun, and what lets go."""
+    begun, go_on = [], threading.Event()
+
+    def waiting(body, **options):
+        begun.append(json.loads(body)["prompt"][:3])
+        assert go_on.wait(60)
+        return read(body, **options)
+
+    monkeypatch.setattr("kvkeep.serve.app.read", waiting)
+    try:
+        yield begun, go_on.set
+    finally:
+        go_on.set()
+
+
+def test_bodies_of_clients_who_left_are_not_kept(model, tokenizer, monkeypatch):
+    limits = Limits(queue=2, prompt_bytes=2**20)
+    with (
+        slow_to_read(monkeypatch) as (begun, go_on),
+        serving(model, tokenizer, limits=limits) as (engine, talk),
+        ThreadPoolExecutor() as threads,
+    ):
+        first = threads.submit(talk.completions.create, prompt="Hello.", **SHORT)
+        until(lambda: begun)
+        address = (talk.base_url.host, talk.base_url.port)
+        body = json.dumps({"prompt": "a" * 2**20, **SHORT}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        ).encode()
+        tracemalloc.start()
+        try:
+            for _ in range(12):
+                with socket.create_connection(address) as leaving:
+                    leaving.sendall(head + body)
+                    until(lambda: engine.reading.waiting == 1)
+                until(lambda: engine.reading.waiting == 0)
+            gc.collect()
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert held < 4 * 2**20
+        go_on()
+        assert first.result().usage.completion_tokens == 2
+        assert len(begun) == 1
+
+
+def test_who_sends_much_keeps_nobody_of_another_name_from_being_read(model, tokenizer, monkeypatch):
+    keys = Keys({"a": "ada", "b": "bob"})
+    with (
+        slow_to_read(monkeypatch) as (begun, go_on),
+        serving(model, tokenizer, keys=keys, key="a") as (engine, ada),
+        ThreadPoolExecutor() as threads,
+    ):
+        bob = client(str(ada.base_url), "b")
+        asked = [threads.submit(ada.completions.create, prompt="ada", **SHORT)]
+        until(lambda: begun)
+        for waiting, (talk, name) in enumerate([(ada, "ada")] * 3 + [(bob, "bob")], 1):
+            asked.append(threads.submit(talk.completions.create, prompt=name, **SHORT))
+            until(lambda waiting=waiting: engine.reading.waiting == waiting)
+        go_on()
+        for one in asked:
+            one.result()
+        assert begun.index("bob") <= 2
+        assert begun.count("ada") == 4
+
+
+def test_the_wait_to_be_read_counts(model, tokenizer, monkeypatch):
+    limits = Limits(wait_s=0.2)
+    with (
+        slow_to_read(monkeypatch) as (begun, go_on),
+        serving(model, tokenizer, limits=limits) as (_, talk),
+        ThreadPoolExecutor() as threads,
+    ):
+        first = threads.submit(talk.completions.create, prompt="Hello.", **SHORT)
+        until(lambda: begun)
+        with pytest.raises(openai.InternalServerError, match=r"0\.2 s") as caught:
+            talk.completions.create(prompt="Hello.", **SHORT)
+        assert caught.value.status_code == 503
+        go_on()
+        assert first.result().usage.completion_tokens == 2
+
+
 def test_a_turn_lasts_until_the_model_is_done_though_the_client_left(model, tokenizer):
     go_on = threading.Event()
 
@@ -167,6 +254,16 @@ def test_without_a_number_answers_are_as_long_as_all_may_be(limited):
     assert create(messages=messages, n=4, max_tokens=5, **options).usage.completion_tokens == 20
 
 
+@pytest.mark.parametrize("digits", [20, 4300])
+def test_numbers_too_long_to_be_written_are_refused(served, digits, monkeypatch):
+    monkeypatch.setattr(served[0], "context", None)
+    create = served[1].completions.create
+    error = refusal(
+        lambda: create(model="tiny", prompt="Hi.", n=128, max_tokens=10**digits - 1, temperature=0)
+    )
+    assert error["param"] == "max_tokens"
+
+
 def test_the_context_bounds_an_answer_before_the_limit_does(served):
     answer = served[1].completions.create(
         model="tiny", prompt=[5] * (CONTEXT - 3), max_tokens=10**9, n=2, temperature=0
@@ -213,7 +310,13 @@ def test_what_a_template_would_blow_up_is_not_rendered(served, monkeypatch):
 
 
 def test_limits_that_let_nothing_through():
-    for wrong in ({"queue": -1}, {"wait_s": 0}, {"wait_s": math.nan}, {"answer_tokens": 0}):
+    for wrong in (
+        {"queue": -1},
+        {"wait_s": 0},
+        {"wait_s": math.nan},
+        {"answer_tokens": 0},
+        {"timeout_s": math.inf},
+    ):
         with pytest.raises(SpecError, match=next(iter(wrong))):
             Limits(**wrong)
     assert Limits(queue=0).queue == 0

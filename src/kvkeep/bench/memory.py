@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.bench.environment import environment
 from kvkeep.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident
-from kvkeep.spec import CacheSpec
+from kvkeep.spec import parse_specs
 
 DYNAMIC = "hf-dynamic"
 SPECS = (
@@ -58,7 +58,7 @@ def run(
     dtype_named(dtype)
     for spec in specs:
         if spec != DYNAMIC:
-            CacheSpec.parse(spec)
+            parse_specs(spec)
     rows = []
     for spec in specs:
         for size in (prompt, chunk):

@@ -94,6 +94,7 @@ def memory(
         raise typer.BadParameter(f"--chunk {chunk} must be below --prompt {prompt}")
     with reported(), Working("memory") as working:
         from kvkeep.bench.memory import SPECS, run
+        from kvkeep.spec import split_specs
 
         result = run(
             model,
@@ -101,7 +102,7 @@ def memory(
             tokens=tokens,
             prompt=prompt,
             chunk=chunk,
-            specs=SPECS if specs is None else listed(specs, ";"),
+            specs=SPECS if specs is None else split_specs(specs),
             progress=working,
         )
     _show(f"Memory after {tokens} tokens, {model}, {dtype}", result, plot, json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from kvkeep.cli.output import (
 )
 
 _ACCESS, _LIMITS = "Access", "Limits"
+_KEY_VARIABLE = "KVKEEP_API_KEY"
 
 
 def serve(
@@ -37,6 +39,12 @@ def serve(
         str | None,
         typer.Option(help="Where they are kept too: a directory, redis://..., or s3://..."),
     ] = None,
+    store_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Most bytes of the blocks in --store, e.g. 20GB; without it, as many as come."
+        ),
+    ] = None,
     namespace: Annotated[
         str, typer.Option(help="Of that store; entries of another one are never found.")
     ] = "",
@@ -45,7 +53,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="KVKEEP_API_KEY",
+            envvar=_KEY_VARIABLE,
             show_envvar=True,
             help="What clients must send. Others see options, so better set the variable.",
             rich_help_panel=_ACCESS,
@@ -122,12 +130,21 @@ def serve(
     name = model or str(adapter)
     with reported():
         nbytes = size_in_bytes(budget)
+        if store_budget is not None and store is None:
+            raise typer.BadParameter("--store-budget is of a --store; give one, or leave it out")
+        most_stored = None if store_budget is None else size_in_bytes(store_budget)
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
+        if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
+            # Which typer takes for one that is not set.
+            raise typer.BadParameter(
+                f"{_KEY_VARIABLE} is empty; unset it to serve without a key, or give one"
+            )
         if api_key is not None and key_file is not None:
             raise typer.BadParameter("--api-key and --key-file; give one of them")
         most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
         try:
+            from kvkeep.serve.gate import host_names, origin_names
             from kvkeep.serve.keys import Keys
             from kvkeep.serve.limits import Limits
             from kvkeep.serve.listen import bind, is_loopback, run
@@ -137,6 +154,7 @@ def serve(
             ) from error
         # What is wrong with these shows before the model is loaded.
         limits = Limits(queue, wait, answer_tokens, most_bytes, timeout, connections)
+        hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
         keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
         if keys is not None and share is not None:
             raise typer.BadParameter(
@@ -163,7 +181,7 @@ def serve(
             from kvkeep.store import PrefixStore, opened
 
             spec = parse_specs(cache)
-            backend = None if store is None else opened(store)
+            backend = None if store is None else opened(store, most_stored)
             kept = PrefixStore(nbytes, backend=backend)
             loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             engine = Engine(
@@ -183,8 +201,8 @@ def serve(
                     engine,
                     keys=keys,
                     share=is_loopback(host) if share is None else share,
-                    hosts=[host, *(allow_host or ())],
-                    origins=allow_origin or (),
+                    hosts=hosts,
+                    origins=origins,
                 ),
                 bound,
                 limits=limits,

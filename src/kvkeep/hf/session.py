@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,9 @@ from kvkeep.hf.generate import Generation, PromptError, follow
 from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
 from kvkeep.hf.saved import load
+from kvkeep.hf.specs import Specs
 from kvkeep.snapshot import Saved
-from kvkeep.spec import parse_specs
+from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"
@@ -128,9 +129,25 @@ def _locked(name: str) -> FileLock:
     return lock
 
 
+def _taken(name: str) -> StateError:
+    return StateError(f"there is a session {name!r} already; delete it, or use another name")
+
+
 def _spec(header: Header) -> str:
     """What a session keeps; the specs of its layers may be those of their types."""
-    return header.notes.get("cache", header.specs[0])
+    return header.notes.get("cache") or _text(header.specs)
+
+
+def _text(specs: Specs) -> str:
+    """Specs as text; of specs for single layers, which have none together, all of them."""
+    if isinstance(specs, str):
+        return str(parse_specs(specs))
+    if isinstance(specs, Mapping):
+        return str(PerType({kind: as_spec(spec) for kind, spec in specs.items()}))
+    if not isinstance(specs, Sequence):
+        return str(as_spec(specs))
+    texts = [str(as_spec(spec)) for spec in specs]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
 class _Mark(NamedTuple):
@@ -146,7 +163,7 @@ class Session:
 
     Args:
         model, tokenizer: attached until `close`.
-        cache: what to keep, for a new conversation; one spec, or one for each type of layer.
+        cache: what to keep, for a new conversation; see `kvkeep.Cache`.
         name: where it is kept; None keeps it in memory only.
         model_name, adapter: by which they can be loaded again; see `kvkeep.hf.models.load`.
         system: a system message, for a new conversation.
@@ -162,7 +179,7 @@ class Session:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        cache: str = "keep_all",
+        cache: Specs = "keep_all",
         name: str | None = None,
         model_name: str = "",
         adapter: str = "",
@@ -177,7 +194,7 @@ class Session:
         self._ids: list[int] = []  # of the whole conversation, as it was fed
         self._marks: list[_Mark] = []  # before each turn
         self._attached: Attachment | None = None
-        self.spec = str(parse_specs(cache))
+        self._specs, self.spec = cache, _text(cache)
         try:
             self._open(name, system, reread=reread)
         except BaseException:
@@ -191,10 +208,11 @@ class Session:
         if kept is not None:
             header = Saved(kept, verify=False).header
             self.messages, self.spec = messages_in(header, kept), _spec(header)
+            self._specs = header.notes.get("cache") or header.specs
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
-        self._attached = attach(self.model, self.spec)
-        self.cache = Cache(self.model, self.spec)
+        self._attached = attach(self.model, self._specs)
+        self.cache = Cache(self.model, self._specs)
         if kept is None or reread:
             return
         given: list[Tensor | None] = []
@@ -280,10 +298,12 @@ class Session:
             StateError: there is a session of that name.
         """
         if path_of(name).exists():
-            raise StateError(f"there is a session {name!r} already; delete it, or use another name")
+            raise _taken(name)
         before, lock = self.name, _locked(name)
-        self.name = name
         try:
+            if path_of(name).exists():  # another process made it before this one had the lock
+                raise _taken(name)
+            self.name = name
             self.save()
         except BaseException:
             self.name = before
@@ -314,7 +334,7 @@ class Session:
             notes={
                 "model": self.model_name,
                 "adapter": self.adapter,
-                "cache": self.spec,
+                "cache": "" if self._by_layer else self.spec,
                 "messages": json.dumps(self.messages),
                 "marks": json.dumps(marks),
             },
@@ -348,6 +368,11 @@ class Session:
         self._ids = self._ids[: mark.ids] if self.cache.fed else []
 
     @property
+    def _by_layer(self) -> bool:
+        """Whether each layer has a spec of its own, which the file says of each."""
+        return not isinstance(self._specs, str | CacheSpec | Mapping)
+
+    @property
     def _can_crop(self) -> bool:
         return all(
             layer.policy.rollback and layer.policy.budget is None for layer in self.cache.layers
@@ -360,7 +385,12 @@ class Session:
         said = self._rendered(self.messages[:-1]) + self.messages[-1]["content"]
         self._ids = tokenizer(said, add_special_tokens=False).input_ids
         fed = torch.tensor([self._ids], device=self.model.device)
-        self.model(fed, past_key_values=self.cache, logits_to_keep=1)
+        try:
+            self.model(fed, past_key_values=self.cache, logits_to_keep=1)
+        except BaseException:  # some layers may have been fed: the next save reads it all again
+            self.cache.reset()
+            self._ids = []
+            raise
 
     def _continued(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation: those that were fed, and after them the new part's. All of them

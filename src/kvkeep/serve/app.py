@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvkeep.serve import replies
 from kvkeep.serve.engine import Engine, Event, Used
-from kvkeep.serve.gate import Gate
+from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import Asked, RequestError, read
@@ -52,10 +52,15 @@ def application(
             prompt begins with is found for the clients whose keys have the same name. None:
             everybody is answered.
         share: without keys, a prompt may begin with what anybody sent.
-        hosts, origins: see `Gate`.
+        hosts: names to answer to, beside `localhost` and every numeric address; "*": all.
+        origins: of pages that may use the server, such as "https://chat.example"; "*": all.
+
+    Raises:
+        SpecError: a host or an origin that no client could send.
     """
+    hosts, origins = host_names(hosts), origin_names(origins)
     started = int(time.time())
-    turns = Turns(engine.limits)
+    reading, turns = Turns(engine.limits), Turns(engine.limits)
     reader = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-read")
 
     async def health(request: Request) -> Response:
@@ -82,7 +87,7 @@ def application(
         return checked
 
     def completions(chat: bool) -> _Completions:
-        return _Completions(engine, turns, reader, client_of, chat)
+        return _Completions(engine, reading, reader, turns, client_of, chat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -95,7 +100,7 @@ def application(
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=list(origins),
+                allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["authorization", "content-type"],
             )
@@ -117,7 +122,7 @@ def application(
         },
         lifespan=lifespan,
     )
-    app.state.turns = turns
+    app.state.reading, app.state.turns = reading, turns
     return app
 
 
@@ -129,17 +134,25 @@ class _Client(NamedTuple):
 
 
 class _Completions:
-    """An endpoint, as an ASGI application: a request keeps its place until its answer is sent."""
+    """An endpoint, as an ASGI application: a request keeps its place until its answer is sent.
+
+    Args:
+        reading, reader: whose prompt is parsed and tokenised next, and the thread that does it. It
+            is given one at a time, so that what waits belongs to its request and goes with it.
+        turns: who is answered next.
+        chat: of chat, or of plain completions.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        turns: Turns,
+        reading: Turns,
         reader: ThreadPoolExecutor,
+        turns: Turns,
         client_of: Callable[[Request], _Client],
         chat: bool,
     ) -> None:
-        self._engine, self._turns, self._reader = engine, turns, reader
+        self._engine, self._reading, self._reader, self._turns = engine, reading, reader, turns
         self._client_of, self._chat = client_of, chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,8 +160,12 @@ class _Completions:
         client = self._client_of(request)
         _require_json(request)
         with self._turns.place(client.queue) as place:
-            asked, ids = await self._understood(request)
-            await _unless_left(request, self._turns.wait(place))
+            limit = _JSON_PER_BYTE * self._engine.prompt_bytes + _JSON_BESIDE
+            body = await _body(request, limit, self._engine.limits.timeout_s)
+            deadline = self._turns.deadline()  # of both waits
+            asked, ids = await self._understood(request, body, client.queue, deadline)
+            del body
+            await _unless_left(request, self._turns.wait(place, deadline))
             answer = _Answer(asked)
             work = self._engine.submit(asked, ids, answer.emit, answer.gone, name=client.shares)
             # A client may leave, but the engine is busy until it is done.
@@ -158,17 +175,22 @@ class _Completions:
             response = _Stream(answer) if asked.stream else await _whole(request, answer)
             await response(scope, receive, send)
 
-    async def _understood(self, request: Request) -> tuple[Asked, Tensor]:
-        limit = _JSON_PER_BYTE * self._engine.prompt_bytes + _JSON_BESIDE
-        body = await _body(request, limit, self._engine.limits.timeout_s)
-
+    async def _understood(
+        self, request: Request, body: bytearray, queue: str, deadline: float
+    ) -> tuple[Asked, Tensor]:
         def understood() -> tuple[Asked, Tensor]:
             asked = read(body, chat=self._chat)
             _require_model(self._engine, asked.model)
             return asked.without_prompt(), self._engine.encode(asked)
 
-        running = asyncio.get_running_loop().run_in_executor(self._reader, understood)
-        return await _unless_left(request, running)
+        loop = asyncio.get_running_loop()
+        with self._reading.place(queue) as place:
+            await _unless_left(request, self._reading.wait(place, deadline))
+            running = self._reader.submit(understood)
+            # A client may leave, but the thread is busy until it is done.
+            place.hand_over()
+            running.add_done_callback(lambda _: _in_loop(loop, self._reading.done))
+            return await _unless_left(request, asyncio.wrap_future(running))
 
 
 class _Answer:
@@ -186,8 +208,7 @@ class _Answer:
 
     def in_loop(self, do: Callable[[], None]) -> None:
         """Call from any thread what belongs to the server's; after its end, nothing."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(do)
+        _in_loop(self._loop, do)
 
     async def events(self) -> AsyncIterator[Event]:
         """All events, as they come."""
@@ -219,6 +240,11 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.answer.gone.set()
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(do)
 
 
 async def _whole(request: Request, answer: _Answer) -> Response:

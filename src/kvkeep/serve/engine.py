@@ -18,11 +18,13 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.generate import follow
 from kvkeep.hf.specs import Specs
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
+from kvkeep.store.model import require_steady
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.stretch import require_keepable
 
@@ -97,6 +99,9 @@ class Engine:
         """Why no prompt begins with what others began with; empty if it does."""
         try:
             require_keepable(held)
+            require_steady(model)
+            if store is not None:
+                fingerprint(model, glance=True)  # which tells its entries from another model's
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
@@ -266,7 +271,7 @@ class Engine:
         for index in range(asked.n):
             if stopped():
                 return
-            cache, found = self._prepare(ids, store, namespace)
+            cache, found, store = self._prepare(ids, store, namespace)
             stops = Stops(asked.stop)
 
             def give(text: str, stops: Stops = stops, index: int = index) -> None:
@@ -309,12 +314,20 @@ class Engine:
         # Its answers share the prompt in a store of its own, which ends with the request.
         return (PrefixStore(self.store.budget) if asked.n > 1 else None), ""
 
-    def _prepare(self, ids: Tensor, store: PrefixStore | None, namespace: str) -> tuple[Cache, int]:
-        """A cache that holds all tokens of a prompt, int64 (n,), but the last, or nothing; and how
-        many of them were found instead of computed."""
-        if store is None:
-            return Cache(self.model, self.spec), 0
-        return store.read(self.model, ids[:-1], prompt=ids, spec=self.spec, namespace=namespace)
+    def _prepare(
+        self, ids: Tensor, store: PrefixStore | None, namespace: str
+    ) -> tuple[Cache, int, PrefixStore | None]:
+        """A cache that holds all tokens of a prompt, int64 (n,), but the last, or nothing; how many
+        of them were found instead of computed; and the store, unless this prompt cannot use it."""
+        if store is not None:
+            try:
+                cache, found = store.read(
+                    self.model, ids[:-1], prompt=ids, spec=self.spec, namespace=namespace
+                )
+                return cache, found, store
+            except UnsupportedError as error:
+                _LOG.warning("a prompt is computed without the store: %s", error)
+        return Cache(self.model, self.spec), 0, None
 
 
 def _stopped() -> RequestError:

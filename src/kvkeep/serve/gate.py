@@ -10,16 +10,59 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvkeep.errors import SpecError
 from kvkeep.serve.replies import refusal
 from kvkeep.serve.requests import RequestError
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::\d{1,5})?")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_USUAL_PORTS = {"http": "80", "https": "443"}
+
+
+def host_names(given: Iterable[str]) -> list[str]:
+    """Names of hosts as `Gate` compares them: without a port, in lower case.
+
+    Raises:
+        SpecError: what no client could send.
+    """
+    return [host if host == "*" else _host_name(host) for host in given]
+
+
+def _host_name(given: str) -> str:
+    try:
+        return str(ipaddress.ip_address(given))
+    except ValueError:
+        found = _HOST.fullmatch(given)
+    name = "" if found is None else (found[1] or found[2]).lower().rstrip(".")
+    if not name:
+        raise SpecError(f"host {given[:80]!a}; give a name such as gpu.example, or *")
+    return name
+
+
+def origin_names(given: Iterable[str]) -> list[str]:
+    """Origins as browsers send them: in lower case, without a path or the scheme's usual port.
+
+    Raises:
+        SpecError: what no browser sends.
+    """
+    return [one if one in ("*", "null") else _origin_name(one) for one in given]
+
+
+def _origin_name(given: str) -> str:
+    found = _ORIGIN.fullmatch(given.lower().rstrip("/"))
+    if found is None:
+        raise SpecError(
+            f"origin {given[:80]!a}; give a scheme and a host, such as https://chat.example, in "
+            "ASCII and without a path"
+        )
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _USUAL_PORTS.get(scheme) else "")
 
 
 @final
@@ -27,14 +70,14 @@ class Gate:
     """Refuses what was not addressed to this server by a name of its own, or comes from a page.
 
     Args:
-        hosts: names to answer to, beside `localhost` and every numeric address; "*": all.
-        origins: pages that may use the server, such as "https://chat.example"; "*": all.
+        hosts: from `host_names`: to answer to, beside `localhost` and every numeric address; "*":
+            all.
+        origins: from `origin_names`: of pages that may use the server; "*": all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
         self._app = app
-        self._hosts = {host.lower() for host in hosts} | {"localhost"}
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._hosts, self._origins = {*hosts, "localhost"}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None

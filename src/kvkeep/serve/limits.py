@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -27,7 +28,7 @@ class Limits:
         connections: most at a time; more are closed.
 
     Raises:
-        SpecError: a limit that lets nothing through.
+        SpecError: a limit that lets nothing through, or everything.
     """
 
     queue: int = 64
@@ -42,6 +43,8 @@ class Limits:
             value = getattr(self, field.name)
             if value is not None and not (value > 0 or (field.name == "queue" and value == 0)):
                 raise SpecError(f"{field.name} of {value}; give more")
+            if value is not None and math.isinf(value):
+                raise SpecError(f"{field.name} of {value}; give a finite number")
 
     def prompt_of(self, context: int | None) -> int:
         """Most bytes of a prompt for a model of that context, in tokens; None: it has no limit."""

@@ -20,6 +20,7 @@ _ROLES = {
 _MOST_STOPS = 4
 _LONGEST_STOP = 1000  # characters: every new piece of text is compared with each beginning of one
 _MOST_CHOICES = 128
+_MOST_WHOLE = 2**63 - 1  # Python's own whole numbers may be too long to be written
 _COLDEST = 1e-4  # a temperature below is greedy: logits divided by it would overflow
 _DEFAULT_COMPLETION = 16  # tokens, as OpenAI's completions have it
 _OFF: Mapping[str, tuple[Any, ...]] = {
@@ -140,7 +141,7 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
         temperature=temperature if temperature >= _COLDEST else 0.0,
         top_p=_number(given, "top_p", 1.0, 1.0),
         stop=_stop(given),
-        seed=_whole(given, "seed", None, -(2**63), 2**63 - 1),
+        seed=_whole(given, "seed", None, -(2**63)),
         n=_whole(given, "n", 1, 1, _MOST_CHOICES) or 1,
         stream=_of(given, "stream", bool, False),
         include_usage=_of(options, "include_usage", bool, False, "stream_options."),
@@ -316,15 +317,14 @@ def _number(given: Mapping[str, Any], name: str, default: float, high: float) ->
 
 
 def _whole(
-    given: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None = None
+    given: Mapping[str, Any], name: str, default: int | None, low: int, high: int = _MOST_WHOLE
 ) -> int | None:
     value = given.get(name)
     if value is None:
         return default
-    if type(value) is not int or value < low or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    if type(value) is not int or not low <= value <= high:
         raise RequestError(
-            f"{name} {json.dumps(value)[:80]}; give a whole number {limits}", param=name
+            f"{name} {json.dumps(value)[:80]}; give a whole number from {low} to {high}", param=name
         )
     return value
 

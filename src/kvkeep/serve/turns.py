@@ -72,9 +72,16 @@ class Turns:
             if place.holds:
                 self.done()
 
-    async def wait(self, place: Place) -> None:
+    def deadline(self) -> float:
+        """When a request that arrives now has waited too long, in the loop's time."""
+        return asyncio.get_running_loop().time() + self._limits.wait_s
+
+    async def wait(self, place: Place, deadline: float) -> None:
         """Wait until it is this request's turn, which lasts until the place is left, or, once it
         was handed over, until `done`.
+
+        Args:
+            deadline: from `deadline`, when the request arrived.
 
         Raises:
             RequestError: 503, its turn did not come in time.
@@ -85,7 +92,7 @@ class Turns:
         place.turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place.name, deque()).append(place)
         try:
-            async with asyncio.timeout(self._limits.wait_s):
+            async with asyncio.timeout_at(deadline):
                 await place.turn
         except TimeoutError:
             raise RequestError(
