@@ -151,6 +151,8 @@ def _spread(value):
         ("expr_str", "Symbol('s0').__class__"),
         ("expr_str", "Pow(Integer(9), Pow(Integer(9), Integer(9)))"),
         ("expr_str", "Pow(Integer(9), Mul(Integer(64), Integer(64), Integer(64)))"),
+        ("expr_str", "Pow(" * 6 + "Integer(9)" + ", Integer(64))" * 6),
+        ("expr_str", "Pow(Add(Pow(Integer(9), Integer(64)), Integer(1)), Integer(64))"),
         ("expr_str", "Integer(9" + "0" * 5000 + ")"),
         ("expr_str", "Integer(" * 900 + "1" + ")" * 900),
         ("expr_str", "Symbol(" + EVIL + ")"),
