@@ -22,6 +22,8 @@ import kvkeep
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store import PrefixStore, Redis, remote
 from kvkeep.store import redis as module
+from kvkeep.store.backend import digest
+from kvkeep.store.shared import _alike
 
 TEXT = list(range(40))  # five blocks
 
@@ -563,6 +565,46 @@ def test_an_answer_that_never_ends_has_a_deadline(server, monkeypatch, call):
     assert not (list(found) if call == "scan" else found)
     assert asked
     assert backend.resting
+    assert "Timeout" in backend.last_error
+
+
+def _late(backend, monkeypatch, answer):
+    """Let a backend's server answer each journey in time, but slowly; the journeys are listed."""
+    journeys = []
+
+    def piped(commands):
+        backend._clock.left()
+        journeys.append(commands)
+        assert len(journeys) < 200, "it goes on and on"
+        time.sleep(0.02)
+        return [answer(command, len(journeys)) for command in commands]
+
+    monkeypatch.setattr(backend, "_piped", piped)
+    return journeys
+
+
+def test_pages_that_never_end(server, monkeypatch):
+    """What a text has in common with others is looked for in the time of one call."""
+    backend = Redis(server.url, deadline=0.3)
+    _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
+    identity, prefix = "m", digest(torch.tensor([], dtype=torch.int64))
+    assert _alike(backend, identity, prefix, torch.tensor([1, 2])) is None
+    assert "Timeout" in backend.last_error
+
+    backend = Redis(server.url)
+    monkeypatch.setattr(module, "_MOST_PAGES", 10)
+    journeys = _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
+    assert list(backend.scan()) == []
+    assert len(journeys) == 10
+
+
+def test_labels_that_cannot_be_read(server, monkeypatch):
+    """Each needs a look at its block, all in the time of one call."""
+    monkeypatch.setattr(module, "_LABELS", 1)
+    backend = Redis(server.url, deadline=0.3)
+    keys = [block.key for block in blocks_of(list(range(8 * 90)))]
+    _late(backend, monkeypatch, lambda command, _: b"x")
+    assert backend.labels(keys) == [None] * 90
     assert "Timeout" in backend.last_error
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -312,6 +312,11 @@ class Backend(ABC):
     @abstractmethod
     def scan(self, prefix: str = "") -> Iterator[str]:
         """The keys that begin so."""
+
+    def as_one_call(self) -> AbstractContextManager[None]:
+        """While this is entered, all calls of this thread together take at most as long as one may;
+        here a call has no limit."""
+        return nullcontext()
 
     def quarantine(self, key: str) -> None:
         """Put aside a block that was found damaged, or other than it should be, so that it is never

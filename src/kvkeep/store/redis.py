@@ -6,6 +6,7 @@ import hashlib
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from itertools import takewhile
 from math import inf
@@ -41,6 +42,7 @@ _MOST = 512 * 2**20  # bytes of a value
 _AT_ONCE = 32 * 2**20  # bytes sent or asked for in one journey
 _PAGE = 256  # keys of a scan, and labels, in one journey
 _LABELS = 16
+_MOST_PAGES = 1 << 16  # of a listing: a server may say that there is ever more
 _ASIDE_MS = 24 * 3600 * 1000  # the life of what was found damaged
 
 Command = tuple[Any, ...]
@@ -65,7 +67,7 @@ class Redis(Remote):
             on, and for a block to be sent.
         deadline: seconds that a call may take over all, however its answer comes; what is not there
             by then is a miss. A listing of the whole server (`scan`, `gc`) has as long for each of
-            its pages.
+            its pages, of which at most 65536 are read.
         name: how all keys begin, before a colon; stores of other names know nothing of each other.
 
     Raises:
@@ -129,7 +131,7 @@ class Redis(Remote):
         start = b"[" + own if own else b"-"
         stop = b"(" + own + b"\xff" if own else b"+"
         before = b""
-        while True:
+        for _ in range(_MOST_PAGES):
             [page] = self._sent([self._script(PAGE, start, stop, _PAGE)]) or [None]
             if not isinstance(page, list) or not all(isinstance(key, bytes) for key in page):
                 return
@@ -174,7 +176,14 @@ class Redis(Remote):
                 waiting, size = [], 0
         return done + self._put(waiting)
 
+    def as_one_call(self) -> AbstractContextManager[None]:
+        return self._clock.running(self._deadline)
+
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        with self._clock.running(self._deadline):
+            return self._labels(keys)
+
+    def _labels(self, keys: Sequence[str]) -> list[Label | None]:
         found: list[Label | None] = []
         for start in range(0, len(keys), _LABELS):
             some = keys[start : start + _LABELS]
@@ -245,7 +254,7 @@ class Redis(Remote):
     def _walk(self, beginning: str) -> Iterator[list[bytes]]:
         """All names in the server that begin so, some at once; some may come twice."""
         cursor: Any = 0
-        while True:
+        for _ in range(_MOST_PAGES):
             pattern = ("MATCH", beginning + "*", "COUNT", 1000)
             [answer] = self._sent([("SCAN", cursor, *pattern)]) or [None]
             if not isinstance(answer, (list, tuple)) or len(answer) != 2:
