@@ -22,6 +22,7 @@ from backends import blocks_of, found, put
 from kvkeep import files as kvkeep_files
 from kvkeep.errors import SpecError
 from kvkeep.store import Disk, opened
+from kvkeep.store import backend as backend_module
 from kvkeep.store import disk as module
 from kvkeep.store import index as index_module
 
@@ -321,6 +322,17 @@ def test_rows_of_other_types(filled, column, value):
     assert put(disk, TOKENS) == 30
     assert found(disk, TOKENS) == 30
     assert disk.failures == 0, disk.last_error
+
+
+def test_a_block_larger_than_the_free_memory(filled, monkeypatch):
+    """Nothing is taken for it, and it is kept."""
+    disk = Disk(filled)
+    size = blocks(filled)[0].stat().st_size
+    monkeypatch.setattr(backend_module, "free_bytes", lambda _: size // 2)
+    assert found(disk, TOKENS) == 0
+    assert (disk.damaged, "MemoryError" in disk.last_error) == (0, True)
+    monkeypatch.undo()
+    assert found(disk, TOKENS) == 30
 
 
 def test_an_index_that_is_damaged_while_it_is_open(filled):

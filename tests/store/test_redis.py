@@ -21,6 +21,7 @@ from redis_server import Server
 import kvkeep
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store import PrefixStore, Redis, remote
+from kvkeep.store import backend as backend_module
 from kvkeep.store import redis as module
 from kvkeep.store.backend import digest
 from kvkeep.store.shared import _alike
@@ -104,7 +105,7 @@ def test_journeys_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
     assert len(journeys) == 3  # also what else begins like the rest
     journeys.clear()
     assert found(backend, [*tokens[:-1], 3]) == len(tokens) - 1
-    assert len(journeys) == 5  # and how it goes on, and to get it
+    assert len(journeys) == 6  # and how it goes on, its size, and to get it
     calls = {name: stats["calls"] for name, stats in server.client().info("commandstats").items()}
     assert "cmdstat_keys" not in calls
     assert "cmdstat_scan" not in calls
@@ -606,6 +607,20 @@ def test_labels_that_cannot_be_read(server, monkeypatch):
     _late(backend, monkeypatch, lambda command, _: b"x")
     assert backend.labels(keys) == [None] * 90
     assert "Timeout" in backend.last_error
+
+
+def test_a_block_larger_than_the_free_memory(server, monkeypatch):
+    """It is not asked for."""
+    backend = Redis(server.url)
+    put(backend, TEXT)
+    keys = list(backend.scan())
+    assert backend.get(keys[0]) is not None
+    monkeypatch.setattr(backend_module, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(backend, "_got", None)
+    assert backend.get(keys[0]) is None
+    assert backend.leading(keys) == []
+    assert "MemoryError" in backend.last_error
+    assert not backend.resting
 
 
 def test_a_large_answer_in_time(server):

@@ -18,6 +18,7 @@ from kvkeep import tensorfile
 from kvkeep.errors import SpecError
 from kvkeep.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.ledger import nothing_of
+from kvkeep.storage.memory import free_bytes
 from kvkeep.store.stretch import Stretch
 from kvkeep.tensorfile import Layout
 
@@ -268,6 +269,12 @@ def key_of(identity: str, prefix: str, tokens: Tensor) -> str:
 def is_key(key: object) -> bool:
     """Whether this is the key of a block."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
+def most_bytes() -> int:
+    """The largest block that may be read now: what is larger would not fit the free memory."""
+    free = free_bytes(torch.device("cpu"))
+    return MOST_BYTES if free is None else min(MOST_BYTES, free)
 
 
 def require_budget(budget: int | None) -> None:

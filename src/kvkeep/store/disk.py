@@ -26,6 +26,7 @@ from kvkeep.store.backend import (
     Label,
     OtherBlockError,
     is_key,
+    most_bytes,
     require_budget,
 )
 from kvkeep.store.index import MOST_BYTES as INDEXED_BYTES
@@ -325,6 +326,7 @@ def _whole(file: Path) -> bytearray:
 
     Raises:
         OSError: it cannot be read.
+        MemoryError: it does not fit the free memory, of which none was taken.
         ValueError: it is no block.
     """
     with opened(file, follow=False) as handle:
@@ -333,6 +335,8 @@ def _whole(file: Path) -> bytearray:
         layout = Layout.read(head, HEADER_BYTES)
         if layout.nbytes != size or size > MOST_BYTES:
             raise ValueError(f"{size} bytes of {layout.nbytes}")
+        if size > most_bytes():
+            raise MemoryError(f"no memory for a block of {size} bytes")
         data = bytearray(size)
         read_into(handle, data, 0)
     return data

@@ -19,6 +19,7 @@ from kvkeep.store.backend import (
     Block,
     Label,
     is_key,
+    most_bytes,
     require_budget,
 )
 from kvkeep.store.clock import Clock, punctual
@@ -109,7 +110,10 @@ class Redis(Remote):
         self._life = "" if ttl is None else int(ttl * 1000)
 
     def get(self, key: str, *, used: bool = True) -> Block | None:
-        return self._got([key], used)[0]
+        with self._clock.running(self._deadline):
+            if not self._fits(self._sizes([key])[0]):
+                return None
+            return self._got([key], used)[0]
 
     def put(self, block: Block) -> bool:
         with self._clock.running(self._deadline):
@@ -144,8 +148,7 @@ class Redis(Remote):
     def leading(self, keys: Sequence[str]) -> list[Block]:
         found: list[Block] = []
         with self._clock.running(self._deadline):
-            sizes = [size for size in takewhile(bool, self._sizes(keys)) if size]
-            for batch in _batches(keys, sizes):
+            for batch in _batches(keys, self._readable(keys)):
                 for block in self._got(batch, used=True):
                     if block is None:
                         return found
@@ -225,6 +228,19 @@ class Redis(Remote):
             0 if _is_other_type(answer) else answer if _is_count(answer) else None
             for answer in answers or [None] * len(keys)
         ]
+
+    def _readable(self, keys: Sequence[str]) -> list[int]:
+        """Bytes of the first blocks that are there, up to one that does not fit the memory."""
+        sizes = takewhile(lambda size: size and self._fits(size), self._sizes(keys))
+        return [size for size in sizes if size]
+
+    def _fits(self, size: int | None) -> bool:
+        """Whether a block may be read, of which the server says the size."""
+        most = min(_MOST, most_bytes())
+        if size is not None and size > most:
+            self._failed(MemoryError(f"a block of {size} bytes, but {most} may be read"))
+            return False
+        return True
 
     def _got(self, keys: Sequence[str], used: bool) -> list[Block | None]:
         asked: list[Command] = [("GET", self._base + key) for key in keys]
