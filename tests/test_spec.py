@@ -143,6 +143,13 @@ def test_a_spec_for_each_type_of_layer():
     assert isinstance(parse_specs("sliding_attention=window:size=4"), PerType)
 
 
+def test_specs_of_any_length_are_split_or_refused():
+    many = ";".join(f"k{index}=h2o:8" for index in range(4000))
+    assert split_specs(many) == [many]
+    with pytest.raises(SpecError, match="give at most"):
+        split_specs(many + many)
+
+
 def test_lists_of_specs():
     assert split_specs("keep_all;;window:4,sinks=2 ; h2o:8") == [
         *("keep_all", "window:4,sinks=2", "h2o:8")

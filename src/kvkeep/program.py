@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from io import FileIO, RawIOBase
+from io import BytesIO, FileIO, RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
 from kvkeep.exported import step_in as _step_in  # noqa: F401  (what programs call)
 from kvkeep.files import opened, whole_file, write_all
 from kvkeep.headers import typed
+from kvkeep.storage.memory import free_bytes
 from kvkeep.vetting import why_refused
 
 FORMAT = 1
@@ -33,6 +34,7 @@ FORMAT = 1
 
 _HEADER = "kvkeep.json"
 _MOST_JSON = 1 << 28
+_ENCRYPTED = 1
 _OURS = re.compile(
     r"archive/(archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
     r"|models/model\.json|data/sample_inputs/model\.pt|extra/kvkeep\.json"
@@ -196,16 +198,19 @@ class Program:
         the file, and runs its operators. Load only files of those whom you would let write the
         program that calls this.
 
+        The file is read once, into memory, and torch is given what was checked: a new archive of
+        the parts that were read, never the file itself.
+
         Args:
-            verify: compare the checksums of all parts.
+            verify: has no effect: the checksums of all parts are compared as they are read.
 
         Raises:
             SavedCacheError: it is not one, not whole, of another version, holds pickles, or
                 expressions, operators or names that no export of kvkeep has.
         """
-        header = _checked(named(path), verify=verify)
+        header, archive = _checked(named(path))
         try:
-            traced = torch.export.load(path)
+            traced = torch.export.load(archive)
             return cls(traced, header)
         except Exception as error:  # whatever torch makes of a file that only looks like one
             reason = " ".join(str(error).split())[:200]
@@ -250,33 +255,78 @@ def named(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _checked(path: Path, *, verify: bool) -> Header:
-    """The header of a file that is whole, and in which nothing is pickled."""
+def _checked(path: Path) -> tuple[Header, BytesIO]:
+    """The header of a file that is whole and holds only what an export writes, and a new archive of
+    the parts that were read and checked.
+
+    Readers of archives disagree about one that is not plain, such as one with another before it, so
+    torch never sees the bytes of the file.
+    """
     try:
-        with opened(path) as handle, zipfile.ZipFile(FileIO(handle, closefd=False)) as archive:
-            damaged = archive.testzip() if verify else None
-            if damaged:
-                raise SavedCacheError(f"{path} is damaged in {damaged}; export it again")
-            if f"archive/extra/{_HEADER}" not in archive.namelist():
-                raise SavedCacheError(f"{path} is no kvkeep program: it has no {_HEADER}")
-            odd = _not_ours(archive)
-            if odd:
-                raise SavedCacheError(
-                    f"{path} holds {odd}, which may be a pickle: kvkeep writes none and reads none"
-                )
-            fields = json.loads(archive.read(f"archive/extra/{_HEADER}"))
-            odd = why_refused(json.loads(archive.read("archive/models/model.json")))
-            if odd:
-                raise SavedCacheError(
-                    f"{path} says {odd}, of which torch would make code, and which no export of "
-                    "kvkeep says; export it again"
-                )
+        with opened(path) as handle, ZipFile(FileIO(handle, closefd=False)) as archive:
+            _require_ours(archive.infolist(), os.fstat(handle).st_size, path)
+            return _copied(archive, path)
     except FileNotFoundError as error:
         raise SavedCacheError(f"no file {path}; see where it was saved") from error
-    except (zipfile.BadZipFile, OSError, ValueError, KeyError, RecursionError) as error:
-        if isinstance(error, SavedCacheError):
-            raise
+    except SavedCacheError:
+        raise
+    except Exception as error:  # zipfile raises errors of many kinds for what it cannot read
         raise SavedCacheError(f"{path} cannot be read: {error}; export it again") from error
+
+
+def _require_ours(members: list[ZipInfo], size: int, path: Path) -> None:
+    """Raise SavedCacheError for parts that no export writes, before any of them is read."""
+    if f"archive/extra/{_HEADER}" not in {member.filename for member in members}:
+        raise SavedCacheError(f"{path} is no kvkeep program: it has no {_HEADER}")
+    odd = _not_ours(members)
+    if odd:
+        raise _may_be_pickle(odd, path)
+    total = sum(member.file_size for member in members)
+    if total > size:  # parts that lie over each other
+        raise SavedCacheError(
+            f"{path} cannot be read: {total} bytes of parts in a file of {size}; export it again"
+        )
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and total > free:
+        raise SavedCacheError(f"{path} needs {total} bytes of memory, of which {free} are free")
+
+
+def _may_be_pickle(name: str, path: Path) -> SavedCacheError:
+    return SavedCacheError(
+        f"{path} holds {name}, which may be a pickle: kvkeep writes none and reads none"
+    )
+
+
+def _copied(archive: ZipFile, path: Path) -> tuple[Header, BytesIO]:
+    """The header, and a new archive of all parts, each of which was vetted as it is copied."""
+    copy = BytesIO()
+    header = None
+    with ZipFile(copy, "w", ZIP_STORED) as target:
+        for member in archive.infolist():
+            name = member.filename
+            try:
+                data = archive.read(member)
+            except BadZipFile as error:
+                raise SavedCacheError(f"{path} is damaged in {name}; export it again") from error
+            if name.endswith("_config.json") and _any_pickled(json.loads(data)):
+                raise _may_be_pickle(name, path)
+            if name.endswith("models/model.json"):
+                odd = why_refused(json.loads(data))
+                if odd:
+                    raise SavedCacheError(
+                        f"{path} says {odd}, of which torch would make code, and which no export "
+                        "of kvkeep says; export it again"
+                    )
+            if name.endswith(_HEADER):
+                header = _header(json.loads(data), path)
+            target.writestr(ZipInfo(name), data)
+    assert header is not None  # as `_require_ours` saw
+    copy.seek(0)
+    return header, copy
+
+
+def _header(fields: Any, path: Path) -> Header:
+    """The header of what a file says."""
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         found = fields.get("format") if isinstance(fields, dict) else None
         raise SavedCacheError(
@@ -288,22 +338,22 @@ def _checked(path: Path, *, verify: bool) -> Header:
         raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error
 
 
-def _not_ours(archive: zipfile.ZipFile) -> str:
-    """A member that kvkeep would not have written, and that torch might unpickle; empty if none."""
+def _not_ours(members: list[ZipInfo]) -> str:
+    """A part that kvkeep would not have written, and that torch might unpickle; empty if none."""
     seen = set[str]()
-    for member in archive.infolist():
+    for member in members:
         name = member.filename
         # torch takes the first of two names, and those that differ in case only for the same.
         if name.casefold() in seen or not _OURS.fullmatch(name):
             return name
-        if member.compress_type != zipfile.ZIP_STORED:  # which may grow to any size
-            return f"{name}, compressed"
+        if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
+            return f"{name}, compressed"  # which may grow to any size
+        if member.flag_bits & _ENCRYPTED:
+            return f"{name}, encrypted"
         if name.endswith(".json") and member.file_size > _MOST_JSON:
             return f"{name} of {member.file_size} bytes"
         seen.add(name.casefold())
         if name.endswith("sample_inputs/model.pt") and member.file_size:
-            return name
-        if name.endswith("_config.json") and _any_pickled(json.loads(archive.read(name))):
             return name
     missing = {"archive/archive_format", "archive/models/model.json"} - seen
     return f"no {min(missing)}" if missing else ""

@@ -25,6 +25,7 @@ four sinks."""
 
 
 _MOST_TEXT = 1000  # characters of a spec
+_MOST_TEXTS = 1 << 16  # characters of several specs
 
 
 @dataclass(frozen=True)
@@ -179,19 +180,25 @@ def parse_specs(text: str) -> CacheSpec | PerType:
 
 def split_specs(text: str) -> list[str]:
     """The texts of several specs, set off by semicolons. Specs of layer types that follow each
-    other are one; it ends where a type comes again, or a spec for all layers."""
-    found: list[str] = []
+    other are one; it ends where a type comes again, or a spec for all layers.
+
+    Raises:
+        SpecError: it is too long.
+    """
+    if len(text) > _MOST_TEXTS:
+        raise SpecError(f"specs of {len(text)} characters; give at most {_MOST_TEXTS}")
+    found: list[list[str]] = []
     kinds: set[str] = set()
     for part in (part.strip() for part in text.split(";")):
         typed = _TYPED.match(part)
         if typed and kinds and typed[1] not in kinds:
-            found[-1] += f";{part}"
+            found[-1].append(part)
         elif part:
-            found.append(part)
+            found.append([part])
             kinds.clear()
         if typed:
             kinds.add(typed[1])
-    return found
+    return [";".join(parts) for parts in found]
 
 
 _TYPED = re.compile(r"\s*(\w+)\s*=")

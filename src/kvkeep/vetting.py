@@ -108,7 +108,7 @@ def _is_expression(text: str) -> bool:
             if len(part.args) != 1 or not _is_symbol(part.args[0]):
                 return False
             quoted.add(part.args[0])
-        if part.func.id == "Pow" and not _is_small(part.args[1:]):
+        if part.func.id == "Pow" and not (_is_base(part.args[:1]) and _is_small(part.args[1:])):
             return False
     return bool(parts) and all(
         isinstance(part, (*_PLAIN, ast.Call, ast.keyword))
@@ -165,6 +165,14 @@ def _is_key(part: ast.Constant) -> bool:
 def _is_symbol(part: ast.AST) -> bool:
     value = part.value if isinstance(part, ast.Constant) else None
     return isinstance(value, str) and _SYMBOL.fullmatch(value) is not None
+
+
+def _is_base(bases: list[ast.expr]) -> bool:
+    """Whether this is one base without a power in it: powers of powers make numbers of a million
+    digits, however small each exponent is."""
+    calls = (part for each in bases for part in ast.walk(each) if isinstance(part, ast.Call))
+    names = (part.func.id for part in calls if isinstance(part.func, ast.Name))
+    return len(bases) == 1 and "Pow" not in names
 
 
 def _is_small(exponents: list[ast.expr]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from contextlib import nullcontext
 from io import FileIO
 
 import pytest
+import torch
 from families import tiny
 
 import kvkeep
@@ -148,6 +151,8 @@ def _spread(value):
         ("expr_str", "Symbol('s0').__class__"),
         ("expr_str", "Pow(Integer(9), Pow(Integer(9), Integer(9)))"),
         ("expr_str", "Pow(Integer(9), Mul(Integer(64), Integer(64), Integer(64)))"),
+        ("expr_str", "Pow(" * 6 + "Integer(9)" + ", Integer(64))" * 6),
+        ("expr_str", "Pow(Add(Pow(Integer(9), Integer(64)), Integer(1)), Integer(64))"),
         ("expr_str", "Integer(9" + "0" * 5000 + ")"),
         ("expr_str", "Integer(" * 900 + "1" + ")" * 900),
         ("expr_str", "Symbol(" + EVIL + ")"),
@@ -227,6 +232,64 @@ def test_members_that_would_grow(saved):
             target.writestr(member, source.read(member), compress_type=kind)
     with pytest.raises(SavedCacheError, match="compressed"):
         kvkeep.Program.load(other)
+
+
+def _with_start(whole, start):
+    """A whole archive behind another's parts and list of them, such that a reader that counts from
+    the list's end finds the whole one, and a reader that counts from the file's start the other."""
+    at = start.rindex(b"PK\5\6")
+    size, offset = struct.unpack("<II", start[at + 12 : at + 20])
+    entries = start[: offset + size]
+    end = whole.rindex(b"PK\5\6")
+    size_of_whole, offset_of_whole = struct.unpack("<II", whole[end + 12 : end + 20])
+    assert (size, offset) == (size_of_whole, offset_of_whole)
+    return entries + whole
+
+
+def test_torch_is_given_what_was_vetted(saved, tmp_path):
+    """An archive may be two: what was vetted is loaded, not what torch would find in the file."""
+
+    def other(name, data):
+        return b"\xff" * len(data) if name.endswith("weights/weight_0") else data
+
+    def plain(source):
+        """With a list of parts of the plain kind, the only one of which the offsets are shifted."""
+        found = io.BytesIO()
+        with zipfile.ZipFile(source) as old, zipfile.ZipFile(found, "w") as new:
+            for name in old.namelist():
+                new.writestr(zipfile.ZipInfo(name), old.read(name))
+        return found.getvalue()
+
+    evil = plain(shutil.copy(rewritten(saved, other), tmp_path / "evil.pt2"))
+    target = tmp_path / "two.pt2"
+    target.write_bytes(_with_start(plain(saved), evil))
+    assert (
+        not torch.export.load(target).state_dict["model.model.embed_tokens.weight"].isfinite().all()
+    )
+    kept = kvkeep.Program.load(target)._traced.state_dict
+    expected = kvkeep.Program.load(saved)._traced.state_dict
+    assert all(kept[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, 99])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_parts_of_other_kinds_are_refused_unread(saved, tmp_path, monkeypatch, method, encrypted):
+    data = bytearray(saved.read_bytes())
+    start = data.rindex(b"PK\1\2", 0, data.rindex(MODEL.encode()))
+    data[start + 8] |= encrypted
+    data[start + 10 : start + 12] = struct.pack("<H", method)
+    (tmp_path / "a.pt2").write_bytes(data)
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)
+    with pytest.raises(SavedCacheError, match="compressed"):
+        kvkeep.Program.load(tmp_path / "a.pt2")
+
+
+def test_encrypted_parts(saved, tmp_path):
+    data = bytearray(saved.read_bytes())
+    data[data.rindex(b"PK\1\2", 0, data.rindex(MODEL.encode())) + 8] |= 1
+    (tmp_path / "a.pt2").write_bytes(data)
+    with pytest.raises(SavedCacheError, match="encrypted"):
+        kvkeep.Program.load(tmp_path / "a.pt2")
 
 
 def test_a_fifo_is_no_program(tmp_path):

@@ -15,6 +15,8 @@ from turns import same
 
 import kvkeep
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
+from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.snapshot import save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,6 +120,22 @@ def test_a_sibling_is_refused(tmp_path, model, ids, how, said):
     assert kvkeep.load(tmp_path / "a.kv", sibling, force=True).fed == cache.fed
     with pytest.raises(SavedCacheError, match="holds 2 layers"):
         kvkeep.load(tmp_path / "a.kv", tiny("llama", num_hidden_layers=3), force=True)
+
+
+def test_crafted_headers(tmp_path, model, ids):
+    """Whatever a header says, only one kind of error comes of it."""
+    cache = kvkeep.Cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    path = tmp_path / "a.kv"
+    own, layers = fingerprint(model), len(cache.layers)
+    for spec in ("no_such", "window:-1", "window:4+int8:3", "keep_all@fixed:" + "9" * 17):
+        save(cache, path, specs=[spec] * layers, fingerprint=own)
+        with pytest.raises(SavedCacheError):
+            kvkeep.load(path, model)
+    save(cache, path, specs=["keep_all"] * layers, fingerprint=own | {"config": "[" * 5000})
+    with pytest.raises(SavedCacheError, match="config differs"):
+        kvkeep.load(path, model)
 
 
 def test_a_fingerprint_of_fewer_parts(tmp_path, model, ids, monkeypatch):

@@ -17,10 +17,11 @@ import kvkeep
 from kvkeep.blocks.prompt import Encoded
 from kvkeep.blocks.segments import Segment, Span
 from kvkeep.errors import UnsupportedError
+from kvkeep.hf import adapters
 from kvkeep.hf.adapters import NEVER, Activation, Takeover
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.store import Disk, PrefixStore
-from kvkeep.store.model import keyed
+from kvkeep.store.model import feed, keyed
 
 INVOCATION = [90, 91, 92]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -51,6 +52,21 @@ def text(length, seed=3):
 def prompt(*parts):
     """Token ids (1, n) of texts and invocations."""
     return torch.cat([torch.as_tensor(part) for part in parts])[None]
+
+
+def test_a_forward_that_fails_leaves_no_adapter_in_charge(monkeypatch):
+    model = adapted()
+    cache = kvkeep.Cache(model)
+    cache.takeover = Takeover(0, "0")
+
+    def interrupted(**_):
+        assert adapters._OFFSET.get() == 5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.get_decoder(), "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        feed(model, text(5), cache)
+    assert adapters._OFFSET.get() is None
 
 
 def test_where_the_last_invocation_begins():

@@ -4,6 +4,7 @@ and what cannot be read or written is a miss."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -21,7 +22,9 @@ from backends import blocks_of, found, put
 from kvkeep import files as kvkeep_files
 from kvkeep.errors import SpecError
 from kvkeep.store import Disk, opened
+from kvkeep.store import backend as backend_module
 from kvkeep.store import disk as module
+from kvkeep.store import index as index_module
 
 TOKENS = list(range(30))
 
@@ -263,6 +266,73 @@ def test_what_lies_in_the_index_place(filled, tmp_path, make):
     if make == "link":
         with sqlite3.connect(tmp_path / "other.sqlite") as other:
             assert other.execute("select name from sqlite_master").fetchall() == [("mine",)]
+
+
+def _with_odd_files_beside(path):
+    signal.alarm(30)  # SQLite would wait for a writer
+    disk = Disk(path)
+    assert found(disk, TOKENS) == 30
+    assert put(disk, [*range(8), 99]) == 9
+    assert disk.failures == 0, disk.last_error
+
+
+@pytest.mark.parametrize("end", ["-journal", "-wal", "-shm"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda place: place.symlink_to("/dev/full")])
+def test_what_lies_beside_the_index(filled, end, make):
+    index = sqlite3.connect(filled / "index.sqlite")
+    index.execute("pragma wal_checkpoint(truncate)")
+    index.close()
+    place = filled / f"index.sqlite{end}"
+    place.unlink(missing_ok=True)
+    make(place)
+    assert in_a_child(_with_odd_files_beside, filled) == 0
+
+
+def _while_another_holds_the_lock(path):
+    signal.alarm(30)
+    index_module._WAIT_S = 0.2
+    (path / "index.sqlite").write_bytes(b"junk" * 2000)
+    with open(path / "index.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        disk = Disk(path)
+        assert found(disk, TOKENS) == 0
+        assert not disk.put(blocks_of([1, 2])[0])
+        assert "TimeoutError" in disk.last_error
+    assert found(disk, TOKENS) == 30
+
+
+def test_a_lock_that_is_held_for_long(filled):
+    assert in_a_child(_while_another_holds_the_lock, filled) == 0
+
+
+@pytest.mark.parametrize("column", ["file", "nbytes", "used"])
+@pytest.mark.parametrize("value", ["text", b"blob", 0.5, -(2**63), 2**63 - 1])
+def test_rows_of_other_types(filled, column, value):
+    """They are dropped where they are met, also in an index that is open."""
+    disk = Disk(filled, budget=10**9)
+    assert found(disk, TOKENS) == 30
+    with sqlite3.connect(filled / "index.sqlite") as index:
+        first = "(select key from blocks order by used limit 1)"
+        index.execute(f"update blocks set {column} = ? where key = {first}", (value,))
+    keys = list(disk.scan())
+    assert len(disk.labels(keys)) == 4
+    assert disk.nbytes >= 0
+    disk.gc(budget=1)
+    Disk(filled, budget=1).put(blocks_of([1, 2])[0])
+    assert put(disk, TOKENS) == 30
+    assert found(disk, TOKENS) == 30
+    assert disk.failures == 0, disk.last_error
+
+
+def test_a_block_larger_than_the_free_memory(filled, monkeypatch):
+    """Nothing is taken for it, and it is kept."""
+    disk = Disk(filled)
+    size = blocks(filled)[0].stat().st_size
+    monkeypatch.setattr(backend_module, "free_bytes", lambda _: size // 2)
+    assert found(disk, TOKENS) == 0
+    assert (disk.damaged, "MemoryError" in disk.last_error) == (0, True)
+    monkeypatch.undo()
+    assert found(disk, TOKENS) == 30
 
 
 def test_an_index_that_is_damaged_while_it_is_open(filled):

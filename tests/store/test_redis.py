@@ -21,7 +21,10 @@ from redis_server import Server
 import kvkeep
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store import PrefixStore, Redis, remote
+from kvkeep.store import backend as backend_module
 from kvkeep.store import redis as module
+from kvkeep.store.backend import digest
+from kvkeep.store.shared import _alike
 
 TEXT = list(range(40))  # five blocks
 
@@ -102,7 +105,7 @@ def test_journeys_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
     assert len(journeys) == 3  # also what else begins like the rest
     journeys.clear()
     assert found(backend, [*tokens[:-1], 3]) == len(tokens) - 1
-    assert len(journeys) == 5  # and how it goes on, and to get it
+    assert len(journeys) == 6  # and how it goes on, its size, and to get it
     calls = {name: stats["calls"] for name, stats in server.client().info("commandstats").items()}
     assert "cmdstat_keys" not in calls
     assert "cmdstat_scan" not in calls
@@ -564,6 +567,60 @@ def test_an_answer_that_never_ends_has_a_deadline(server, monkeypatch, call):
     assert asked
     assert backend.resting
     assert "Timeout" in backend.last_error
+
+
+def _late(backend, monkeypatch, answer):
+    """Let a backend's server answer each journey in time, but slowly; the journeys are listed."""
+    journeys = []
+
+    def piped(commands):
+        backend._clock.left()
+        journeys.append(commands)
+        assert len(journeys) < 200, "it goes on and on"
+        time.sleep(0.02)
+        return [answer(command, len(journeys)) for command in commands]
+
+    monkeypatch.setattr(backend, "_piped", piped)
+    return journeys
+
+
+def test_pages_that_never_end(server, monkeypatch):
+    """What a text has in common with others is looked for in the time of one call."""
+    backend = Redis(server.url, deadline=0.3)
+    _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
+    identity, prefix = "m", digest(torch.tensor([], dtype=torch.int64))
+    assert _alike(backend, identity, prefix, torch.tensor([1, 2])) is None
+    assert "Timeout" in backend.last_error
+
+    backend = Redis(server.url)
+    monkeypatch.setattr(module, "_MOST_PAGES", 10)
+    journeys = _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
+    assert list(backend.scan()) == []
+    assert len(journeys) == 10
+
+
+def test_labels_that_cannot_be_read(server, monkeypatch):
+    """Each needs a look at its block, all in the time of one call."""
+    monkeypatch.setattr(module, "_LABELS", 1)
+    backend = Redis(server.url, deadline=0.3)
+    keys = [block.key for block in blocks_of(list(range(8 * 90)))]
+    _late(backend, monkeypatch, lambda command, _: b"x")
+    assert backend.labels(keys) == [None] * 90
+    assert "Timeout" in backend.last_error
+
+
+def test_a_block_larger_than_the_free_memory(server, monkeypatch):
+    """It is not asked for."""
+    backend = Redis(server.url)
+    put(backend, TEXT)
+    keys = list(backend.scan())
+    assert backend.get(keys[0]) is not None
+    monkeypatch.setattr(backend_module, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(backend, "_got", None)
+    assert backend.get(keys[0]) is None
+    assert backend.leading(keys) == []
+    assert "MemoryError" in backend.last_error
+    assert not backend.resting
 
 
 def test_a_large_answer_in_time(server):

@@ -115,7 +115,7 @@ def _difference(part: str, then: str, now: str) -> list[str]:
         return [f"dtype was {then}, is {now}"]
     try:
         old, new = json.loads(then), json.loads(now)
-    except ValueError:
+    except (ValueError, RecursionError):  # what was recorded may be any text
         old = new = None
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [f"{part} {'differ' if part.endswith('s') else 'differs'}"]

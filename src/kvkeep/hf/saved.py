@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.errors import SavedCacheError
+from kvkeep.errors import CapacityError, SavedCacheError, SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config
 from kvkeep.hf.fingerprint import differences, fingerprint
 from kvkeep.snapshot import Saved
+from kvkeep.storage.memory import SHORTAGE
 
 
 def load(
@@ -35,7 +36,7 @@ def load(
 
     Raises:
         SavedCacheError: not a saved cache, not whole, of a newer version, or of another model, with
-            what differs.
+            what differs; or its specs cannot be, or need more memory than there is.
     """
     saved = Saved(path, verify=verify)
     differing = differences(saved.header.fingerprint, fingerprint(model, tokenizer))
@@ -48,7 +49,12 @@ def load(
     expected = decoder_config(base_config(model)).num_hidden_layers
     if layers != expected:
         raise SavedCacheError(f"{path} holds {layers} layers, the model has {expected}")
-    cache = Cache(model, saved.header.specs, capacity=saved.header.capacity)
-    saved.restore_to(cache, next(model.parameters()).device)
+    try:
+        cache = Cache(model, saved.header.specs, capacity=saved.header.capacity)
+        saved.restore_to(cache, next(model.parameters()).device)
+    except SavedCacheError:
+        raise
+    except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
+        raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
     tokens(saved.tokens)
     return cache

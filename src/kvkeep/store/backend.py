@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from kvkeep import tensorfile
 from kvkeep.errors import SpecError
 from kvkeep.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.ledger import nothing_of
+from kvkeep.storage.memory import free_bytes
 from kvkeep.store.stretch import Stretch
 from kvkeep.tensorfile import Layout
 
@@ -270,6 +271,12 @@ def is_key(key: object) -> bool:
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
+def most_bytes() -> int:
+    """The largest block that may be read now: what is larger would not fit the free memory."""
+    free = free_bytes(torch.device("cpu"))
+    return MOST_BYTES if free is None else min(MOST_BYTES, free)
+
+
 def require_budget(budget: int | None) -> None:
     """Raise SpecError for a budget that nothing fits."""
     if budget is not None and budget < 1:
@@ -312,6 +319,11 @@ class Backend(ABC):
     @abstractmethod
     def scan(self, prefix: str = "") -> Iterator[str]:
         """The keys that begin so."""
+
+    def as_one_call(self) -> AbstractContextManager[None]:
+        """While this is entered, all calls of this thread together take at most as long as one may;
+        here a call has no limit."""
+        return nullcontext()
 
     def quarantine(self, key: str) -> None:
         """Put aside a block that was found damaged, or other than it should be, so that it is never

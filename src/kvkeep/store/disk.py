@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar, final
+from typing import ClassVar, TypeVar, cast, final
 
 from kvkeep import tensorfile
 from kvkeep.errors import SpecError
@@ -26,9 +26,11 @@ from kvkeep.store.backend import (
     Label,
     OtherBlockError,
     is_key,
+    most_bytes,
     require_budget,
 )
-from kvkeep.store.index import NAME, Index, Row
+from kvkeep.store.index import MOST_BYTES as INDEXED_BYTES
+from kvkeep.store.index import NAME, Index, Row, is_row
 from kvkeep.tensorfile import Layout, header_bytes
 
 _PARTS = ("blocks", "new", "quarantine")
@@ -250,18 +252,19 @@ class Disk(Backend):
     def _file(self, key: str) -> Path | None:
         """Where the index says that a block is, if that is where blocks are."""
 
-        def name(index: sqlite3.Connection) -> str | None:
-            row = index.execute("select file from blocks where key = ?", (key,)).fetchone()
-            return None if row is None else str(row[0])
+        def row(index: sqlite3.Connection) -> tuple[object] | None:
+            found = index.execute("select file from blocks where key = ?", (key,)).fetchone()
+            return cast("tuple[object] | None", found)
 
-        found = self._asked(lambda: self._index.ask(name), None) if is_key(key) else None
+        found = self._asked(lambda: self._index.ask(row), None) if is_key(key) else None
         if found is None:
             return None
-        if not NAME.fullmatch(found):
+        (name,) = found
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             self.damaged += 1
-            self._forget(key, found)
+            self._changed(lambda index: index.execute("delete from blocks where key = ?", (key,)))
             return None
-        return self.path / "blocks" / found
+        return self.path / "blocks" / name
 
     def _first_bytes(self, key: str) -> bytes | None:
         file = self._file(key)
@@ -323,6 +326,7 @@ def _whole(file: Path) -> bytearray:
 
     Raises:
         OSError: it cannot be read.
+        MemoryError: it does not fit the free memory, of which none was taken.
         ValueError: it is no block.
     """
     with opened(file, follow=False) as handle:
@@ -331,6 +335,8 @@ def _whole(file: Path) -> bytearray:
         layout = Layout.read(head, HEADER_BYTES)
         if layout.nbytes != size or size > MOST_BYTES:
             raise ValueError(f"{size} bytes of {layout.nbytes}")
+        if size > most_bytes():
+            raise MemoryError(f"no memory for a block of {size} bytes")
         data = bytearray(size)
         read_into(handle, data, 0)
     return data
@@ -360,7 +366,12 @@ def _header(handle: int, size: int) -> bytearray:
 
 
 def _total(index: sqlite3.Connection) -> int:
-    return int(index.execute("select coalesce(sum(nbytes), 0) from blocks").fetchone()[0])
+    """Bytes of all files, of the rows that hold a number of bytes."""
+    total = (
+        "select coalesce(sum(nbytes), 0) from blocks "
+        "where typeof(nbytes) = 'integer' and nbytes between 0 and ?"
+    )
+    return int(index.execute(total, (INDEXED_BYTES,)).fetchone()[0])
 
 
 def _names(index: sqlite3.Connection) -> set[str]:
@@ -369,14 +380,17 @@ def _names(index: sqlite3.Connection) -> set[str]:
 
 def _over(budget: int | None, index: sqlite3.Connection) -> list[str]:
     """Forget what was used longest ago until the rest fits; the files of that."""
-    total, removed = _total(index), list[str]()
-    if budget is None or total <= budget:
+    removed = list[str]()
+    if budget is None or _total(index) <= budget:
         return removed
-    rows = index.execute("select key, file, nbytes from blocks order by used").fetchall()
-    for key, file, size in rows:
-        if total <= budget:
-            break
-        index.execute("delete from blocks where key = ?", (key,))
-        total -= size
-        removed.append(file)
+    all_rows = index.execute("select key, file, nbytes, used from blocks order by used")
+    rows = [Row._make(row) for row in all_rows]
+    total = sum(row.nbytes for row in rows if is_row(row))
+    for row in rows:
+        if is_row(row):
+            if total <= budget:
+                continue
+            total -= row.nbytes
+            removed.append(row.file)
+        index.execute("delete from blocks where key = ?", (row.key,))
     return removed

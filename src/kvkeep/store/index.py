@@ -8,6 +8,7 @@ import re
 import sqlite3
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,8 +27,10 @@ create table if not exists blocks (
 ) without rowid
 """
 _COLUMNS = [("key", "TEXT"), ("file", "TEXT"), ("nbytes", "INTEGER"), ("used", "REAL")]
-_MOST_BYTES = 1 << 48  # of a file, and as sums are kept
-_WAIT_S = 30.0  # for another process's transaction
+MOST_BYTES = 1 << 48  # of a file, and as sums are kept
+_WAIT_S = 30.0  # for another process's transaction, or until it has made an index
+_RETRY_S = 0.05
+_BESIDE = ("-journal", "-wal", "-shm")  # files that SQLite opens beside an index, by name
 _DAMAGE = {
     sqlite3.SQLITE_ERROR,  # such as a table that is not there
     sqlite3.SQLITE_CORRUPT,
@@ -80,6 +83,7 @@ class Index:
         self._path, self._rows, self._aside = path, rows, aside
         self._local = threading.local()
         self._inherited: list[sqlite3.Connection] = []
+        self._locked_until = 0.0
 
     def ask(self, question: Callable[[sqlite3.Connection], Answer]) -> Answer:
         """What a question gives; it is asked again once a damaged index was made again.
@@ -165,6 +169,7 @@ class Index:
                 raise sqlite3.DatabaseError(f"{file} is no index")  # no code, so it is damage
             self._repair()
             file = self._current()
+        _require_files_beside(file)
         index = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)
         try:
             index.execute("pragma journal_mode = wal")
@@ -182,6 +187,8 @@ class Index:
             for option in ("mode=ro", "immutable=1"):
                 index = None
                 with suppress(sqlite3.Error), _sqlite_errors():
+                    if option == "mode=ro":
+                        _require_files_beside(file)
                     place = f"file:{quote(str(file))}?{option}"
                     index = sqlite3.connect(place, uri=True, timeout=_WAIT_S, isolation_level=None)
                     if _is_sound(index):
@@ -202,15 +209,8 @@ class Index:
             return
         with self._alone():
             file = self._current()
-            if _is_file(file):
-                with closing(sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)) as index:
-                    try:
-                        with _sqlite_errors():
-                            if _is_sound(index):
-                                return
-                    except sqlite3.Error as error:
-                        if not _is_damage(error):
-                            raise
+            if _is_file(file) and self._is_sound(file):
+                return
             new = self._path / f"index.{uuid.uuid4().hex}.new"
             os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE))
             try:
@@ -227,6 +227,20 @@ class Index:
                     file.rename(self._aside / f"{uuid.uuid4().hex}.sqlite")
             self._local.held = self._local.current = None
 
+    def _is_sound(self, file: Path) -> bool:
+        """Whether another process's index is a good one."""
+        try:
+            _require_files_beside(file)
+            with (
+                closing(sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)) as index,
+                _sqlite_errors(),
+            ):
+                return _is_sound(index)
+        except sqlite3.Error as error:
+            if not _is_damage(error):
+                raise
+            return False
+
     def _fill(self, index: sqlite3.Connection) -> None:
         index.execute("begin")
         index.execute(_TABLE)
@@ -235,14 +249,41 @@ class Index:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other thread or process makes an index here."""
+        """While no other thread or process makes an index here.
+
+        Raises:
+            TimeoutError: another holds the lock for too long; for as long again nobody waits.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(self._path / "index.lock", flags, PRIVATE)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            self._lock(handle)
             yield
         finally:
             os.close(handle)
+
+    def _lock(self, handle: int) -> None:
+        start = time.monotonic()
+        until = start if start < self._locked_until else start + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    if until > start:
+                        self._locked_until = until + _WAIT_S
+                    raise TimeoutError(f"index.lock is held by another for {_WAIT_S} s") from error
+            time.sleep(_RETRY_S)
+
+
+def _require_files_beside(index: Path) -> None:
+    """Raise DatabaseError, as for damage, where SQLite would open what is no file: it waits for
+    whoever writes to a FIFO, and follows links."""
+    for end in _BESIDE:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(f"{index}{end}").st_mode):
+                raise sqlite3.DatabaseError(f"{index}{end} is no file")  # no code, so it is damage
 
 
 def _number(name: str) -> int:
@@ -269,17 +310,17 @@ def _is_sound(index: sqlite3.Connection) -> bool:
     if columns != _COLUMNS:
         return False
     rows = map(Row._make, index.execute("select * from blocks"))
-    return not [row for row in rows if not _is_row(row)]  # all are read: some may be no text
+    return not [row for row in rows if not is_row(row)]  # all are read: some may be no text
 
 
-def _is_row(row: Row) -> bool:
+def is_row(row: Row) -> bool:
     """Whether each column is what it should be; SQLite holds anything in any."""
     return (
         isinstance(row.key, str)
         and isinstance(row.file, str)
         and NAME.fullmatch(row.file) is not None
         and isinstance(row.nbytes, int)
-        and 0 <= row.nbytes <= _MOST_BYTES
+        and 0 <= row.nbytes <= MOST_BYTES
         and isinstance(row.used, float)
     )
 

@@ -101,12 +101,16 @@ def feed(model: PreTrainedModel, tokens: Tensor, cache: Cache, chunk: int | None
     ids = tokens.to(model.device)[None]
     start = 0 if cache.takeover is None else cache.takeover.start
     before = min(len(tokens), max(0, start - cache.fed))
-    for piece in ids.tensor_split([before], dim=1):
-        for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
-            if part.shape[1]:
-                activate(model, cache.takeover, torch.arange(cache.fed, cache.fed + part.shape[1]))
-                decoder(input_ids=part, past_key_values=cache, use_cache=True)
-    activate(model, None, tokens)
+    try:
+        for piece in ids.tensor_split([before], dim=1):
+            for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
+                if part.shape[1]:
+                    activate(
+                        model, cache.takeover, torch.arange(cache.fed, cache.fed + part.shape[1])
+                    )
+                    decoder(input_ids=part, past_key_values=cache, use_cache=True)
+    finally:  # or an adapter would take part in whatever is computed next
+        activate(model, None, tokens)
 
 
 def flat(tokens: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from itertools import takewhile
 from math import inf
@@ -18,6 +19,7 @@ from kvkeep.store.backend import (
     Block,
     Label,
     is_key,
+    most_bytes,
     require_budget,
 )
 from kvkeep.store.clock import Clock, punctual
@@ -41,6 +43,7 @@ _MOST = 512 * 2**20  # bytes of a value
 _AT_ONCE = 32 * 2**20  # bytes sent or asked for in one journey
 _PAGE = 256  # keys of a scan, and labels, in one journey
 _LABELS = 16
+_MOST_PAGES = 1 << 16  # of a listing: a server may say that there is ever more
 _ASIDE_MS = 24 * 3600 * 1000  # the life of what was found damaged
 
 Command = tuple[Any, ...]
@@ -65,7 +68,7 @@ class Redis(Remote):
             on, and for a block to be sent.
         deadline: seconds that a call may take over all, however its answer comes; what is not there
             by then is a miss. A listing of the whole server (`scan`, `gc`) has as long for each of
-            its pages.
+            its pages, of which at most 65536 are read.
         name: how all keys begin, before a colon; stores of other names know nothing of each other.
 
     Raises:
@@ -107,7 +110,10 @@ class Redis(Remote):
         self._life = "" if ttl is None else int(ttl * 1000)
 
     def get(self, key: str, *, used: bool = True) -> Block | None:
-        return self._got([key], used)[0]
+        with self._clock.running(self._deadline):
+            if not self._fits(self._sizes([key])[0]):
+                return None
+            return self._got([key], used)[0]
 
     def put(self, block: Block) -> bool:
         with self._clock.running(self._deadline):
@@ -129,7 +135,7 @@ class Redis(Remote):
         start = b"[" + own if own else b"-"
         stop = b"(" + own + b"\xff" if own else b"+"
         before = b""
-        while True:
+        for _ in range(_MOST_PAGES):
             [page] = self._sent([self._script(PAGE, start, stop, _PAGE)]) or [None]
             if not isinstance(page, list) or not all(isinstance(key, bytes) for key in page):
                 return
@@ -142,8 +148,7 @@ class Redis(Remote):
     def leading(self, keys: Sequence[str]) -> list[Block]:
         found: list[Block] = []
         with self._clock.running(self._deadline):
-            sizes = [size for size in takewhile(bool, self._sizes(keys)) if size]
-            for batch in _batches(keys, sizes):
+            for batch in _batches(keys, self._readable(keys)):
                 for block in self._got(batch, used=True):
                     if block is None:
                         return found
@@ -174,7 +179,14 @@ class Redis(Remote):
                 waiting, size = [], 0
         return done + self._put(waiting)
 
+    def as_one_call(self) -> AbstractContextManager[None]:
+        return self._clock.running(self._deadline)
+
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        with self._clock.running(self._deadline):
+            return self._labels(keys)
+
+    def _labels(self, keys: Sequence[str]) -> list[Label | None]:
         found: list[Label | None] = []
         for start in range(0, len(keys), _LABELS):
             some = keys[start : start + _LABELS]
@@ -217,6 +229,19 @@ class Redis(Remote):
             for answer in answers or [None] * len(keys)
         ]
 
+    def _readable(self, keys: Sequence[str]) -> list[int]:
+        """Bytes of the first blocks that are there, up to one that does not fit the memory."""
+        sizes = takewhile(lambda size: size and self._fits(size), self._sizes(keys))
+        return [size for size in sizes if size]
+
+    def _fits(self, size: int | None) -> bool:
+        """Whether a block may be read, of which the server says the size."""
+        most = min(_MOST, most_bytes())
+        if size is not None and size > most:
+            self._failed(MemoryError(f"a block of {size} bytes, but {most} may be read"))
+            return False
+        return True
+
     def _got(self, keys: Sequence[str], used: bool) -> list[Block | None]:
         asked: list[Command] = [("GET", self._base + key) for key in keys]
         if used:
@@ -245,7 +270,7 @@ class Redis(Remote):
     def _walk(self, beginning: str) -> Iterator[list[bytes]]:
         """All names in the server that begin so, some at once; some may come twice."""
         cursor: Any = 0
-        while True:
+        for _ in range(_MOST_PAGES):
             pattern = ("MATCH", beginning + "*", "COUNT", 1000)
             [answer] = self._sent([("SCAN", cursor, *pattern)]) or [None]
             if not isinstance(answer, (list, tuple)) or len(answer) != 2:

@@ -100,11 +100,12 @@ def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _
 
 def _alike(backend: Backend, identity: str, prefix: str, tokens: Tensor) -> Block | None:
     """The block that begins like some tokens, as many as possible."""
-    keys = list(islice(backend.scan(beginning(identity, prefix, int(tokens[0]))), _LOOKED_AT))
-    labels = zip(keys, backend.labels(keys), strict=True)
-    same = {key: common(label.tokens, tokens) for key, label in labels if label is not None}
-    for key in sorted(filter(same.get, same), key=lambda key: -same[key]):
-        found = backend.get(key)
-        if found is not None:
-            return found
-    return None
+    with backend.as_one_call():
+        keys = list(islice(backend.scan(beginning(identity, prefix, int(tokens[0]))), _LOOKED_AT))
+        labels = zip(keys, backend.labels(keys), strict=True)
+        same = {key: common(label.tokens, tokens) for key, label in labels if label is not None}
+        for key in sorted(filter(same.get, same), key=lambda key: -same[key]):
+            found = backend.get(key)
+            if found is not None:
+                return found
+        return None
