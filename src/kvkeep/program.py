@@ -193,16 +193,13 @@ class Program:
             ) from error
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Program:
+    def load(cls, path: str | os.PathLike[str]) -> Program:
         """Load a program that was saved. That runs code: torch evaluates expressions that are in
         the file, and runs its operators. Load only files of those whom you would let write the
         program that calls this.
 
         The file is read once, into memory, and torch is given what was checked: a new archive of
-        the parts that were read, never the file itself.
-
-        Args:
-            verify: has no effect: the checksums of all parts are compared as they are read.
+        the parts that were read, whose checksums were compared, never the file itself.
 
         Raises:
             SavedCacheError: it is not one, not whole, of another version, holds pickles, or

@@ -215,7 +215,7 @@ def test_a_step_that_was_interrupted(tmp_path, monkeypatch):
     program = kvkeep.export(model, "window:16@fixed")
     expected = program(ids)
     with monkeypatch.context() as patch:
-        patch.setattr(LayerCache, "settle", interrupted)
+        patch.setattr(LayerCache, "_settle", interrupted)
         program.reset()
         with pytest.raises(KeyboardInterrupt):
             program(ids)
