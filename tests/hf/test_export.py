@@ -239,7 +239,7 @@ def test_a_step_that_was_interrupted(tmp_path, monkeypatch):
     assert program(ids).equal(expected)
 
 
-def interrupted(*_):
+def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
