@@ -76,6 +76,15 @@ _MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 _CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig"}
 
 
+def growing_rope(kind: str) -> dict[str, Any]:
+    """Rotary parameters whose frequencies follow the length of a text: "dynamic" or "longrope"."""
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"long_factor": [9.0] * 4, "short_factor": [1.0] * 4}
+        rope |= {"original_max_position_embeddings": 32}
+    return rope
+
+
 def config(name: str, **overrides: Any) -> Any:
     """A tiny config of a family."""
     prefix, options = FAMILIES[name]

@@ -311,7 +311,7 @@ class Cache:
 
     @contextmanager
     def _turns(self) -> Iterator[None]:
-        """The turns of all layers, before the first is changed."""
+        """Hold every layer's turn, so that a second thread is refused before any layer changes."""
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(layer.turn)

@@ -80,7 +80,7 @@ class LayerCache(Readable):
         )
         self._ledger, self._checks = Ledger(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
-        self.turn = Turn()
+        self.turn = Turn()  # held by the thread that changes the layer
         # What the last chunk was written behind, whether it is being written or taken back, and
         # whether slots are being moved: what an interrupt leaves behind, see `mend`.
         self._begun: tuple[Ledger, tuple[int, ...]] | None = None
@@ -111,7 +111,7 @@ class LayerCache(Readable):
             return self._extend(k, v, position)
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
-        self.mend()
+        self._mend()
         self._checks.chunk(k, v, position, self._ledger.like)
         self.check_gradients(k, v)
         n = k.shape[2]
@@ -186,7 +186,7 @@ class LayerCache(Readable):
                 options = Options(scale, softcap, sinks, needed, observed)
                 out, mass = (attend or dispatch)(q, view, options)
                 seen = Observation(mass, queries=q.detach(), scale=scale)
-                # Who wants attention weights wants them for the columns that were fed.
+                # Attention weights refer to the columns that were fed, so all slots stay.
                 self._settle(seen, pack=attend is None)
             except BaseException:
                 begun = self._begun
@@ -203,20 +203,23 @@ class LayerCache(Readable):
                 or there are not as many slots as tokens were fed.
         """
         with self.turn:
-            if self._moving:
-                raise StateError(
-                    "an eviction, or another change of all slots, was interrupted or failed, and "
-                    "what the slots hold is not known; reset() the cache and feed again, or go on "
-                    "from a snapshot"
-                )
-            if self._writing:
-                self._take_back()
-            ledger = self._ledger
-            if not ledger.floor and not ledger.apart and self.length != ledger.columns:
-                raise StateError(
-                    f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
-                    "evicted none; it was changed from outside: reset() the cache and feed again"
-                )
+            self._mend()
+
+    def _mend(self) -> None:
+        if self._moving:
+            raise StateError(
+                "an eviction, or another change of all slots, was interrupted or failed, and what "
+                "the slots hold is not known; reset() the cache and feed again, or go on from a "
+                "snapshot"
+            )
+        if self._writing:
+            self._take_back()
+        ledger = self._ledger
+        if not ledger.floor and not ledger.apart and self.length != ledger.columns:
+            raise StateError(
+                f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
+                "evicted none; it was changed from outside: reset() the cache and feed again"
+            )
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `Ledger.next_positions`."""
@@ -260,7 +263,7 @@ class LayerCache(Readable):
             return ""
         if policy.budget is None:
             codec = self.key_codec.name
-            return f", and codec {codec} encodes them in blocks; {again}, or use int8 or int4"
+            return f", and codec {codec} encodes them in blocks; {again}, or use int8"
         if self.window is not None and policy.reach == Reach(self.window):
             return f", and a sliding window of {self.window} tokens drops the older ones; {again}"
         return f", and policy {policy.name} evicted some; {again}, or use keep_all"
@@ -516,7 +519,7 @@ class LayerCache(Readable):
         try:
             yield
         except Exception:
-            # A storage moves all of its slots or none, and then holds fewer.
+            # A storage evicts all victims or none, and holds fewer slots afterwards.
             self._moving = self._slots.torn or self._slots.mark() != mark
             raise
         self._moving = False

@@ -298,9 +298,9 @@ class LayerSlots:
 
     def ends_with_tokens(self, count: int) -> bool:
         """Whether the newest `count` slots of every row and head hold tokens."""
-        places = [segment.position for segment in self.segments()]
-        if self.split is None:
-            places = [self.positions()]
+        places = [self.positions()]
+        if self.split is not None:
+            places = [segment.position for segment in self.segments()]
         return all(
             place.shape[2] >= count and bool((place[:, :, place.shape[2] - count :] >= 0).all())
             for place in places

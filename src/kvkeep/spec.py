@@ -35,11 +35,15 @@ class StorageSpec:
     name: str = Growing.name
     options: Options = ()
 
+    @property
+    def limited(self) -> bool:
+        """Whether it holds a fixed number of slots, allocated once."""
+        return "capacity" in _parameters(STORAGES[self.name])
+
     def build(self, capacity: int | None) -> Storage:
         """A new storage; `capacity` is what a fixed one takes when its spec names none."""
         options = dict(self.options)
-        parameters = _parameters(STORAGES[self.name])
-        if "capacity" in parameters and "capacity" not in options:
+        if self.limited and "capacity" not in options:
             if capacity is None:
                 raise SpecError(f"@{self.name} of unknown capacity; write @{self.name}:4096")
             options["capacity"] = capacity

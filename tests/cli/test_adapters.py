@@ -39,15 +39,6 @@ def last_line(result):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """The directory of a model with its tokenizer."""
-    directory = tmp_path_factory.mktemp("base")
-    finetuning.model().save_pretrained(directory)
-    finetuning.tokenizer().save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory):
     """What `kvkeep finetune` wrote for it."""
     place = tmp_path_factory.mktemp("tuned")

@@ -23,15 +23,6 @@ def _one_thread(one_thread):
     """Of many small tensors."""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """The directory of a model with its tokenizer."""
-    directory = tmp_path_factory.mktemp("base")
-    finetuning.model().save_pretrained(directory)
-    finetuning.tokenizer().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
 def data(tmp_path):
     return finetuning.write(tmp_path / "texts.jsonl", *finetuning.texts())

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from families import tiny
+from families import growing_rope, tiny
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers.utils.quantization_config import QuantizationMethod
 from turns import same
@@ -183,10 +183,7 @@ def test_use_and_a_file_leave_a_fingerprint_as_it_is(tmp_path, family):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_follow_the_length_of_a_text(kind):
-    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
-    if kind == "longrope":
-        rope |= {"long_factor": [9.0] * 4, "short_factor": [1.0] * 4}
-        rope |= {"original_max_position_embeddings": 32}
+    rope = growing_rope(kind)
     model = tiny("llama", rope_parameters=rope, max_position_embeddings=64)
     before = kvkeep.fingerprint(model)
     model(torch.arange(2, 92)[None])

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from families import tiny
+from families import growing_rope, tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import GenerationConfig
 
@@ -74,10 +74,7 @@ def test_a_model_that_was_changed(change):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length(kind):
-    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
-    if kind == "longrope":
-        rope |= {"long_factor": [9.0] * 4, "short_factor": [1.0] * 4}
-        rope |= {"original_max_position_embeddings": 32}
+    rope = growing_rope(kind)
     model = tiny("llama", rope_parameters=rope, max_position_embeddings=128)
     wanted = [model.generate(ids(n), **GREEDY) for n in (20, 60, 20)]
     store = PrefixStore()

@@ -13,7 +13,7 @@ from kvkeep.attention import explicit, native, reference, sdpa, triton
 from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
-from kvkeep.attention.view import Held, Segment, View
+from kvkeep.attention.view import Held, Segment, View, joined_parts
 from kvkeep.errors import UnsupportedError
 from kvkeep.planes import Reach, unsliced
 
@@ -205,18 +205,5 @@ def _each_part(
         outs.append(out)
         if mass is not None:
             masses.append(torch.nn.functional.pad(mass, (0, view.slots - mass.shape[2])))
-    return _joined(outs, view, len(q)), _joined(masses, view, len(q)) if masses else None
-
-
-def _joined(parts: list[Tensor], view: View, rows: int) -> Tensor:
-    """Parts (b, h, ...) of a view's rows and heads as one tensor (B, H, ...)."""
-    segments = view.segments
-    if all(segment.rows is None for segment in segments):
-        return torch.cat(parts, dim=1)
-    heads: dict[int | None, Tensor] = {}
-    for head in dict.fromkeys(segment.head for segment in segments):
-        own = [(s.rows, x) for s, x in zip(segments, parts, strict=True) if s.head == head]
-        found = [torch.arange(rows, device=x.device) if r is None else r for r, x in own]
-        order = torch.cat(found).argsort()
-        heads[head] = torch.cat([x for _, x in own]).index_select(0, order)
-    return torch.cat(list(heads.values()), dim=1)
+    out = joined_parts(outs, view.segments)
+    return out, joined_parts(masses, view.segments) if masses else None

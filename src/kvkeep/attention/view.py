@@ -157,40 +157,25 @@ class Held(NamedTuple):
         """Parts of some rows or one head each side by side, the shorter ones with empty slots in
         front."""
         longest = max(part.position.shape[2] for part in parts)
-        alone = segments[0].head is None
-        heads = parts[0].keys.shape[1] if alone else len({segment.head for segment in segments})
-        rows = sum(
-            part.keys.shape[0]
-            for part, segment in zip(parts, segments, strict=True)
-            if segment.head == segments[0].head
-        )
 
-        # A own's slots come first, and those that it lacks behind them.
+        def front(x: Tensor, empty: int = 0) -> Tensor:
+            return torch.nn.functional.pad(
+                x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0), value=empty
+            )
+
+        # A part's own slots come first in the order of the slots, the empty ones behind them.
         orders = []
-        for own in parts:
-            assert own.order is not None
-            n = own.order.shape[2]
-            lacking = torch.arange(n, longest, device=own.order.device)
-            lacking = lacking.expand(*own.order.shape[:2], longest - n)
-            orders.append(torch.cat([lacking, own.order], dim=2))
-
-        def whole(pieces: list[Tensor], empty: int) -> Tensor:
-            own_heads = 1 if alone and pieces[0].shape[1] == 1 else heads
-            shape = (rows, own_heads, longest, *pieces[0].shape[3:])
-            found = pieces[0].new_full(shape, empty)
-            for segment, piece in zip(segments, pieces, strict=True):
-                here = slice(None) if segment.rows is None else segment.rows
-                head = (
-                    slice(None) if segment.head is None else slice(segment.head, segment.head + 1)
-                )
-                found[here, head, longest - piece.shape[2] :] = piece
-            return found
-
+        for held in parts:
+            assert held.order is not None
+            n = held.order.shape[2]
+            empty = torch.arange(n, longest, device=held.order.device)
+            empty = empty.expand(*held.order.shape[:2], longest - n)
+            orders.append(torch.cat([empty, held.order], dim=2))
         return cls(
-            whole([part.keys for part in parts], 0),
-            whole([part.values for part in parts], 0),
-            whole([part.position for part in parts], -1),
-            whole(orders, 0),
+            joined_parts([front(held.keys) for held in parts], segments),
+            joined_parts([front(held.values) for held in parts], segments),
+            joined_parts([front(held.position, -1) for held in parts], segments),
+            joined_parts(orders, segments),
         )
 
     def as_slots(self, x: Tensor) -> Tensor:
@@ -198,6 +183,23 @@ class Held(NamedTuple):
         if self.order is None:
             return x
         return torch.empty_like(x).scatter_(2, self.order.expand_as(x), x)
+
+
+def joined_parts(pieces: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
+    """Pieces (b, h, ...) of a view's parts, alike but for rows and heads, as one (B, H, ...)."""
+    if all(segment.rows is None for segment in segments):
+        return torch.cat(list(pieces), dim=1)
+    own, first = pieces[0].shape[1], segments[0].head
+    alike = zip(pieces, segments, strict=True)
+    rows = sum(piece.shape[0] for piece, segment in alike if segment.head == first)
+    heads = own * len({segment.head for segment in segments})
+    whole = pieces[0].new_empty((rows, heads, *pieces[0].shape[2:]))
+    for piece, segment in zip(pieces, segments, strict=True):
+        head = segment.head or 0
+        whole[
+            slice(None) if segment.rows is None else segment.rows, head * own : (head + 1) * own
+        ] = piece
+    return whole
 
 
 class View(NamedTuple):

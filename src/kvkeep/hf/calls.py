@@ -23,7 +23,6 @@ from kvkeep.hf.recompute import Recompute
 from kvkeep.hf.specs import Specs, per_layer
 from kvkeep.hf.weights import drops_weights
 from kvkeep.spec import CacheSpec
-from kvkeep.storage import Fixed
 
 PREFILL_CHUNK = 1024
 """Tokens of a prompt that `generate` feeds at once into a cache with a budget."""
@@ -223,21 +222,21 @@ def _chunk_prompt(
         return
     if call is None or call.model is not model or call.columns - fed <= chunk:
         return
-    others = [
-        name
-        for name, x in model_kwargs.items()
-        if isinstance(x, Tensor) and name not in _CUT_BY_COLUMNS
-    ]
     compiled = model.device.type != "cpu" or generation_config.compile_config is not None
     if (
         all(spec.policy.budget is None for spec in specs)
-        or others
+        or _brings_tensors(model_kwargs, beside=_CUT_BY_COLUMNS)
         or generation_config.output_hidden_states
         or generation_config.output_attentions
-        or (compiled and all(spec.storage.name == Fixed.name for spec in specs))
+        or (compiled and all(spec.storage.limited for spec in specs))
     ):
         return
     generation_config.prefill_chunk_size = chunk
+
+
+def _brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
+    """Whether a call has tensors of other names, such as images."""
+    return any(isinstance(x, Tensor) and name not in beside for name, x in model_kwargs.items())
 
 
 def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -274,15 +273,10 @@ def _filled(
     if call is None or call.model is not model or call.ids is None:
         return None
     place = model_kwargs.get("position_ids")
-    others = [
-        name
-        for name, x in model_kwargs.items()
-        if isinstance(x, Tensor) and name not in ("attention_mask", "position_ids")
-    ]
     if (
         (settings.store is None and call.blocks is None)
         or model_kwargs.get("attention_mask") is not None  # all ones are dropped before
-        or others
+        or _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
         or model.training
         or names_adapters(model)
         or learns_prompts(model)

@@ -127,9 +127,7 @@ class Graphed:
                 use_cache=True,
             ).logits[:, -1]
         self._cursors.advance()
-        self.cache._feeding = (
-            None  # its layers' own counts stand still until these steps are closed
-        )
+        self.cache._feeding = None  # the lent layers do not count what is fed
         return logits
 
     def _replayed(self) -> Tensor:

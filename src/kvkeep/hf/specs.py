@@ -16,22 +16,21 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 def fitting_some(spec: CacheSpec, kinds: list[LayerKind], error: SpecError) -> SpecError:
     """`error`, which a spec for all layers met; where it fits layers of some types only, with the
     way to give each type a spec of its own."""
-    suggested, fits = {}, 0
+    suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
             spec.layer(window=kind.window, capacity=2**20)
         except SpecError:
             suggested[kind.name] = "keep_all+int8"
+            refused.append(kind.name)
         else:
             suggested[kind.name] = str(spec).partition("@")[0]
-            fits += 1
-    if not fits or fits == len(suggested):
+    if len(refused) in (0, len(suggested)):
         return error
-    refused = " and ".join(name for name, one in suggested.items() if one == "keep_all+int8")
     typed = ";".join(f"{name}={one}" for name, one in suggested.items())
     return SpecError(
-        f"in layers of type {refused}: {error}. A spec may be given for each type of layer: "
-        f"{suggested}, on the command line '{typed}'"
+        f"in layers of type {' and '.join(refused)}: {error}. A spec may be given for each type of "
+        f"layer: {suggested}, on the command line '{typed}'"
     )
 
 
