@@ -32,7 +32,7 @@ class CutShortError(ValueError):
 @contextmanager
 def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[FileIO]:
     """A file beside `path`, renamed to it at the end, so that nobody ever sees half of it there.
-    Who may read it is as before, and as long as it is written.
+    A file that is replaced keeps its mode, also while the new one is being written.
 
     Args:
         sync: wait until the disk has it, before and after it is renamed.
@@ -74,8 +74,8 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """A descriptor of a file to be read. What is no regular file, such as a FIFO that nobody writes
-    to, is refused at once.
+    """Open a regular file for reading; returns its descriptor. Anything else, such as a FIFO
+    without a writer, is refused at once.
 
     Args:
         follow: whether the file may be a symbolic link to another.

@@ -157,7 +157,7 @@ def _positions(
 
 def _was_fed(layer: LayerCache, real: Tensor) -> bool:
     """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
-    known, and False only, while nothing was evicted, or up to when slots were."""
+    known, and False only, while nothing was evicted; afterwards, for the columns before that."""
     shown = layer.ledger.shown
     if shown is not None:
         return bool(shown.equal(real[:, : shown.shape[1]].to(shown.device)))

@@ -127,7 +127,7 @@ def application(
 
 
 class _Client(NamedTuple):
-    """Who asks: in which queue, and with whom it shares prompts; None: with nobody."""
+    """A client: its queue, and the namespace whose prompts it shares; None: it shares none."""
 
     queue: str
     shares: str | None

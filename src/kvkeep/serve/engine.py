@@ -213,7 +213,7 @@ class Engine:
 
         Args:
             ids: from `encode`.
-            name: of whose prompts it may begin with; None: of nobody's, and none is kept.
+            name: the namespace whose stored prompts it may reuse; None: it reuses and stores none.
             emit: given each event, the last of which is `Used` or an error; from other threads.
             gone: when it is set, the answer ends with the next token, or never begins.
 

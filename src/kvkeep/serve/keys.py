@@ -23,8 +23,8 @@ class Keys:
     """The API keys of a server, each with the name of whom it belongs to.
 
     Args:
-        names: the name for each key. Keys of one name are of one tenant, who has its own part of
-            the store and its own queue.
+        names: the name of each key. Keys with the same name belong to one tenant, which has a
+            namespace of the store and a queue of its own.
 
     Raises:
         KeysError: no key, one that is empty or not printable ASCII without spaces, or a bad name.
@@ -54,7 +54,7 @@ class Keys:
         do not count.
 
         Raises:
-            KeysError: it cannot be read, has no key, a line that is none, or one key twice.
+            KeysError: it cannot be read, has no key, a malformed line, or one key twice.
         """
         try:
             lines = Path(path).read_text("utf-8").splitlines()
@@ -73,7 +73,7 @@ class Keys:
         return cls(names)
 
     def name(self, given: bytes) -> str | None:
-        """Whose a key is; None: nobody's. How long it takes says nothing about the keys."""
+        """The name of a key; None: unknown. The time it takes does not depend on the keys."""
         digest, found = _digest(given), None
         for known, name in self._names:
             if hmac.compare_digest(known, digest):

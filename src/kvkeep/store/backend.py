@@ -251,7 +251,7 @@ def token_bytes(tokens: Tensor) -> bytes:
 
 
 def digest(tokens: Tensor) -> str:
-    """A hash of tokens, int64 (n,), that nobody can find others for."""
+    """A collision-resistant hash of tokens, int64 (n,)."""
     return hashlib.sha256(token_bytes(tokens)).hexdigest()
 
 
@@ -365,7 +365,7 @@ class Backend(ABC):
         return True
 
     def _checked(self, key: str, data: Any) -> Block | None:
-        """The block of a key, of the bytes that were found there; what is none is put aside."""
+        """Parse the bytes stored under a key; None, and quarantined, if they are not its block."""
         try:
             return Block.from_bytes(data if isinstance(data, (bytes, bytearray)) else b"", key)
         except ValueError:

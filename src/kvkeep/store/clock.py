@@ -18,7 +18,7 @@ class Clock(threading.local):
 
     @contextmanager
     def running(self, seconds: float) -> Iterator[None]:
-        """Give what is done within so many seconds; a call inside another has the time of that."""
+        """Limit what runs inside to so many seconds; a nested limit cannot extend the outer one."""
         before = self.until
         self.until = min(before, time.monotonic() + seconds)
         try:
@@ -40,7 +40,7 @@ class Clock(threading.local):
 
 class Punctual:
     """A socket whose own timeout, that of a single step, never reaches past a clock's end. Without
-    this, who sends a byte now and then holds its client for as long as it likes."""
+    this, a server that sends a byte now and then keeps its client waiting forever."""
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner, self._clock, self._timeout = inner, clock, inner.gettimeout()

@@ -65,8 +65,8 @@ def keyed(
 
 
 def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Geometry:
-    """What a model's slots in a cache like this one are like: seen by feeding one token to another
-    cache, as nothing else says it of every model.
+    """The geometry of a model's slots in a cache like this one, found by feeding one token to
+    another cache, because configs do not tell it for every model.
 
     Args:
         tokens: of the model, (n,) with n of at least 1.

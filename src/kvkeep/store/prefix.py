@@ -82,9 +82,9 @@ class PrefixStore:
 
         Args:
             tokens: int64 (n,).
-            geometry: gives what the slots of this identity are like; asked for once, when the
-                backend has some that nobody can vouch for. Without it a backend's blocks are taken
-                only for an identity of which this store was given something itself.
+            geometry: returns the geometry of this identity's slots, as the model has it. Called
+                once, when the backend has blocks and nothing of this identity was inserted here
+                yet; without it such blocks are not used.
         """
         tokens = flat(tokens)
         self._fetch(identity, tokens, geometry)
@@ -330,7 +330,7 @@ class PrefixStore:
         if known == len(tokens):
             return
 
-        def vouched() -> Geometry:
+        def agreed() -> Geometry:
             """What the model says, never what the backend does."""
             own = self._geometries.get(identity)
             if own is None:
@@ -339,10 +339,10 @@ class PrefixStore:
             return own
 
         first = known // self.block * self.block
-        blocks, stop = shared(self.backend, identity, tokens, first, self.block, vouched)
+        blocks, stop = shared(self.backend, identity, tokens, first, self.block, agreed)
         if stop <= known:
             return
-        devices = [layer.device for layer in vouched().layers]
+        devices = [layer.device for layer in agreed().layers]
         whole = Stretch.joined([block.stretch for block in blocks]).to(devices)
         with self._lock:
             if self._tree(identity).match(tokens).length < first:

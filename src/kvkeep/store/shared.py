@@ -57,7 +57,7 @@ def shared(
     geometry_of: Callable[[], Geometry],
 ) -> tuple[list[Block], int]:
     """What a backend has of tokens, int64 (n,), from `first` on: blocks that follow each other,
-    and where their last token stands that is the same. What is not of the geometry is put aside.
+    and where their last token stands that is the same. Blocks of another geometry are quarantined.
 
     Args:
         geometry_of: the model's geometry, asked for once some block was found.
