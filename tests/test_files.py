@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import dataclass
 
 import pytest
 from turns import cache_of, filled
@@ -12,6 +13,7 @@ from turns import cache_of, filled
 from kvkeep import files, snapshot
 from kvkeep.errors import SavedCacheError
 from kvkeep.files import PARTIAL, NoFileError, opened, read_into, whole_file
+from kvkeep.headers import typed
 from kvkeep.snapshot import Saved
 
 
@@ -157,3 +159,17 @@ def test_no_space(tmp_path, monkeypatch):
         save(tmp_path / "a.kv", notes={"more": "x"})
     assert (tmp_path / "a.kv").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]
+
+
+@dataclass
+class Header:
+    name: str
+    notes: dict[str, str]
+
+
+def test_headers_hold_no_half_of_a_surrogate_pair():
+    """JSON can spell it, but neither a file nor an index could hold it."""
+    assert typed(Header, {"name": "\U0001f5fc", "notes": {}}).name == "\U0001f5fc"
+    for name, note in (("\ud800", "x"), ("x", "\udfff")):
+        with pytest.raises(TypeError, match="surrogate"):
+            typed(Header, {"name": name, "notes": {"a": note}})

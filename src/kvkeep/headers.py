@@ -47,4 +47,11 @@ def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
         items = value.values() if outer is dict else value if outer is list else ()
         if not all(isinstance(item, inner[-1]) for item in items):
             raise TypeError(f"{name} does not hold {inner[-1].__name__}s only")
+        if any(isinstance(item, str) and not _is_unicode(item) for item in (value, *items)):
+            raise TypeError(f"{name} holds half of a surrogate pair, which no file or index takes")
     return kind(**fields)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a string can be encoded: JSON may spell half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
