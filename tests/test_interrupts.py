@@ -109,6 +109,26 @@ def test_an_interrupt_at_some_lines(spec, schedule):
     interrupt_each(spec, schedule, 17)
 
 
+@pytest.mark.parametrize("spec", ["keep_all", "window:8", "h2o:8", "tova:8@fixed"])
+def test_an_interrupt_while_freezing(spec):
+    """Slots that moved to the frozen ones are not counted twice: the cache goes on, or refuses."""
+    *before, one, _ = inputs("token")
+    wanted = run(spec, [*before, one], 10**9)[1][1]
+    met, at = True, 0
+    while met:
+        cache = Cache([CacheSpec.parse(spec).layer() for _ in range(2)])
+        for chunk in before:
+            forward(cache, chunk)
+        with Interruption(at) as interruption:
+            cache.freeze()
+        met, at = interruption.met, at + 1
+        try:
+            assert forward(cache, one).equal(wanted)
+        except StateError:
+            assert met
+    assert at > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("spec", SPECS)

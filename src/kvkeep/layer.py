@@ -322,17 +322,18 @@ class LayerCache(Readable):
                     self._ledger.floor = self.fed
             self._moving = False
 
-    def adopt(self, ledger: Ledger, **slots: Any) -> None:
-        """Hold slots that lie elsewhere: see `LayerSlots.adopt`."""
-        with self.turn:
-            self._moving = True
-            self._ledger = ledger
+    def adopt(self, ledger: Ledger, *, empty: Tensor | None = None, **slots: Any) -> None:
+        """Hold slots that lie elsewhere: see `LayerSlots.adopt`. Those at the indices `empty`,
+        int64 (B, H, E), are freed."""
+        with self.turn, self._moved():
             self._slots.adopt(ledger, **slots)
-            self._moving = False
+            self._ledger = ledger
+            if empty is not None:
+                self.storage.evict(empty)
 
     def freeze(self) -> None:
         """Make the slots held so far immutable, so that forks share them."""
-        with self.turn:
+        with self.turn, self._moved():
             self._slots.freeze()
 
     def fork(self) -> LayerCache:

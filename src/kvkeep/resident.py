@@ -169,11 +169,11 @@ class Resident:
             layer.adopt(ledger, planes=self._whole, length=self._held)
             return
         ledger.floor = self._fed
-        layer.adopt(ledger, planes=self._whole, length=self._slots)
-        empty = self._slots - self._held
-        if empty:
+        count, empty = self._slots - self._held, None
+        if count:
             live = (self._planes[POSITION] >= 0).to(torch.uint8)
-            layer.storage.evict(live.argsort(dim=2, stable=True)[:, :, :empty])
+            empty = live.argsort(dim=2, stable=True)[:, :, :count]
+        layer.adopt(ledger, planes=self._whole, length=self._slots, empty=empty)
 
     def _free(self, observation: Observation) -> None:
         """Let the policy look, and empty the slot of the next token: the least valuable one."""

@@ -62,6 +62,9 @@ def test_names(home, tmp_path):
         models.resolve("smolm2-135m")
     with pytest.raises(ModelError, match="known: smollm2-135m"):
         models.resolve("/no/such/place")
+    for name in ("x" * 300, "x" * 300 + ".gguf"):
+        with pytest.raises(models.ModelError, match="too long"):
+            models.resolve(name)
     with pytest.raises(ModelError, match="there is smollm2-135m"):
         models.fetch("llama")
 

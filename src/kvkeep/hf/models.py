@@ -109,8 +109,13 @@ def resolve(name: str, progress: Progress = lambda _: None) -> str:
     """
     if name in KNOWN:
         return str(fetch(name, progress))
-    if Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file()):
-        return name
+    try:
+        if Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file()):
+            return name
+    except OSError as error:  # the name is too long for a path's, or nobody may look there
+        raise ModelError(
+            f"no model {name[:40]!r}: {error.strerror}; see `kvkeep models`"
+        ) from error
     if "/" in name and not name.startswith((".", "/", "~")):
         return name
     close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
