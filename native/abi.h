@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// To be raised by whoever changes what follows; src/kvkeep/library.py asks for it.
+// To be raised by whoever changes what follows; src/kvkeep/native_library.py asks for it.
 constexpr int KV_ABI = 2;
 KV_PUBLIC int kv_abi();
 

@@ -20,10 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kvkeep.attention.triton as backend
-from kvkeep.append import append
 from kvkeep.attention import Rotation, View
 from kvkeep.attention.options import Options
 from kvkeep.codec import Fp8, Int4, Int8, Plain
+from kvkeep.layer.write_tokens import append
 from kvkeep.planes import Reach
 
 CODECS = {

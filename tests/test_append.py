@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.append import able, append
 from kvkeep.attention import triton
 from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
+from kvkeep.layer.write_tokens import able, append
 from kvkeep.planes import POSITION, joined
 
 pytestmark = pytest.mark.skipif(bool(triton.reason()), reason=triton.reason())

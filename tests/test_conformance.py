@@ -12,7 +12,7 @@ import torch
 from kvkeep.attention import Options, backends, dispatch
 from kvkeep.codec import CODECS, Codec, Plain
 from kvkeep.errors import SpecError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import POLICIES, KeepAll, Need, Observation, Window
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import STORAGES, Fixed, Growing

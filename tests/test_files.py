@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 from turns import cache_of, filled
 
-from kvkeep import files, snapshot
 from kvkeep.errors import SavedCacheError
-from kvkeep.files import PARTIAL, NoFileError, opened, read_into, whole_file
-from kvkeep.headers import typed
-from kvkeep.snapshot import Saved
+from kvkeep.files import atomic, snapshot
+from kvkeep.files.atomic import PARTIAL, NoFileError, opened, read_into, whole_file
+from kvkeep.files.headers import typed
+from kvkeep.files.snapshot import Saved
 
 
 def write(path, data=b"new", **options):
@@ -154,7 +154,7 @@ def test_no_space(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "write", full)
+    monkeypatch.setattr(atomic.os, "write", full)
     with pytest.raises(SavedCacheError, match="No space left"):
         save(tmp_path / "a.kv", notes={"more": "x"})
     assert (tmp_path / "a.kv").read_bytes() == before

@@ -15,10 +15,10 @@ from backends import blocks_of, found, put
 from safetensors.torch import load, save
 from turns import cache_of, filled, held
 
-from kvkeep import snapshot
 from kvkeep.errors import KVKeepError
-from kvkeep.headers import sealed
-from kvkeep.snapshot import Saved
+from kvkeep.files import snapshot
+from kvkeep.files.headers import sealed
+from kvkeep.files.snapshot import Saved
 from kvkeep.store import Block, Disk, Label, Redis, remote
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from families import tiny
 from unrolled import gradients, texts
 
 import kvkeep
-from kvkeep.offload import Kept, Offload, Spilled
+from kvkeep.files.offload import Kept, Offload, Spilled
 from kvkeep.train import backward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32)

@@ -8,7 +8,7 @@ import torch
 from kvkeep.attention import Options, Segment, View, native, reference
 from kvkeep.codec import Int8, Kivi, Plain
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION
 from kvkeep.policy import KeepAll, Observation, Pyramid, Scored
 from kvkeep.policy.h2o import H2O

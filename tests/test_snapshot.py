@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from turns import cache_of, filled, go_on, held, same
 
-from kvkeep import snapshot
 from kvkeep.cache import Cache
 from kvkeep.errors import SavedCacheError, StateError
-from kvkeep.snapshot import Saved
+from kvkeep.files import snapshot
+from kvkeep.files.snapshot import Saved
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import conformance_specs
 
@@ -45,7 +45,7 @@ GO_ON = """
 import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from kvkeep.snapshot import Saved
+from kvkeep.files.snapshot import Saved
 from turns import cache_of, go_on
 torch.set_num_threads(1)
 outs = {}
@@ -155,10 +155,10 @@ def rewritten(path, tensors=None, **changes):
 
     import xxhash
 
-    from kvkeep import tensorfile
+    from kvkeep.files import tensor_file
 
     tensors = load_file(path) | (tensors or {})
-    checksums = {name: tensorfile.checksum(x) for name, x in tensors.items()}
+    checksums = {name: tensor_file.checksum(x) for name, x in tensors.items()}
     text = json.dumps(asdict(saved.header) | {"checksums": checksums} | changes)
     metadata = {"kvkeep": text, "kvkeep_checksum": xxhash.xxh3_128_hexdigest(text.encode())}
     save_file(tensors, path, metadata)
@@ -297,7 +297,7 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from kvkeep.snapshot import Saved
+from kvkeep.files.snapshot import Saved
 from test_snapshot import save
 from turns import filled
 torch.set_num_threads(1)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedError,
     )
+    from kvkeep.graph.program import Program
     from kvkeep.hf.attach import attach, detach
     from kvkeep.hf.cache import Cache
+    from kvkeep.hf.cuda_graph import Graphed
     from kvkeep.hf.export import export
     from kvkeep.hf.fingerprint import fingerprint
-    from kvkeep.hf.graphed import Graphed
-    from kvkeep.hf.saved import load
-    from kvkeep.layer import LayerCache
-    from kvkeep.program import Program
+    from kvkeep.hf.load import load
+    from kvkeep.layer.layer import LayerCache
     from kvkeep.spec import CacheSpec
     from kvkeep.store.prefix import PrefixStore
 
@@ -68,12 +68,12 @@ _HOME = {
     "CacheSpec": "kvkeep.spec",
     "CacheStats": "kvkeep.cache",
     "CapacityError": "kvkeep.errors",
-    "Graphed": "kvkeep.hf.graphed",
+    "Graphed": "kvkeep.hf.cuda_graph",
     "KVKeepError": "kvkeep.errors",
-    "LayerCache": "kvkeep.layer",
+    "LayerCache": "kvkeep.layer.layer",
     "PrecisionWarning": "kvkeep.errors",
     "PrefixStore": "kvkeep.store.prefix",
-    "Program": "kvkeep.program",
+    "Program": "kvkeep.graph.program",
     "OutOfMemoryError": "kvkeep.errors",
     "RollbackError": "kvkeep.errors",
     "SavedCacheError": "kvkeep.errors",
@@ -86,7 +86,7 @@ _HOME = {
     "detach": "kvkeep.hf.attach",
     "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",
-    "load": "kvkeep.hf.saved",
+    "load": "kvkeep.hf.load",
 }
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.figures import LayerStats
-from kvkeep.layer import LayerCache
-from kvkeep.ledger import LayerState
+from kvkeep.layer.history import LayerState
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.stats import LayerStats
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvkeep.blocks import Block, BlockReport, Encoded, Report
 from kvkeep.blocks.chat import Marks, located
 from kvkeep.blocks.parts import Mark, Refused, marked
-from kvkeep.blocks.segments import SHORTEST, segmented
+from kvkeep.blocks.tokenize import SHORTEST, segmented
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
+from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
 

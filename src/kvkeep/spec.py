@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import POLICIES, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Concat, Growing, Storage

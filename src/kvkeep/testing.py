@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.codec import CODECS, Codec
 from kvkeep.errors import SpecError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, PlaneSpec, Reach
 from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kvkeep.bench import append, decode, device, environment, op, rivals
+from kvkeep.bench.decode_loop import DYNAMIC, STATIC, new_cache
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep.bench.random_model import fill, random_model
 from kvkeep.bench.systems import named
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.decode import DYNAMIC, STATIC, new_cache
-from kvkeep.hf.random_model import fill, random_model
 
 CPU = torch.device("cpu")
 # A device on which nothing can be computed, as CUDA is after a failure.
@@ -290,7 +290,7 @@ def test_decode_of_a_random_model(ways, against):
 
 
 def test_decode_goes_on_without_graphs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvkeep.hf.graphed", None)
+    monkeypatch.setitem(sys.modules, "kvkeep.hf.cuda_graph", None)
     sizes = {"contexts": (16,), "turns": 1, "ways": ("eager", "graph")}
     rows = by(decode.run("random-tiny", device="cpu", **sizes), "system")
     assert "ModuleNotFoundError" in rows["kvkeep, graph",]["skipped"]

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.bench import train
 from kvkeep.bench.resident import bounded, is_out_of_memory
+from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.unrolled import unrolled
 from kvkeep.cli import app
 from kvkeep.cli.output import print_table
 from kvkeep.cli.plot import plot
-from kvkeep.evals.text import tokens_of_text
 from kvkeep.hf.models import resolve
 from kvkeep.train import backward, replaying
 

@@ -190,12 +190,12 @@ def test_bad_input():
     for recompute in (-1, 1, 1.5, "some", "boundary", "boundary:0", "boundary:x"):
         with pytest.raises(SpecError, match="recompute="):
             prefill(model, parts, recompute=recompute)
-    from kvkeep.blocks import repair
+    from kvkeep.blocks import recomputation
 
     cache = prefill(model, parts)
     with torch.inference_mode():
         model(parts[0][None], past_key_values=cache)
     with pytest.raises(ShapeError, match="that was fed 23"):
-        repair.recompute(model, cache, torch.cat(parts), torch.arange(3))
+        recomputation.recompute(model, cache, torch.cat(parts), torch.arange(3))
     with pytest.raises(StateError, match="went on since"):
-        repair.recompute(model, cache, torch.cat([*parts, parts[0]]), torch.arange(3))
+        recomputation.recompute(model, cache, torch.cat([*parts, parts[0]]), torch.arange(3))

@@ -13,7 +13,7 @@ from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.models import resolve
 from kvkeep.store import Disk, Geometry, PrefixStore
-from kvkeep.store.model import keyed
+from kvkeep.store.identity import keyed
 
 WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
 VOCABULARY = 49152

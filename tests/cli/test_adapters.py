@@ -17,7 +17,7 @@ import kvkeep
 from kvkeep.cli import app
 from kvkeep.errors import KVKeepError
 from kvkeep.hf import session
-from kvkeep.hf.adapted import AdapterError, is_adapter
+from kvkeep.hf.adapter_files import AdapterError, is_adapter
 from kvkeep.hf.models import load
 
 BRIEF = ("--max-new-tokens", "6", "--json")

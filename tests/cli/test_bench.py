@@ -16,7 +16,7 @@ from kvkeep.attention import native
 from kvkeep.bench.resident import in_core
 from kvkeep.cli import app
 from kvkeep.errors import UnsupportedError
-from kvkeep.storage.memory import reserve
+from kvkeep.storage.allocate import reserve
 
 
 def run(*arguments):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from kvkeep import library
+from kvkeep import native_library
 from kvkeep.codec import CODECS, Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.codec.groups import packed, unpacked
 from kvkeep.codec.hadamard import hadamard
@@ -116,7 +116,7 @@ def test_honest_ratios(codec, ratio):
         assert slot_bytes(Plain()) / slot_bytes(one) >= ratio
 
 
-@pytest.mark.skipif(not library.available, reason=library.reason)
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 @pytest.mark.parametrize(
     "codec", [Int8(), Int8(16, hadamard=False), Int4(), Int4(64), Int4(affine=True)], ids=str
 )

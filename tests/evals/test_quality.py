@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kvkeep
+from kvkeep.bench.text import windows_of_text
 from kvkeep.errors import CapacityError, ShapeError, SpecError
-from kvkeep.evals.kept import kept, prompt_ids, shares
+from kvkeep.evals.kept_positions import kept, prompt_ids, shares
 from kvkeep.evals.quality import compare
 from kvkeep.evals.run import TIMED_STEPS, evaluate
-from kvkeep.evals.text import windows_of_text
 
 
 class Letters:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvkeep.bench.text import windows_of_text
 from kvkeep.errors import ShapeError
 from kvkeep.evals import retrieval
 from kvkeep.evals.run import evaluate
-from kvkeep.evals.text import windows_of_text
 
 
 class Characters:

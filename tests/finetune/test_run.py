@@ -177,9 +177,9 @@ def test_epochs_take_each_piece_as_often(data, tmp_path, tokenizer):
 def test_what_waits_in_a_file(data, tmp_path, tokenizer, monkeypatch):
     spilled, directory = [], tmp_path / "spill"
     directory.mkdir()
-    write = kvkeep.offload.Offload._write
+    write = kvkeep.files.offload.Offload._write
     monkeypatch.setattr(
-        kvkeep.offload.Offload,
+        kvkeep.files.offload.Offload,
         "_write",
         lambda self, x: spilled.append(self._directory) or write(self, x),
     )

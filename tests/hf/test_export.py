@@ -11,8 +11,6 @@ import torch
 from families import FAMILIES, tiny
 
 import kvkeep
-from kvkeep import exported as exported_steps
-from kvkeep.compiled import run
 from kvkeep.errors import (
     CapacityError,
     SavedCacheError,
@@ -21,8 +19,10 @@ from kvkeep.errors import (
     StateError,
     UnsupportedError,
 )
-from kvkeep.exported import step_in
-from kvkeep.layer import LayerCache
+from kvkeep.graph import export_op
+from kvkeep.graph.custom_ops import run
+from kvkeep.graph.export_op import step_in
+from kvkeep.layer.layer import LayerCache
 
 SPECS = [
     "keep_all@fixed:128",
@@ -229,7 +229,7 @@ def test_a_step_that_was_interrupted(tmp_path, monkeypatch):
         return run(*arguments, **options) if len(steps) == 1 else interrupted()
 
     with monkeypatch.context() as patch:
-        patch.setattr(exported_steps, "run", second)
+        patch.setattr(export_op, "run", second)
         with pytest.raises(KeyboardInterrupt):
             program(ids[:, :1])
     for call in (lambda: program(ids[:, :1]), lambda: program.save(tmp_path / "a.pt2")):

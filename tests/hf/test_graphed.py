@@ -11,12 +11,12 @@ from families import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep
-import kvkeep.append
+import kvkeep.layer.write_tokens
 from kvkeep import attention
 from kvkeep.attention import triton
 from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf import inputs
-from kvkeep.hf.graphed import Graphed
+from kvkeep.hf.cuda_graph import Graphed
 from kvkeep.policy import ranking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -270,7 +270,7 @@ def by_kernels(monkeypatch):
     kernels = next(b for b in attention.backends() if b.name == "triton")
     table = (replace(kernels, device=None), *attention.backends())
     monkeypatch.setattr(attention, "_TABLE", table)
-    monkeypatch.setattr(kvkeep.append, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(kvkeep.layer.write_tokens, "_DEVICES", ("cpu", "cuda"))
 
 
 @pytest.mark.parametrize(

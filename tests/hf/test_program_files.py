@@ -20,8 +20,8 @@ from families import tiny
 
 import kvkeep
 from kvkeep.errors import SavedCacheError
-from kvkeep.program import FORMAT, _Whole
-from kvkeep.vetting import why_refused
+from kvkeep.graph.program import FORMAT, _Whole
+from kvkeep.graph.vetting import why_refused
 
 WEIGHTS = "archive/data/weights/model_weights_config.json"
 

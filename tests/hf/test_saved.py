@@ -15,8 +15,8 @@ from turns import same
 
 import kvkeep
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
+from kvkeep.files.snapshot import save
 from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.snapshot import save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -258,8 +258,8 @@ def _with_notes(path, **notes):
 
     from safetensors.torch import load_file, save_file
 
-    from kvkeep.headers import sealed
-    from kvkeep.snapshot import Saved
+    from kvkeep.files.headers import sealed
+    from kvkeep.files.snapshot import Saved
 
     header = asdict(Saved(path).header)
     header["notes"] |= notes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvkeep import library
+from kvkeep import native_library
 from kvkeep.planes import POSITION
 from kvkeep.policy import Observation, ranking
 from kvkeep.policy.ranking import Protection, least_worthy, lowest, worth
@@ -17,8 +17,8 @@ from kvkeep.policy.ranking import Protection, least_worthy, lowest, worth
 def path(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(ranking, "LIBRARY", None)
-    elif not library.available:
-        pytest.skip(library.reason)
+    elif not native_library.available:
+        pytest.skip(native_library.reason)
 
 
 def victims(score, position, count, kept=None, newest=9, window=None):
@@ -60,7 +60,7 @@ def test_literal(score, position, count, options, expected):
     assert victims(score, position, count, **options) == expected
 
 
-@pytest.mark.skipif(not library.available, reason=library.reason)
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_compiled_and_torch_agree(data):

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvkeep.cache import Cache
 from kvkeep.errors import OutOfMemoryError, SpecError, UnsupportedError
 from kvkeep.spec import CacheSpec
-from kvkeep.storage import Growing, Host, courier, side
-from kvkeep.storage.courier import Lane
-from kvkeep.storage.side import Side
-from kvkeep.store.stretch import require_keepable
+from kvkeep.storage import Growing, Host, copy_stream, prefetch
+from kvkeep.storage.copy_stream import Side
+from kvkeep.storage.prefetch import Lane
+from kvkeep.store.layer_slices import require_keepable
 from kvkeep.testing import CODEC_EXAMPLES, EXAMPLES, example_planes, live_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +57,7 @@ class Late(Side):
 @pytest.fixture(params=["at once", "late"])
 def copies(request, monkeypatch):
     if request.param == "late":
-        monkeypatch.setattr(courier, "Side", Late)
+        monkeypatch.setattr(prefetch, "Side", Late)
     return request.param
 
 
@@ -269,7 +269,7 @@ def test_a_layer_alone_is_fetched_once(fetches):
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:16"])
 def test_steady_steps_wait_for_copies_of_the_step_before_only(spec, monkeypatch):
-    monkeypatch.setattr(courier, "Side", Late)
+    monkeypatch.setattr(prefetch, "Side", Late)
     cache = cache_of(f"{spec}@host")
     for n in (40, 1, 1):
         feed(cache, n)
@@ -314,7 +314,7 @@ def test_copies_wait_for_what_they_copy(spec, monkeypatch):
             super().copy(to, x)
             unwaited.written.pop(to.untyped_storage().data_ptr(), None)
 
-    monkeypatch.setattr(courier, "Side", Watched)
+    monkeypatch.setattr(prefetch, "Side", Watched)
     cache = cache_of(f"{spec}@host", layers=2)
     with unwaited:
         for n in (24, 1, 1, 7):
@@ -350,7 +350,7 @@ def _stages(cache):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("where", [courier, side])
+@pytest.mark.parametrize("where", [prefetch, copy_stream])
 @pytest.mark.parametrize("spec", ["keep_all", "keep_all+int8", "h2o:20", "adakv:0.3(h2o:24)"])
 def test_without_memory_a_layer_is_as_it_was(device, where, spec, monkeypatch):
     """On the device, for its copy, and on the host, for all planes."""
@@ -365,13 +365,13 @@ def test_without_memory_a_layer_is_as_it_was(device, where, spec, monkeypatch):
         before = example_planes(layer)
         calls = []
         with monkeypatch.context() as patch:
-            owner, name = (where, "reserve") if where is courier else (Side, "_reserve")
+            owner, name = (where, "reserve") if where is prefetch else (Side, "_reserve")
             reserve = getattr(owner, name)
 
             def scarce(*args, calls=calls, reserve=reserve, at=at):
                 calls.append(args)
                 if len(calls) == at:
-                    error = torch.OutOfMemoryError if where is courier else RuntimeError
+                    error = torch.OutOfMemoryError if where is prefetch else RuntimeError
                     raise error("out of memory")
                 return reserve(*args)
 
@@ -400,15 +400,15 @@ def test_without_memory_a_layer_is_as_it_was(device, where, spec, monkeypatch):
 def test_with_memory_now_and_then(spec, copies, monkeypatch):
     """What could not be fetched ahead is fetched when it is needed, or refused then."""
     host, growing = cache_of(f"{spec}@host"), cache_of(f"{spec}@growing")
-    draw, reserve, failed = random.Random(0), courier.reserve, 0
+    draw, reserve, failed = random.Random(0), prefetch.reserve, 0
 
     def scarce(*args):
         if draw.random() < 0.4:
             raise torch.OutOfMemoryError("out of memory")
         return reserve(*args)
 
-    monkeypatch.setattr(courier, "reserve", scarce)
-    monkeypatch.setattr(courier.Growth, "room", lambda self, slots: slots)
+    monkeypatch.setattr(prefetch, "reserve", scarce)
+    monkeypatch.setattr(prefetch.Growth, "room", lambda self, slots: slots)
     for n in (9, 1, 12, 1, 40, 1, 1, 100, 1):
         for index, layer in enumerate(host.layers):
             expected, before = step_of(growing, index, n, "cpu"), layer.fed

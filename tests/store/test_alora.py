@@ -15,13 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import kvkeep
 from kvkeep.blocks.prompt import Encoded
-from kvkeep.blocks.segments import Segment, Span
+from kvkeep.blocks.tokenize import Segment, Span
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import adapters
 from kvkeep.hf.adapters import NEVER, Activation, Takeover
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.store import Disk, PrefixStore
-from kvkeep.store.model import feed, keyed
+from kvkeep.store.identity import feed, keyed
 
 INVOCATION = [90, 91, 92]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 import kvkeep
 from kvkeep.blocks import prefill
 from kvkeep.blocks.prompt import Encoded
-from kvkeep.blocks.segments import Segment, Span
+from kvkeep.blocks.tokenize import Segment, Span
 from kvkeep.errors import UnsupportedError
 from kvkeep.store import PrefixStore
 

@@ -20,7 +20,7 @@ from families import tiny
 from kept import TOKEN_BYTES, fed, longest
 
 from kvkeep.errors import SpecError
-from kvkeep.headers import sealed
+from kvkeep.files.headers import sealed
 from kvkeep.store import Block, Label, Memory, PrefixStore
 
 TOKENS = list(range(30))

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from backends import blocks_of, found, put
 
-from kvkeep import files as kvkeep_files
 from kvkeep.errors import SpecError
+from kvkeep.files import atomic
 from kvkeep.store import Disk, opened
 from kvkeep.store import backend as backend_module
 from kvkeep.store import disk as module
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_now_is_kept(filled, monkeypatch, error):
             raise OSError(error, os.strerror(error))
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(kvkeep_files.os, "open", failing)
+    monkeypatch.setattr(atomic.os, "open", failing)
     assert found(disk, TOKENS) == 0
     assert (disk.damaged, disk.failures > 0) == (0, True)
     monkeypatch.undo()
@@ -432,7 +432,7 @@ def test_no_space_is_a_miss_and_leaves_nothing(filled, monkeypatch):
     def no_space(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(kvkeep_files.os, "write", no_space)
+    monkeypatch.setattr(atomic.os, "write", no_space)
     assert not disk.put(blocks_of([1, 2])[0])
     assert "No space left" in disk.last_error
     assert list((filled / "new").iterdir()) == []

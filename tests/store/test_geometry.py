@@ -12,11 +12,11 @@ from families import tiny
 from kept import fed, new_cache
 
 import kvkeep
-from kvkeep.headers import sealed
+from kvkeep.files.headers import sealed
 from kvkeep.planes import POSITION
 from kvkeep.store import Block, Disk, Memory, PrefixStore
 from kvkeep.store.backend import OtherBlockError
-from kvkeep.store.stretch import Stretch
+from kvkeep.store.layer_slices import Stretch
 
 TOKENS = list(range(24))
 
@@ -171,7 +171,7 @@ def test_a_prefix_is_told_by_a_hash_that_nobody_can_forge():
 
 def test_tokens_before_a_block_that_hash_alike_once_are_told_apart():
     """Two texts whose first eight tokens have one XXH3: the second begins with what it is not."""
-    from kvkeep.store.shared import _places
+    from kvkeep.store.backend_sync import _places
 
     one, two = torch.arange(16), torch.arange(16)
     two[3] = 77

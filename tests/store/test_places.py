@@ -8,7 +8,7 @@ from redis_server import Server
 
 from kvkeep.errors import SpecError, StateError
 from kvkeep.store import Disk, Location, Redis, opened
-from kvkeep.store.places import shown
+from kvkeep.store.open_url import shown
 
 
 def test_kinds(tmp_path):

@@ -24,7 +24,7 @@ from kvkeep.store import PrefixStore, Redis, remote
 from kvkeep.store import backend as backend_module
 from kvkeep.store import redis as module
 from kvkeep.store.backend import digest
-from kvkeep.store.shared import _alike
+from kvkeep.store.backend_sync import _alike
 
 TEXT = list(range(40))  # five blocks
 
@@ -678,7 +678,7 @@ def test_a_megabyte_of_header_is_refused_at_once(server):
     """A header is bounded, and what is read of it is read once: no loops within loops."""
     import json
 
-    from kvkeep.headers import sealed
+    from kvkeep.files.headers import sealed
 
     key = blocks_of(TEXT)[0].key
     likes = [[1, 1, 1, "torch.float32"]] * 8000

@@ -14,8 +14,8 @@ from unrolled import texts
 
 import kvkeep
 from kvkeep.errors import LossError
-from kvkeep.hf.apart import _stubs
-from kvkeep.offload import Offload
+from kvkeep.files.offload import Offload
+from kvkeep.hf.layerwise import _stubs
 from kvkeep.train import backward
 
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from unrolled import error, gradients, unrolled
 
-from kvkeep.evals.text import tokens_of_text
+from kvkeep.bench.text import tokens_of_text
 from kvkeep.train import backward
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep import library
+from kvkeep import native_library
 from kvkeep.attention import explicit, native, reference, sdpa, triton
 from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
@@ -71,10 +71,10 @@ _TABLE = (
         native.run,
         native.refuses,
         limits="CPU; float32, bfloat16, float16; no gradients",
-        about=library.reason,
+        about=native_library.reason,
         device="cpu",
         differentiable=False,
-        missing=lambda: "" if library.available else library.reason,
+        missing=lambda: "" if native_library.available else native_library.reason,
     ),
     Backend(
         "triton",

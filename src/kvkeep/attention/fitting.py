@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.view import Segment, View
-from kvkeep.chunk import check_sinks
+from kvkeep.checks import check_sinks
 from kvkeep.errors import ShapeError
 from kvkeep.planes import POSITION, joined, part
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Decoder, Segment, View
-from kvkeep.chunk import wants_gradients
-from kvkeep.library import (  # noqa: F401 - tests and tools look for them here
+from kvkeep.checks import wants_gradients
+from kvkeep.native_library import (  # noqa: F401 - tests and tools look for them here
     LIBRARY,
     TYPES,
     available,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
-from kvkeep.chunk import wants_gradients
+from kvkeep.checks import wants_gradients
 from kvkeep.planes import POSITION
 
 _MASKED_SCORES = 1 << 22

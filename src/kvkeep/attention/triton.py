@@ -20,7 +20,7 @@ from kvkeep.attention.native import Coded
 from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
-from kvkeep.chunk import wants_gradients
+from kvkeep.checks import wants_gradients
 from kvkeep.planes import POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)

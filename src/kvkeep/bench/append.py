@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvkeep.bench.device import Limits, because, device_named, with_values
 from kvkeep.bench.environment import environment
-from kvkeep.evals.timing import Timer, interleaved, median_ratio, timer_for
-from kvkeep.layer import LayerCache
+from kvkeep.bench.timing import Timer, interleaved, median_ratio, timer_for
+from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 
 HEADS, DIM = 8, 128

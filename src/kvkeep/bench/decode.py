@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.bench.decode_loop import DYNAMIC, bytes_per_token
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep.bench.environment import environment
+from kvkeep.bench.random_model import RANDOM, random_model
 from kvkeep.bench.systems import (
     EAGER,
     LLAMA_CPP,
@@ -24,11 +26,9 @@ from kvkeep.bench.systems import (
     Feed,
     Systems,
 )
+from kvkeep.bench.text import tokens_of_text
+from kvkeep.bench.timing import interleaved, spread, timer_for
 from kvkeep.errors import SpecError, UnsupportedError
-from kvkeep.evals.text import tokens_of_text
-from kvkeep.evals.timing import interleaved, spread, timer_for
-from kvkeep.hf.decode import DYNAMIC, bytes_per_token
-from kvkeep.hf.random_model import RANDOM, random_model
 from kvkeep.spec import parse_specs
 
 TOLERANCE = 0.1

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from kvkeep.bench.timing import interleaved, timer_for
 from kvkeep.errors import UnsupportedError
-from kvkeep.evals.timing import interleaved, timer_for
-from kvkeep.storage.memory import free_bytes
+from kvkeep.storage.allocate import free_bytes
 
 
 def device_named(name: str | None = None) -> torch.device:

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 import kvkeep
-from kvkeep import library
+from kvkeep import native_library
 
 
 def environment() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
         "triton": _version("triton") or "none",
         "cpu": f"{_processor()}, {os.cpu_count()} cores",
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "native_kernel": library.instructions() or "none",
+        "native_kernel": native_library.instructions() or "none",
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": "none" if accelerator is None else str(accelerator),

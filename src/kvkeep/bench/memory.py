@@ -79,8 +79,8 @@ def run(
 def _measure(
     spec: str, name: str, dtype: str, tokens: int, prompt: int, size: int
 ) -> dict[str, Any]:
-    from kvkeep.evals.text import tokens_of_text
-    from kvkeep.hf.decode import decode, new_cache, prepared
+    from kvkeep.bench.decode_loop import decode, new_cache, prepared
+    from kvkeep.bench.text import tokens_of_text
     from kvkeep.hf.models import load
 
     model, tokenizer = load(name, dtype)
@@ -92,7 +92,7 @@ def _measure(
 
 
 def _held_by(spec: str, model: Any, ids: Any, tokens: int, size: int) -> dict[str, Any]:
-    from kvkeep.hf.decode import allocated_bytes, buffers, decode, live_bytes, new_cache
+    from kvkeep.bench.decode_loop import allocated_bytes, buffers, decode, live_bytes, new_cache
 
     held = [new_cache(spec, model)]  # the only reference, so that it can be dropped
     without: list[int] = []  # resident bytes apart from the live slots, after the prefill

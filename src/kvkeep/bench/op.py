@@ -13,9 +13,9 @@ from kvkeep.attention import Backend, Segment, View, attend, backends
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep.bench.environment import environment
 from kvkeep.bench.rivals import RIVALS, TORCH, torch_sdpa
+from kvkeep.bench.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep.codec import Plain
 from kvkeep.errors import SpecError
-from kvkeep.evals.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep.planes import POSITION, joined, plane_bytes
 from kvkeep.spec import CacheSpec
 

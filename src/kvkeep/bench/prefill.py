@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from kvkeep.bench.decode_loop import DYNAMIC, new_cache
 from kvkeep.bench.environment import environment
-from kvkeep.evals.text import tokens_of_text
-from kvkeep.evals.timing import interleaved
+from kvkeep.bench.text import tokens_of_text
+from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
-from kvkeep.hf.decode import DYNAMIC, new_cache
 from kvkeep.hf.models import load
 
 KVKEEP = "kvkeep"

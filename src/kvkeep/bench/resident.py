@@ -18,7 +18,7 @@ import psutil
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.storage.memory import give_back
+from kvkeep.storage.allocate import give_back
 
 SPARED = 1 << 30
 """Bytes of what is available that a measurement leaves to others."""

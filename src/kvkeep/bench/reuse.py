@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.bench.environment import environment
+from kvkeep.bench.text import tokens_of_text
 from kvkeep.blocks import prefill
-from kvkeep.evals.text import tokens_of_text
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.models import load
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
-from kvkeep.store.model import feed
+from kvkeep.store.identity import feed
 
 BLOCKS = "blocks:"
 MODES = (

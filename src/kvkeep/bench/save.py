@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from kvkeep.bench.environment import environment
-from kvkeep.evals.text import tokens_of_text
-from kvkeep.evals.timing import interleaved
+from kvkeep.bench.text import tokens_of_text
+from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.load import load
 from kvkeep.hf.models import load as load_model
-from kvkeep.hf.saved import load
 
 
 def run(

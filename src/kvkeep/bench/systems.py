@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.bench.decode_loop import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
+from kvkeep.bench.random_model import fill
 from kvkeep.hf.attach import attach
-from kvkeep.hf.decode import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
-from kvkeep.hf.random_model import fill
 
 Feed = Callable[[Tensor], Tensor | None]
 """Feeds one token (1, 1) and gives the logits (1, V), if the system shows them."""
@@ -93,7 +93,7 @@ class Systems:
         if way == EAGER:
             return _fed(self.kvkeep, self._whole() if spec == SPEC else self._filled(spec))
         fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
-        graphed = import_module("kvkeep.hf.graphed").Graphed
+        graphed = import_module("kvkeep.hf.cuda_graph").Graphed
         step = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)
 
         def feed(token: Tensor) -> Tensor:

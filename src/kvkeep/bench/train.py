@@ -24,12 +24,12 @@ from kvkeep.bench.resident import (
     reset_peak,
     resident,
 )
+from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.unrolled import unrolled
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.evals.text import tokens_of_text
+from kvkeep.files.offload import Offload
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.models import load
-from kvkeep.offload import Offload
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kvkeep.hf.apart import Apart, Call
+from kvkeep.hf.layerwise import Apart, Call
 from kvkeep.hf.replayed import Decisions, replaying
 
 _PIECE = 256

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from kvkeep.attention import Rotation
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.frozen import Run
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config
 from kvkeep.hf.rotary import rotaries_of
-from kvkeep.ledger import Ledger
+from kvkeep.layer.frozen import Run
+from kvkeep.layer.history import Ledger
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
-from kvkeep.store.stretch import require_whole
+from kvkeep.store.layer_slices import require_whole
 
 
 def join(model: PreTrainedModel, caches: Sequence[Cache]) -> Cache:
@@ -53,7 +53,7 @@ def place(
     Args:
         starts: at which position each text begins, ascending.
         columns: tokens in all. Those that no text holds must be computed before anything else is
-            fed, see `kvkeep.blocks.repair`.
+            fed, see `kvkeep.blocks.recomputation`.
     """
     _require_alike(caches)
     rotaries = moving(model)

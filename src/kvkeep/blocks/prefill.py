@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.blocks import repair
+from kvkeep.blocks import recomputation
 from kvkeep.blocks.join import place
 from kvkeep.errors import ShapeError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.recompute import Recompute, parsed
+from kvkeep.hf.recompute_option import Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
-from kvkeep.store.model import flat
+from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
 
 _SAMPLED = 64  # tokens of which is told how far they are from what reading gives
@@ -135,7 +135,7 @@ def assemble(
     kinds = _kinds(len(tokens), [begins, *spans])
     certain = kinds == _BETWEEN
     if mode != "none" or bool(certain.any()):
-        repair.require_repairable(Cache(model, spec, capacity=capacity))
+        recomputation.require_repairable(Cache(model, spec, capacity=capacity))
     begun = read(0, first, prompt)
     others = [read(start, stop, prompt[:0]) for start, stop in spans]
     spans = [begins, *spans]
@@ -149,16 +149,16 @@ def assemble(
     deviation = None
     computed = certain.nonzero().flatten()
     # Without a token that is computed in every layer there is no forward that could tell.
-    if more or (estimate and len(computed) and repair.compares(model)):
+    if more or (estimate and len(computed) and recomputation.compares(model)):
         sample = ((kinds == _SPAN) & ~certain).nonzero().flatten()
         if mode != "share":
             sample = sample[:: max(1, len(sample) // _SAMPLED)]
         candidates = torch.cat([computed, sample]).sort().values
-        computed, deviation = repair.blend(
+        computed, deviation = recomputation.blend(
             model, cache, tokens, candidates, certain=certain[candidates], count=more
         )
     elif len(computed):
-        repair.recompute(model, cache, tokens, computed)
+        recomputation.recompute(model, cache, tokens, computed)
     repaired = int((kinds[computed] == _SPAN).sum())
     found = sum(other.found for other in others)
     return Assembled(cache, begun.found, found, repaired, deviation)

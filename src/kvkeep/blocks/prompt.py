@@ -13,18 +13,18 @@ from kvkeep.blocks import chat
 from kvkeep.blocks.join import moving, windowed
 from kvkeep.blocks.parts import Part, listed, marked
 from kvkeep.blocks.prefill import Assembled, Span, assemble
-from kvkeep.blocks.repair import compares
-from kvkeep.blocks.segments import SHORTEST, Segment, segmented
+from kvkeep.blocks.recomputation import compares
+from kvkeep.blocks.tokenize import SHORTEST, Segment, segmented
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_latent, is_routed
 from kvkeep.hf.fingerprint import takeover_in
-from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
+from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
-from kvkeep.store.model import feed, keyed, require_steady
-from kvkeep.store.stretch import require_keepable
+from kvkeep.store.identity import feed, keyed, require_steady
+from kvkeep.store.layer_slices import require_keepable
 
 _SHOWN = 40  # characters of a block in a report
 

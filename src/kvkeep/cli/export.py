@@ -33,7 +33,7 @@ def export(
     """Export a model's decode step, cache included, for a process without transformers."""
     model = model_for(model, adapter)
     with reported():
-        from kvkeep.program import named
+        from kvkeep.graph.program import named
         from kvkeep.spec import parse_specs
 
         spec, path = parse_specs(cache), named(output)

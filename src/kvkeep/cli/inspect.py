@@ -61,7 +61,7 @@ def inspect(
             raise typer.BadParameter("give a prompt or --context, not both")
         text = "" if context is not None else given_prompt(prompt, prompt_file)
         with Working("starting") as working:
-            from kvkeep.evals.kept import kept, prompt_ids, shares
+            from kvkeep.evals.kept_positions import kept, prompt_ids, shares
             from kvkeep.hf.models import load
 
             loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)

@@ -246,6 +246,6 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_rows(where: str, rows: list[dict[str, Any]], *, stderr: bool = False) -> None:
-    from kvkeep.store.places import shown
+    from kvkeep.store.open_url import shown
 
     print_table(shown(where), rows, stderr=stderr)

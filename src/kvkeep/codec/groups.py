@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.codec.base import Codec
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
-from kvkeep.library import LIBRARY, TYPES
+from kvkeep.native_library import LIBRARY, TYPES
 from kvkeep.planes import Planes
 
 _MOST_HALF = 65504.0  # the largest float16

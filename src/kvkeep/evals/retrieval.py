@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.evals.feed import STEP_COST, Tick, fill
+from kvkeep.evals.forward import STEP_COST, Tick, fill
 
 DEPTHS = (10, 30, 50, 70, 90)
 """Where numbers are hidden, in percent of the text."""

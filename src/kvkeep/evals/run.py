@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.bench.decode_loop import prepared
+from kvkeep.bench.text import windows_of_text
+from kvkeep.bench.timing import interleaved
 from kvkeep.errors import SpecError
 from kvkeep.evals import retrieval
-from kvkeep.evals.feed import STEP_COST, fill, follow, require_positions
+from kvkeep.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep.evals.quality import compare
-from kvkeep.evals.text import windows_of_text
-from kvkeep.evals.timing import interleaved
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.decode import prepared
 from kvkeep.hf.models import load
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
-from kvkeep.files import PARTIAL, sync_to_disk
+from kvkeep.files.atomic import PARTIAL, sync_to_disk
+from kvkeep.files.headers import typed
 from kvkeep.finetune import lora
-from kvkeep.headers import typed
 from kvkeep.hf.fingerprint import differences
 
 VERSION = 1

@@ -41,7 +41,7 @@ class Options:
         seed: of weights, order and dropout.
         eval_every, save_every: steps between; 0: at the end only.
         keep: newest checkpoints that stay.
-        host_bytes, spill: see `kvkeep.offload.Offload`; `spill` is its directory.
+        host_bytes, spill: see `kvkeep.files.offload.Offload`; `spill` is its directory.
     """
 
     cache: str = "h2o:1024"

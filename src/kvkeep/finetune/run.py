@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import LossError
+from kvkeep.files.offload import Offload
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
 from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
 from kvkeep.finetune.lora import with_adapter
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.offload import Offload
 from kvkeep.train import backward, loss
 
 Progress = Callable[[str, float], None]

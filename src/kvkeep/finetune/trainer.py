@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.files.offload import Offload
 from kvkeep.hf.specs import Specs
-from kvkeep.offload import Offload
 from kvkeep.train.gradient import Way, backward, loss
 
 _Trainer: Any = object  # whichever comes behind

@@ -17,7 +17,8 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.adapters import activate, deactivate
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import DEFAULT_SPEC, Cache
-from kvkeep.hf.calls import (
+from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
+from kvkeep.hf.generate_hook import (
     PREFILL_CHUNK,
     PromptStore,
     Settings,
@@ -25,10 +26,9 @@ from kvkeep.hf.calls import (
     prepare_cache,
     refuse_batching,
 )
-from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.masks import mask_over
-from kvkeep.hf.recompute import RECOMPUTE, Recompute, parsed
+from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
 from kvkeep.hf.specs import Specs
 from kvkeep.hf.weights import ask_for_weights

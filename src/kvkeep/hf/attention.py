@@ -14,7 +14,7 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.weights import explicit_step
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
-from kvkeep import snapshot
-from kvkeep.compiled import LayerTicket, Traced
 from kvkeep.errors import SpecError, StateError, UnsupportedError
-from kvkeep.figures import promised_bytes
+from kvkeep.files import snapshot
+from kvkeep.graph.custom_ops import LayerTicket, Traced
 from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.config import (
     base_config,
@@ -33,9 +32,10 @@ from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
+from kvkeep.layer.stats import promised_bytes
+from kvkeep.layer.turn import Turn
 from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
-from kvkeep.turn import Turn
 
 DEFAULT_SPEC = "keep_all"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 from kvkeep.policy import POLICIES
 

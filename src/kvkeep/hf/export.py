@@ -11,13 +11,13 @@ from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
 from kvkeep.errors import SpecError
-from kvkeep.exported import Description, LayerTensors
+from kvkeep.graph.export_op import Description, LayerTensors
+from kvkeep.graph.program import Header, Program
 from kvkeep.hf.attach import attach, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed, layer_kinds
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.specs import Specs
-from kvkeep.program import Header, Program
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.compiled import Traced
-from kvkeep.layer import LayerCache
+from kvkeep.graph.custom_ops import Traced
+from kvkeep.layer.layer import LayerCache
 
 
 class MaskLength(int):

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.handover import MaskLength
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 
 _AT_ONCE = 1 << 22
 """Most elements of a mask that is looked at."""

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvkeep.errors import KVKeepError, UnsupportedError
-from kvkeep.hf import adapted
+from kvkeep.hf import adapter_files
 
 Progress = Callable[[str], None]
 
@@ -148,12 +148,12 @@ def load(
     place = _device(device)
     if torch_dtype is None:
         torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    if name is not None and adapted.is_adapter(name):
+    if name is not None and adapter_files.is_adapter(name):
         if adapter is not None:
             raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
         name, adapter = None, name
     if adapter is not None:  # what is wrong with it shows before the model is loaded
-        base = adapted.base_of(adapter)
+        base = adapter_files.base_of(adapter)
         name = name or base
     if not name:
         what = "no model" if adapter is None else f"{adapter} does not say which model it is for"
@@ -180,7 +180,7 @@ def load(
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
     if adapter is not None:
         progress(f"loading {adapter}")
-        model = adapted.with_adapter(model, adapter)
+        model = adapter_files.with_adapter(model, adapter)
     model.eval().to(device=place)
     return model, tokenizer
 

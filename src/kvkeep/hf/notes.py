@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvkeep.cacheheader import Header
 from kvkeep.errors import SavedCacheError
+from kvkeep.files.cache_header import Header
 
 Message = dict[str, str]
 

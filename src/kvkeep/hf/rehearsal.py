@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvkeep.chunk import check_queries
+from kvkeep.checks import check_queries
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.handover import Handed
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 
 _ROWS, _CHUNKS = 3, (2, 1)
 _EAGER = "eager"

@@ -18,17 +18,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache import Frozen
-from kvkeep.cacheheader import Header
 from kvkeep.errors import KVKeepError, RollbackError, SavedCacheError, StateError
-from kvkeep.files import PRIVATE, PRIVATE_DIRECTORY
+from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
+from kvkeep.files.cache_header import Header
+from kvkeep.files.snapshot import Saved
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import Generation, PromptError, follow
+from kvkeep.hf.load import load
 from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
-from kvkeep.hf.saved import load
 from kvkeep.hf.specs import Specs
-from kvkeep.snapshot import Saved
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

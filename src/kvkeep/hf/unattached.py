@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 from kvkeep.spec import CacheSpec
 

@@ -14,7 +14,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
 from kvkeep.hf.demands import require_whole
 from kvkeep.hf.handover import Handed
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.library import LIBRARY
+from kvkeep.native_library import LIBRARY
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Observation
 

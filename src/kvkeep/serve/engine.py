@@ -24,9 +24,9 @@ from kvkeep.hf.specs import Specs
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
-from kvkeep.store.model import require_steady
+from kvkeep.store.identity import require_steady
+from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.stretch import require_keepable
 
 _LOG = logging.getLogger("kvkeep.serve")
 

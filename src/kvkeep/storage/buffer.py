@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.library import LIBRARY
+from kvkeep.native_library import LIBRARY
 from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
+from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.base import Storage
-from kvkeep.storage.memory import SHORTAGE, out_of_memory, reserve
 
 _SLOTS_AHEAD = 8  # each view takes about a kilobyte of its own
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h

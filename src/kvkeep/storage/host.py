@@ -13,9 +13,9 @@ from kvkeep.errors import OutOfMemoryError
 from kvkeep.planes import Planes, along_slots, part, plane_bytes, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.buffer import device_of, moves
-from kvkeep.storage.courier import Courier, Lane, Layout
+from kvkeep.storage.copy_stream import Landing
 from kvkeep.storage.growing import Bounded, Growing, Growth
-from kvkeep.storage.side import Landing
+from kvkeep.storage.prefetch import Courier, Lane, Layout
 
 _HOST = torch.device("cpu")
 

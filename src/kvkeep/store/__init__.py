@@ -7,7 +7,7 @@ from kvkeep.store.hit import Hit
 from kvkeep.store.lmcache import LMCache
 from kvkeep.store.location import Location
 from kvkeep.store.memory import Memory
-from kvkeep.store.places import opened
+from kvkeep.store.open_url import opened
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.redis import Redis
 from kvkeep.store.stats import StoreStats

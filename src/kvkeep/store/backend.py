@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep import tensorfile
 from kvkeep.errors import SpecError
-from kvkeep.headers import DTYPES, require_seal, sealed, typed
-from kvkeep.ledger import nothing_of
-from kvkeep.storage.memory import free_bytes
-from kvkeep.store.stretch import Stretch
-from kvkeep.tensorfile import Layout
+from kvkeep.files import tensor_file
+from kvkeep.files.headers import DTYPES, require_seal, sealed, typed
+from kvkeep.files.tensor_file import Layout
+from kvkeep.layer.history import nothing_of
+from kvkeep.storage.allocate import free_bytes
+from kvkeep.store.layer_slices import Stretch
 
 FORMAT = 2
 """The version of blocks that is written, and the only one that is read."""
@@ -110,13 +110,13 @@ class Block:
             "prefix": self.prefix,
             "routed": self.routed,
             "likes": [[k.shape[1], k.shape[3], v.shape[3], str(k.dtype)] for k, v in self.likes],
-            "checksums": {name: tensorfile.checksum(x) for name, x in self.tensors().items()},
+            "checksums": {name: tensor_file.checksum(x) for name, x in self.tensors().items()},
         }
         return sealed(_HEADER, header)
 
     def to_bytes(self) -> bytes:
         """All of it, as bytes in the safetensors format."""
-        return tensorfile.to_bytes(self.tensors(), self.metadata())
+        return tensor_file.to_bytes(self.tensors(), self.metadata())
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray, key: str) -> Block:
@@ -149,7 +149,7 @@ class Block:
         numbers = {str(number): number for number in range(len(likes))}
         layers: list[dict[str, Tensor]] = [{} for _ in likes]
         for name, x in tensors.items():
-            if tensorfile.checksum(x) != header.checksums[name]:
+            if tensor_file.checksum(x) != header.checksums[name]:
                 raise ValueError(f"tensor {name} has another checksum")
             index, dot, plane = name.partition(".")
             if dot and index in numbers:

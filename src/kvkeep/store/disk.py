@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar, cast, final
 
-from kvkeep import tensorfile
 from kvkeep.errors import SpecError
-from kvkeep.files import PRIVATE_DIRECTORY, NoFileError, opened, read_into
+from kvkeep.files import tensor_file
+from kvkeep.files.atomic import PRIVATE_DIRECTORY, NoFileError, opened, read_into
+from kvkeep.files.tensor_file import Layout, header_bytes
 from kvkeep.store.backend import (
     ABANDONED_S,
     HEADER_BYTES,
@@ -31,7 +32,6 @@ from kvkeep.store.backend import (
 )
 from kvkeep.store.index import MOST_BYTES as INDEXED_BYTES
 from kvkeep.store.index import NAME, Index, Row, is_row
-from kvkeep.tensorfile import Layout, header_bytes
 
 _PARTS = ("blocks", "new", "quarantine")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -122,7 +122,7 @@ class Disk(Backend):
         file = self.path / "blocks" / f"{uuid.uuid4().hex}.safetensors"
         new = self.path / "new" / file.name
         try:
-            tensorfile.write(new, block.tensors(), block.metadata(), sync=False, private=True)
+            tensor_file.write(new, block.tensors(), block.metadata(), sync=False, private=True)
             size = new.stat().st_size
             new.replace(file)
             row = Row(block.key, file.name, size, time.time())

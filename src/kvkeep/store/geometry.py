@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.chunk import empty_like
-from kvkeep.figures import slot_planes
-from kvkeep.layer import LayerCache
-from kvkeep.ledger import nothing_of
+from kvkeep.checks import empty_like
+from kvkeep.layer.history import nothing_of
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, PlaneSpec
 
 if TYPE_CHECKING:

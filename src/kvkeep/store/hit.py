@@ -7,10 +7,10 @@ from types import TracebackType
 
 from kvkeep.cache import Cache
 from kvkeep.errors import StateError
-from kvkeep.frozen import Run
-from kvkeep.ledger import Ledger
+from kvkeep.layer.frozen import Run
+from kvkeep.layer.history import Ledger
 from kvkeep.store.geometry import Geometry, planes_of
-from kvkeep.store.stretch import Stretch
+from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Match, Node
 
 

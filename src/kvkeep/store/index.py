@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
-from kvkeep.files import PRIVATE
+from kvkeep.files.atomic import PRIVATE
 
 NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 """The names of files that an index may speak of: no others are touched."""

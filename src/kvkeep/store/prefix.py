@@ -17,18 +17,18 @@ from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.specs import Specs
 from kvkeep.store.backend import Backend, require_budget
+from kvkeep.store.backend_sync import share, shared
 from kvkeep.store.geometry import Geometry
 from kvkeep.store.hit import Hit
-from kvkeep.store.model import feed, flat, geometry_of, keyed, require_steady
-from kvkeep.store.shared import share, shared
-from kvkeep.store.stats import StoreStats
-from kvkeep.store.stretch import (
+from kvkeep.store.identity import feed, flat, geometry_of, keyed, require_steady
+from kvkeep.store.layer_slices import (
     Stretch,
     require_keepable,
     require_kept,
     stretch_of,
     why_not_kept,
 )
+from kvkeep.store.stats import StoreStats
 from kvkeep.store.tree import Node, RadixTree
 
 

@@ -23,8 +23,8 @@ from kvkeep.store.backend import (
     require_budget,
 )
 from kvkeep.store.clock import Clock, punctual
+from kvkeep.store.redis_scripts import DELETE, FIT, PAGE, PUT, SET_ASIDE, TOUCH
 from kvkeep.store.remote import Remote
-from kvkeep.store.scripts import DELETE, FIT, PAGE, PUT, SET_ASIDE, TOUCH
 
 SCHEMES = {
     "redis": "redis",

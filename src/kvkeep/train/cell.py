@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.codec import Plain
-from kvkeep.layer import LayerCache
-from kvkeep.ledger import Ledger
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, limits
 from kvkeep.policy import Need, Observation
 from kvkeep.train.slots import Past

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import ShapeError, StateError
-from kvkeep.hf.apart import Apart, average
-from kvkeep.hf.heads import HiddenLoss, head_for, kept_on_failure, through
+from kvkeep.files.offload import Offload
+from kvkeep.hf.layerwise import Apart, average
+from kvkeep.hf.losses import HiddenLoss, head_for, kept_on_failure, through
 from kvkeep.hf.replayed import Decisions
 from kvkeep.hf.specs import Specs
-from kvkeep.offload import Offload
 from kvkeep.train.walk import OnLayer, Walk
 
 

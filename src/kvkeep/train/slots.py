@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.bulk import filled, whole
-from kvkeep.layer import LayerCache
-from kvkeep.offload import Kept, Offload
+from kvkeep.files.offload import Kept, Offload
+from kvkeep.layer.block_encoded import filled, whole
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import along_slots
 from kvkeep.policy.replay import among
 

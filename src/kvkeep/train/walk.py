@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.hf.apart import Apart, accumulate, reduces
+from kvkeep.files.offload import Kept, Offload
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.layerwise import Apart, accumulate, reduces
 from kvkeep.hf.replayed import Decisions
 from kvkeep.hf.specs import Specs, per_layer
-from kvkeep.layer import LayerCache
-from kvkeep.offload import Kept, Offload
+from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
-from kvkeep.storage.memory import give_back
+from kvkeep.storage.allocate import give_back
 from kvkeep.train.cell import Capture, Captured, Cell, Recorder
 from kvkeep.train.slots import Slots
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Held, View
-from kvkeep.ledger import Ledger
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.slots import LayerSlots
 from kvkeep.policy import Policy
-from kvkeep.slots import LayerSlots
 
 
 class Readable:

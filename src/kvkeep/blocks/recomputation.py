@@ -16,7 +16,7 @@ from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, part, slot_count
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.layer import LayerCache
+from kvkeep.layer.layer import LayerCache
 
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # what a replay would leave out
 _GONE = "this graph was given a cache that is gone, or from another process"

@@ -8,14 +8,14 @@ from copy import copy, deepcopy
 import torch
 from torch import Tensor
 
-from kvkeep.append import write
 from kvkeep.attention import Segment
-from kvkeep.bulk import Bulk
 from kvkeep.codec import Codec, Plain
 from kvkeep.errors import OutOfMemoryError, SpecError
-from kvkeep.figures import LayerStats
-from kvkeep.frozen import Past, Run
-from kvkeep.ledger import Ledger
+from kvkeep.layer.block_encoded import Bulk
+from kvkeep.layer.frozen import Past, Run
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.stats import LayerStats
+from kvkeep.layer.write_tokens import write
 from kvkeep.planes import (
     POSITION,
     Chain,
@@ -31,7 +31,7 @@ from kvkeep.planes import (
     take,
 )
 from kvkeep.storage import Split, Storage, parted
-from kvkeep.storage.memory import SHORTAGE
+from kvkeep.storage.allocate import SHORTAGE
 
 
 class LayerSlots:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Options, View, dispatch
-from kvkeep.chunk import Checks, empty_like, wants_gradients
+from kvkeep.checks import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
-from kvkeep.figures import LayerStats
-from kvkeep.ledger import LayerState, Ledger
+from kvkeep.layer.history import LayerState, Ledger
+from kvkeep.layer.readable import Readable
+from kvkeep.layer.slots import LayerSlots
+from kvkeep.layer.stats import LayerStats
+from kvkeep.layer.turn import Turn
 from kvkeep.planes import POSITION, Reach, limits, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
-from kvkeep.readable import Readable
 from kvkeep.rotary import Rotary
-from kvkeep.slots import LayerSlots
 from kvkeep.storage import Storage
-from kvkeep.turn import Turn
 
 
 class LayerCache(Readable):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.evals.feed import fill, require_positions
-from kvkeep.evals.text import windows_of_text
+from kvkeep.bench.decode_loop import prepared
+from kvkeep.bench.text import windows_of_text
+from kvkeep.evals.forward import fill, require_positions
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.decode import prepared
 from kvkeep.hf.specs import Specs
 
 Kept = list[list[list[int]]]

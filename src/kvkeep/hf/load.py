@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.errors import CapacityError, SavedCacheError, SpecError, UnsupportedError
+from kvkeep.files.snapshot import Saved
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config
 from kvkeep.hf.fingerprint import differences, fingerprint
-from kvkeep.snapshot import Saved
-from kvkeep.storage.memory import SHORTAGE
+from kvkeep.storage.allocate import SHORTAGE
 
 
 def load(

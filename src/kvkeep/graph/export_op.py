@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvkeep.chunk import empty_like
-from kvkeep.compiled import ON_HOST, run
+from kvkeep.checks import empty_like
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.figures import slot_planes
-from kvkeep.layer import LayerCache
-from kvkeep.ledger import Ledger
+from kvkeep.graph.custom_ops import ON_HOST, run
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.stats import slot_planes
 from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 

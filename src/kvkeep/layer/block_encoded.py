@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec
 from kvkeep.errors import SpecError
-from kvkeep.frozen import Past
+from kvkeep.layer.frozen import Past
 from kvkeep.planes import POSITION, Chain, Planes, joined, take
 from kvkeep.storage import Storage
 

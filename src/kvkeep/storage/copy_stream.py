@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import OutOfMemoryError
-from kvkeep.storage.memory import REMEDY, SHORTAGE, free_bytes, reserve
+from kvkeep.storage.allocate import REMEDY, SHORTAGE, free_bytes, reserve
 
 _HOST = torch.device("cpu")
 

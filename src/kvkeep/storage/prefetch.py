@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import OutOfMemoryError
+from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
+from kvkeep.storage.copy_stream import Side
 from kvkeep.storage.growing import Growth
-from kvkeep.storage.memory import SHORTAGE, out_of_memory, reserve
-from kvkeep.storage.side import Side
 
 _ALIGNED = 256  # bytes, where a plane begins
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
-from kvkeep.exported import step_in as _step_in  # noqa: F401  (what programs call)
-from kvkeep.files import opened, whole_file, write_all
-from kvkeep.headers import typed
-from kvkeep.storage.memory import free_bytes
-from kvkeep.vetting import why_refused
+from kvkeep.files.atomic import opened, whole_file, write_all
+from kvkeep.files.headers import typed
+from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
+from kvkeep.graph.vetting import why_refused
+from kvkeep.storage.allocate import free_bytes
 
 FORMAT = 1
 """The version of the format that is written, and the only one that is read."""

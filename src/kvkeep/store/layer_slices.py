@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
-from kvkeep.frozen import FrozenPlanes
-from kvkeep.layer import LayerCache
-from kvkeep.ledger import LayerState
+from kvkeep.layer.frozen import FrozenPlanes
+from kvkeep.layer.history import LayerState
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Planes, Reach, plane_bytes
 
 

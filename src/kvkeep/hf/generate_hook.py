@@ -19,7 +19,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import takeover_in
-from kvkeep.hf.recompute import Recompute
+from kvkeep.hf.recompute_option import Recompute
 from kvkeep.hf.specs import Specs, per_layer
 from kvkeep.hf.weights import drops_weights
 from kvkeep.spec import CacheSpec

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvkeep.append import write
 from kvkeep.attention import Options, Segment, View, dispatch
-from kvkeep.compiled import Ticket, step
 from kvkeep.errors import SpecError, StateError, UnsupportedError
-from kvkeep.layer import LayerCache
+from kvkeep.graph.custom_ops import Ticket, step
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, Reach, unsliced
 from kvkeep.policy import Need, Observation
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import SavedCacheError
-from kvkeep.headers import require_seal, typed
+from kvkeep.files.headers import require_seal, typed
 
 FORMAT = 1
 """The version of the format that is written, and the newest that is read."""
@@ -25,7 +25,7 @@ MOST_TOKENS = 1 << 31
 
 @dataclass(frozen=True)
 class LayerHeader:
-    """One layer: what it holds, and how it stands; see `kvkeep.ledger.Ledger`."""
+    """One layer: what it holds, and how it stands; see `kvkeep.layer.history.Ledger`."""
 
     kind: str
     columns: int

@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvkeep import tensorfile
 from kvkeep.cache import Cache
-from kvkeep.cacheheader import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
-from kvkeep.figures import slot_planes
-from kvkeep.files import opened, read_into
-from kvkeep.headers import DTYPES, sealed
-from kvkeep.layer import LayerCache
-from kvkeep.ledger import LayerState, Ledger, nothing_of
+from kvkeep.files import tensor_file
+from kvkeep.files.atomic import opened, read_into
+from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
+from kvkeep.files.headers import DTYPES, sealed
+from kvkeep.files.tensor_file import MOST_HEADER, Layout
+from kvkeep.layer.history import LayerState, Ledger, nothing_of
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
-from kvkeep.storage.memory import free_bytes
-from kvkeep.tensorfile import MOST_HEADER, Layout
+from kvkeep.storage.allocate import free_bytes
 
 _TOKENS = "tokens"
 
@@ -76,12 +76,12 @@ def save(
         cache.routed,
         dict(notes or {}),
         [_described(layer, state) for layer, state in zip(cache.layers, states, strict=True)],
-        {name: tensorfile.checksum(x) for name, x in tensors.items()},
+        {name: tensor_file.checksum(x) for name, x in tensors.items()},
     )
     try:
         metadata = sealed(HEADER, asdict(header))
-        tensorfile.write(Path(path), tensors, metadata, sync=sync, private=private)
-    except (OSError, tensorfile.HeaderError) as error:
+        tensor_file.write(Path(path), tensors, metadata, sync=sync, private=private)
+    except (OSError, tensor_file.HeaderError) as error:
         size = sum(x.nbytes for x in tensors.values())
         raise SavedCacheError(
             f"cannot save {size} bytes to {path}: {error}; what was there is as it was"
@@ -164,7 +164,7 @@ class Saved:
                 size = os.fstat(handle).st_size
                 first = bytearray(min(size, 8))
                 read_into(handle, first, 0)
-                head = bytearray(min(size, 8 + tensorfile.header_bytes(first, MOST_HEADER)))
+                head = bytearray(min(size, 8 + tensor_file.header_bytes(first, MOST_HEADER)))
                 read_into(handle, head, 0)
                 layout = Layout.read(head, MOST_HEADER)
                 if HEADER not in layout.metadata:
@@ -200,7 +200,7 @@ class Saved:
             data = bytearray(entry.stop - entry.start)
             read_into(handle, data, layout.start + entry.start)
             x = found[name] = entry.tensor(data)
-            if self._verify and tensorfile.checksum(x) != self.header.checksums[name]:
+            if self._verify and tensor_file.checksum(x) != self.header.checksums[name]:
                 raise SavedCacheError(
                     f"{self.path} is damaged: tensor {name} has another checksum than when it "
                     "was saved; save it again"

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.graph.device_step import Cursors, Resident, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
-from kvkeep.resident import Cursors, Resident, require_fitting
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""

@@ -19,7 +19,7 @@ from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
-from kvkeep.ledger import Ledger, nothing_of
+from kvkeep.layer.history import Ledger, nothing_of
 
 
 class Step(Protocol):

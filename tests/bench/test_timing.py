@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvkeep.evals import timing
-from kvkeep.evals.timing import Events, captured, interleaved, on_host, timer_for
+from kvkeep.bench import timing
+from kvkeep.bench.timing import Events, captured, interleaved, on_host, timer_for
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.store.backend import Backend, Block, beginning, key_of, token_bytes
 from kvkeep.store.geometry import Geometry
-from kvkeep.store.stretch import Stretch
+from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import common
 
 _LOOKED_AT = 16  # blocks that begin with the same token, to find the longest of

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import LossError, ShapeError
-from kvkeep.hf.apart import Apart, accumulate, reduces
+from kvkeep.files.offload import Kept, Offload
 from kvkeep.hf.config import decoder_config
-from kvkeep.offload import Kept, Offload
+from kvkeep.hf.layerwise import Apart, accumulate, reduces
 
 HiddenLoss = Callable[[Tensor, slice], Tensor | None]
 """A loss of one's own: hidden states (B, n, width), as the model's last norm leaves them, and the

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvkeep.files import whole_file, write_all
+from kvkeep.files.atomic import whole_file, write_all
 
 _TYPES = {
     torch.float64: "F64",

@@ -1,0 +1,1 @@
+"""Steps inside graphs: compiled ones, CUDA graphs, and exported programs."""
