@@ -22,6 +22,7 @@ from kvkeep.graph.custom_ops import ON_HOST, run
 from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
+from kvkeep.layer.step import StepInputs
 from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 
@@ -99,9 +100,9 @@ class LayerTensors(nn.Module):
             real = torch.ones(len(ledger.pads), n, dtype=torch.bool, device=device)
         return cast(Tensor, ledger.next_positions(n, device, real))
 
-    def step(self, *arguments: Any) -> Tensor:
-        """`LayerCache.step`, with position int32 (B, n)."""
-        return cast(Tensor, step_in(list(self.buffers()), self.text, *arguments))
+    def run(self, inputs: StepInputs) -> Tensor:
+        """`LayerCache.run`, with position int32 (B, n)."""
+        return cast(Tensor, step_in(list(self.buffers()), self.text, *inputs))
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +124,7 @@ def step_in(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`LayerTensors.step`: `state` is its buffers in their order, `text` what they describe."""
+    """`LayerTensors.run`: `state` is its buffers in their order, `text` what they describe."""
     description, names = _described(text)
     *planes, counts, pads = state
     if len(planes) != len(names):
@@ -136,7 +137,7 @@ def step_in(
     ledger.pads = pads.to(k.device) if bool(pads.any()) else None
     ledger.like = (empty_like(k), empty_like(v)) if ledger.columns else None
     layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
-    out = run(layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+    out = run(layer, StepInputs(q, k, v, position, scale, softcap, sinks))
     ledger = layer.ledger
     counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
     if ledger.pads is not None:

@@ -20,18 +20,18 @@ from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.layer.history import Ledger, nothing_of
+from kvkeep.layer.step import StepInputs
 
 
 class Step(Protocol):
-    """What a layer's attention does with its chunk, such as `LayerCache.step`."""
+    """What a layer's attention does with its chunk, such as a `LayerCache`."""
 
     @property
     def window(self) -> int | None:
         """The layer's own sliding window."""
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **asked: Any) -> Tensor:
-        """q (B, Hq, n, Dk), k (B, H, n, Dk), v (B, H, n, Dv) -> (B, Hq, n, Dv); `asked` are scale,
-        softcap and sinks."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.run`."""
 
 
 class Call(NamedTuple):

@@ -38,10 +38,11 @@ class Ledger:
         following = seen + real.cumsum(dim=1) - 1
         return following.masked_fill(~real, -1).to(torch.int32)
 
-    def feed(self, position: Tensor, rows: int) -> tuple[Ledger, Tensor]:
+    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[Ledger, Tensor]:
         """What follows a chunk at `position`, (n,) or (B, n) with -1 for padding; and where its
-        queries stand: padding at the row's last token before it."""
-        after = copy(self)
+        queries stand. A padding query stands at the row's last token before it, or, unless
+        `shows_padding`, at -1, from where it sees nothing."""
+        after, own = copy(self), position
         if position.dim() == 2 or self.pads is not None:
             position = position.expand(rows, -1)
             before = self.pads if self.pads is not None else position.new_zeros(rows)
@@ -49,7 +50,7 @@ class Ledger:
             last = self.columns - 1 - before[:, None]
             position = torch.maximum(position.cummax(dim=1).values, last)
         after.columns += position.shape[-1]
-        return after, position
+        return after, position if shows_padding else own.expand_as(position)
 
     def without(self, newest: Tensor) -> Ledger:
         """What preceded the newest n tokens, whose positions are (B, n)."""

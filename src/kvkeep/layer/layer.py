@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Attend, Options, View, dispatch
+from kvkeep.attention import Attend, Segment, View
 from kvkeep.checks import Checks, empty_like, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
@@ -18,14 +18,15 @@ from kvkeep.layer.history import LayerState, Ledger
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
+from kvkeep.layer.step import Step, StepInputs, view_of
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import POSITION, Reach, limits, part, positions_of, slot_count
+from kvkeep.planes import POSITION, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable):
+class LayerCache(Readable, Step):
     """The slots of one layer, and the step: extend, attend, settle.
 
     Args:
@@ -130,31 +131,31 @@ class LayerCache(Readable):
             if self._ledger.like is None:
                 self._ledger.like = (empty_like(k), empty_like(v))
             self._chunk = position
-            self._ledger, queries = self._ledger.feed(position, k.shape[0])
+            self._ledger, queries = self._ledger.feed(
+                position, k.shape[0], shows_padding=self.policy.shows_padding
+            )
         except BaseException:
             self._take_back()
             raise
         self._writing = False
-        if not self.policy.shows_padding:
-            queries = position.expand_as(queries)
-        return self._view(queries)
+        hides = self._slots.frozen.hides
+        return self.view_of(self._slots.segments(), queries, self._ledger, self.length, hides)
 
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
         chooses by what it saw before. While `record_past` is set nothing is evicted, so that the
         next `crop` can take steps back."""
         with self.turn:
-            self._settle(observation, pack=True)
+            self._settle(observation)
+            self._pack()
 
-    def _settle(self, observation: Observation | None, *, pack: bool) -> None:
+    def _settle(self, observation: Observation | None) -> None:
         if observation is not None:
             self.policy.require_shown(observation)
         if self.record_past:
             self._evict(0, observation)
-            return
-        self._fit(observation)
-        if pack:
-            self._pack()
+        else:
+            self._fit(observation)
 
     def step(
         self,
@@ -176,18 +177,18 @@ class LayerCache(Readable):
         tokens are taken back. Slots that no later query could reach may be gone. After an eviction
         that failed when it had changed some slots, the layer is refused until `reset`.
         """
-        self._checks.queries(q, k, sinks)
-        self.check_gradients(q, k, v)
+        return self.run(StepInputs(q, k, v, position, scale, softcap, sinks), attend)
+
+    def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """`step`, of inputs that come as one."""
+        self._checks.queries(inputs.q, inputs.k, inputs.sinks)
+        self.check_gradients(*inputs[:3])
         with self.turn:
             self._begun = None
             try:
-                view = self._extend(k, v, position)
-                needed, observed = Need.MASS in self.policy.needs, self.policy.observed
-                options = Options(scale, softcap, sinks, needed, observed)
-                out, mass = (attend or dispatch)(q, view, options)
-                seen = Observation(mass, queries=q.detach(), scale=scale)
-                # Attention weights refer to the columns that were fed, so all slots stay.
-                self._settle(seen, pack=attend is None)
+                out = self._step(inputs, attend)
+                if attend is None:  # attention weights refer to all columns, so their slots stay
+                    self._pack()
             except BaseException:
                 begun = self._begun
                 if begun and not self._moving and self._ledger.floor == begun[0].floor:
@@ -446,11 +447,21 @@ class LayerCache(Readable):
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes
 
-    def _view(self, position: Tensor) -> View:
-        n, reach = position.shape[-1], self.policy.reach
-        reaches = limits(reach, self.window, n, self.length, self.fed)
-        ragged = self.padded or self.policy.ragged or self._slots.frozen.hides  # empty slots
-        return View(self._slots.segments(), position, ragged, tuple(reaches))
+    def view_of(
+        self,
+        segments: tuple[Segment, ...],
+        queries: Tensor,
+        ledger: Ledger,
+        length: int,
+        hides: bool = False,
+    ) -> View:
+        """What queries see of segments that hold `length` slots, once `ledger` has passed; `hides`:
+        some slots are hidden, where texts were joined."""
+        empty = ledger.pads is not None or self.policy.ragged or hides
+        fed = ledger.columns
+        return view_of(
+            segments, queries, self.policy, self.window, length=length, fed=fed, empty=empty
+        )
 
     def seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""
@@ -502,7 +513,9 @@ class LayerCache(Readable):
     def _pack(self) -> None:
         """After a chunk with padding, free what it left empty, if that is much."""
         chunk = self._chunk
-        if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1 or not self._packs:
+        if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1:
+            return
+        if self.record_past or not self._packs:
             return
         shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():
