@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvkeep.checks import empty_like
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import ON_HOST, run
 from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
@@ -74,19 +74,16 @@ class LayerTensors(nn.Module):
                 f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
                 "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
             )
-        known = like.ledger.like
+        known = like.ledger.geometry
         assert known is not None
-        k, v = known
-        specs = slot_planes(
-            layer.policy, layer.key_codec, layer.value_codec, k.shape[3], v.shape[3], k.dtype
-        )
+        specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
         self.text = json.dumps(asdict(description) | {"planes": list(specs)})
         for name, spec in specs.items():
-            heads = 1 if spec.shared else k.shape[1]
-            shape = (k.shape[0], heads, layer.limit, *spec.shape)
-            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=k.device))
+            heads = 1 if spec.shared else known.heads
+            shape = (known.rows, heads, layer.limit, *spec.shape)
+            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=known.device))
         self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
-        self.register_buffer("pads", torch.zeros(k.shape[0], dtype=torch.int64))
+        self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
 
     def fed(self) -> Tensor:
         """Columns it was fed, int64 ()."""
@@ -135,7 +132,7 @@ def step_in(
     ledger = Ledger()
     ledger.columns, ledger.floor, slots = counts.tolist()
     ledger.pads = pads.to(k.device) if bool(pads.any()) else None
-    ledger.like = (empty_like(k), empty_like(v)) if ledger.columns else None
+    ledger.geometry = Geometry.of(k, v) if ledger.columns else None
     layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
     out = run(layer, StepInputs(q, k, v, position, scale, softcap, sinks))
     ledger = layer.ledger

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Segment, View
-from kvkeep.checks import Checks, empty_like, wants_gradients
+from kvkeep.checks import Checks, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
+from kvkeep.geometry import Geometry
 from kvkeep.layer.history import LayerState, Ledger
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
@@ -113,11 +114,11 @@ class LayerCache(Readable, Step):
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
         self._mend()
-        self._checks.chunk(k, v, position, self._ledger.like)
+        self._checks.chunk(k, v, position, self._ledger.geometry)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if self._ledger.like is None:  # a width that a codec cannot take raises here
+        if self._ledger.geometry is None:  # a width that a codec cannot take raises here
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
@@ -128,8 +129,8 @@ class LayerCache(Readable, Step):
         self._begun, self._writing = (self._ledger, self._slots.mark()), True
         try:
             self._slots.add(k, v, own)
-            if self._ledger.like is None:
-                self._ledger.like = (empty_like(k), empty_like(v))
+            if self._ledger.geometry is None:
+                self._ledger.geometry = Geometry.of(k, v)
             self._chunk = position
             self._ledger, queries = self._ledger.feed(
                 position, k.shape[0], shows_padding=self.policy.shows_padding
@@ -288,9 +289,9 @@ class LayerCache(Readable, Step):
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
-        if self._ledger.like is None:
+        if self._ledger.geometry is None:
             return
-        index = index.to(self._ledger.like[0].device)
+        index = index.to(self._ledger.geometry.device)
         with self.turn, self._moved():
             self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
@@ -402,8 +403,8 @@ class LayerCache(Readable, Step):
 
     def positions(self) -> Tensor:
         """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""
-        heads = 1 if self._ledger.like is None else self._ledger.like[0].shape[1]
-        return self._slots.positions().expand(-1, heads, -1)
+        geometry = self._ledger.geometry
+        return self._slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     @property
     def live_bytes(self) -> int:
