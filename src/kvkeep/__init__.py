@@ -11,57 +11,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvkeep.attention import attend
-    from kvkeep.cache import CacheStats
-    from kvkeep.errors import (
-        CapacityError,
-        KVKeepError,
-        OutOfMemoryError,
-        RollbackError,
-        SavedCacheError,
-        ShapeError,
-        SpecError,
-        StateError,
-        UnsupportedError,
-    )
-    from kvkeep.graph.program import Program
-    from kvkeep.hf.attach import attach, detach
-    from kvkeep.hf.cache import Cache
-    from kvkeep.hf.cuda_graph import Graphed
-    from kvkeep.hf.export import export
-    from kvkeep.hf.fingerprint import fingerprint
-    from kvkeep.hf.load import load
-    from kvkeep.layer.layer import LayerCache
-    from kvkeep.spec import CacheSpec
-    from kvkeep.store.prefix import PrefixStore
+    from kvkeep.attention import attend as attend
+    from kvkeep.cache import CacheStats as CacheStats
+    from kvkeep.errors import CapacityError as CapacityError
+    from kvkeep.errors import KVKeepError as KVKeepError
+    from kvkeep.errors import OutOfMemoryError as OutOfMemoryError
+    from kvkeep.errors import PrecisionWarning as PrecisionWarning
+    from kvkeep.errors import RollbackError as RollbackError
+    from kvkeep.errors import SavedCacheError as SavedCacheError
+    from kvkeep.errors import ShapeError as ShapeError
+    from kvkeep.errors import SpecError as SpecError
+    from kvkeep.errors import StateError as StateError
+    from kvkeep.errors import UnsupportedError as UnsupportedError
+    from kvkeep.graph.program import Program as Program
+    from kvkeep.hf.attach import attach as attach
+    from kvkeep.hf.attach import detach as detach
+    from kvkeep.hf.cache import Cache as Cache
+    from kvkeep.hf.cuda_graph import Graphed as Graphed
+    from kvkeep.hf.export import export as export
+    from kvkeep.hf.fingerprint import fingerprint as fingerprint
+    from kvkeep.hf.load import load as load
+    from kvkeep.layer.layer import LayerCache as LayerCache
+    from kvkeep.spec import CacheSpec as CacheSpec
+    from kvkeep.store.prefix import PrefixStore as PrefixStore
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Cache",
-    "CacheSpec",
-    "CacheStats",
-    "CapacityError",
-    "Graphed",
-    "KVKeepError",
-    "LayerCache",
-    "OutOfMemoryError",
-    "PrecisionWarning",
-    "PrefixStore",
-    "Program",
-    "RollbackError",
-    "SavedCacheError",
-    "ShapeError",
-    "SpecError",
-    "StateError",
-    "UnsupportedError",
-    "attach",
-    "attend",
-    "detach",
-    "export",
-    "fingerprint",
-    "load",
-]
 
 _HOME = {
     "Cache": "kvkeep.hf.cache",
@@ -71,10 +45,10 @@ _HOME = {
     "Graphed": "kvkeep.hf.cuda_graph",
     "KVKeepError": "kvkeep.errors",
     "LayerCache": "kvkeep.layer.layer",
+    "OutOfMemoryError": "kvkeep.errors",
     "PrecisionWarning": "kvkeep.errors",
     "PrefixStore": "kvkeep.store.prefix",
     "Program": "kvkeep.graph.program",
-    "OutOfMemoryError": "kvkeep.errors",
     "RollbackError": "kvkeep.errors",
     "SavedCacheError": "kvkeep.errors",
     "ShapeError": "kvkeep.errors",
@@ -88,6 +62,9 @@ _HOME = {
     "fingerprint": "kvkeep.hf.fingerprint",
     "load": "kvkeep.hf.load",
 }
+"""Where each public name comes from, for the first use of it; type checkers read the imports."""
+
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
