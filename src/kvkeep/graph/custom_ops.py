@@ -18,6 +18,8 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # what a replay would leave out
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor position, float scale, float? softcap, Tensor? sinks"
+"""The schema of `StepInputs`, in operators that take it apart."""
 _GONE = "this graph was given a cache that is gone, or from another process"
 
 
@@ -147,20 +149,15 @@ def _(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tens
     return torch.empty((1, n) if real is None else real.shape, dtype=torch.int32, device=device)
 
 
-@torch.library.custom_op("kvkeep::step", mutates_args=("ticket",), tags=ON_HOST)
-def step(
-    ticket: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+@torch.library.custom_op(
+    "kvkeep::step",
+    mutates_args=("ticket",),
+    schema=f"(Tensor(a0!) ticket, {INPUTS}) -> Tensor",
+    tags=ON_HOST,
+)
+def step(ticket: Tensor, *inputs: Any) -> Tensor:
     """`Ticket.run`."""
-    inputs = StepInputs(q, k, v, position, scale, softcap, sinks)
-    return _led_to(ticket).in_graph(inputs).contiguous()
+    return _led_to(ticket).in_graph(StepInputs(*inputs)).contiguous()
 
 
 def run(layer: LayerCache, inputs: StepInputs) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.geometry import Geometry
-from kvkeep.graph.custom_ops import ON_HOST, run
+from kvkeep.graph.custom_ops import INPUTS, ON_HOST, run
 from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
@@ -109,21 +109,16 @@ def _described(text: str) -> tuple[Description, list[str]]:
     return Description(**fields), names
 
 
-@torch.library.custom_op("kvkeep::step_in", mutates_args=("state",), tags=ON_HOST)
-def step_in(
-    state: Sequence[Tensor],
-    text: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+@torch.library.custom_op(
+    "kvkeep::step_in",
+    mutates_args=("state",),
+    schema=f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
+    tags=ON_HOST,
+)
+def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.run`: `state` is its buffers in their order, `text` what they describe."""
     description, names = _described(text)
-    *planes, counts, pads = state
+    asked, (*planes, counts, pads) = StepInputs(*inputs), state
     if len(planes) != len(names):
         raise StateError(f"{len(state)} tensors, but a layer has {names}, counts and pads")
     if counts not in _layers:
@@ -131,10 +126,10 @@ def step_in(
     layer: LayerCache = _layers[counts]
     ledger = Ledger()
     ledger.columns, ledger.floor, slots = counts.tolist()
-    ledger.pads = pads.to(k.device) if bool(pads.any()) else None
-    ledger.geometry = Geometry.of(k, v) if ledger.columns else None
+    ledger.pads = pads.to(asked.k.device) if bool(pads.any()) else None
+    ledger.geometry = Geometry.of(asked.k, asked.v) if ledger.columns else None
     layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
-    out = run(layer, StepInputs(q, k, v, position, scale, softcap, sinks))
+    out = run(layer, asked)
     ledger = layer.ledger
     counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
     if ledger.pads is not None:
