@@ -73,13 +73,13 @@ def test_a_block_is_encoded_once():
     before = None
     for _ in range(20):
         layer.step(*tokens(2, 1), scale=0.4)
-        bulk = layer._slots.bulk
+        blocks = layer._slots.blocks
         if before is not None:
             count = before["k"].shape[2]
-            assert all(bulk.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())
-        if bulk.storage.length:
-            before = {n: p.clone() for n, p in bulk.storage.read().items()}
-    assert bulk.length == 12  # in blocks of 4, with at least 6 tokens kept plain
+            assert all(blocks.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())
+        if blocks.storage.length:
+            before = {n: p.clone() for n, p in blocks.storage.read().items()}
+    assert blocks.length == 3  # of 4 tokens each, with at least 6 tokens kept plain
 
 
 @pytest.mark.parametrize("spec", EVICTING, ids=str)

@@ -135,7 +135,7 @@ def step_in(
     ledger.columns, ledger.floor, slots = counts.tolist()
     ledger.pads = pads.to(k.device) if bool(pads.any()) else None
     ledger.like = (empty_like(k), empty_like(v)) if ledger.columns else None
-    layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
+    layer.adopt_planes(ledger, dict(zip(names, planes, strict=True)), slots)
     out = run(layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
     ledger = layer.ledger
     counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))

@@ -62,7 +62,7 @@ class Hit:
         for index, (layer, like) in enumerate(zip(cache.layers, geometry.likes, strict=True)):
             ledger = Ledger()
             ledger.columns, ledger.like = self.length, like
-            layer.adopt(ledger, frozen=[Run.of(one.layers[index]) for one in self._stretches])
+            layer.adopt_frozen(ledger, [Run.of(one.layers[index]) for one in self._stretches])
         cache.routed = geometry.routed
 
     def release(self) -> None:
