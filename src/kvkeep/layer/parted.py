@@ -151,6 +151,7 @@ class ByHead(Parted):
         return {f"head.{i}": self._split.resting_head(i) for i in self._split.heads}
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> ByHead:
+        self.reset()
         self._split.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
         return self
 

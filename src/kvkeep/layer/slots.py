@@ -167,7 +167,8 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def evict(self, victims: Tensor) -> None:
-        """Free slots: int64 indices into `evictable()`, or a bool (B, H, S) that marks them."""
+        """Free slots of `evictable()`: int64 indices (B|1, H|1, c), or, where heads have different
+        lengths, a bool (B, H, S) that marks them."""
 
     @property
     def waiting(self) -> int:

@@ -141,8 +141,7 @@ class Undivided(LayerSlots):
         fewer = max(0, self.length - mark[0])
         for storage in (self._aside, self._storage):
             gone = min(fewer, storage.length)
-            if gone:
-                storage.truncate(storage.length - gone)
+            storage.truncate(storage.length - gone)  # also undoes an append that was interrupted
             fewer -= gone
         if fewer:
             left = self.frozen.length - fewer

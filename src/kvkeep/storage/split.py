@@ -292,6 +292,13 @@ def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
     Returns:
         None where few slots are empty, or where there is no memory for the copies.
     """
+    try:
+        return _parted(planes, each, by_head)
+    except (OutOfMemoryError, *SHORTAGE):
+        return None
+
+
+def _parted(planes: Planes, each: Storage, by_head: bool) -> Split | None:
     live = planes[POSITION] >= 0
     rows, _, slots = live.shape
     counts = live.sum(dim=2)
@@ -301,18 +308,15 @@ def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
     if rows * slots * len(lists) <= MOST_EMPTY * sum(map(sum, lists)):
         return None
     split, parts = Split(each, by_head=by_head), []
-    try:
-        for head, own in enumerate(lists):
-            for group in alike(own):
-                index = torch.tensor(group, device=live.device)
-                part = Part(each.another(), _some(index, rows), head if by_head else None)
-                taken = {name: part.of(planes[name]) for name in planes}
-                order = part.of(live).to(torch.uint8).argsort(dim=2, stable=True)
-                longest = max(1, *(own[row] for row in group))
-                part.storage.append(take(taken, order[:, :, slots - longest :]))
-                parts.append(part)
-    except (OutOfMemoryError, *SHORTAGE):
-        return None
+    for head, own in enumerate(lists):
+        for group in alike(own):
+            index = torch.tensor(group, device=live.device)
+            part = Part(each.another(), _some(index, rows), head if by_head else None)
+            taken = {name: part.of(planes[name]) for name in planes}
+            order = part.of(live).to(torch.uint8).argsort(dim=2, stable=True)
+            longest = max(1, *(own[row] for row in group))
+            part.storage.append(take(taken, order[:, :, slots - longest :]))
+            parts.append(part)
     split.parts, split.batch = tuple(parts), rows
     return split
 
