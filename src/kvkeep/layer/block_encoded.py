@@ -47,7 +47,8 @@ class BlockEncoded(LayerSlots):
         self.blocks = Undivided(codecs, (), storage.another())
         storage.bound = max(codec.tail for codec in codecs) + codecs.key.block
         self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
-        self._codecs, self._block = codecs, codecs.key.block
+        self.codecs = self.tail.codecs
+        self._block = codecs.key.block
         self._torn = False
 
     @property
@@ -89,9 +90,6 @@ class BlockEncoded(LayerSlots):
         held = [slots.positions() for slots in (self.blocks, self.tail) if slots.length]
         return torch.cat(held, dim=2) if held else self.tail.positions()
 
-    def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        return self.tail.errors(k, v)
-
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self.tail.add(k, v, own)
 
@@ -106,7 +104,7 @@ class BlockEncoded(LayerSlots):
 
     @property
     def waiting(self) -> int:
-        return whole(self.tail.length, *self._codecs)
+        return whole(self.tail.length, *self.blocks.codecs)
 
     def encode_waiting(self) -> None:
         planes = self.tail.evictable()
@@ -114,7 +112,7 @@ class BlockEncoded(LayerSlots):
         taken = take(planes, oldest)
         position = taken[POSITION]
         k, v = (filled(taken[name], position, self._block) for name in ("k", "v"))
-        encoded = self._codecs.encode(k, v)
+        encoded = self.blocks.codecs.encode(k, v)
         encoded[POSITION] = position.reshape(*position.shape[:2], -1, self._block)
         self.blocks.append(encoded)
         self.tail.evict(oldest)

@@ -54,24 +54,28 @@ class FrozenPlanes(Planes):
         return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self._planes.items()})
 
     def rows(self, index: Tensor) -> FrozenPlanes:
-        """Row index[i] as row i; themselves where all rows share them."""
+        """Row index[i] as row i; these planes where all rows share them."""
         if self.batch == 1:
             return self
         return FrozenPlanes({name: p.index_select(0, index) for name, p in self._planes.items()})
 
 
 class Run(NamedTuple):
-    """Frozen slots: what is shared, and the planes that are a layer's own: what a policy changes,
-    and the positions, where the slots are used at others than their keys were rotated for."""
+    """Frozen slots.
+
+    `planes` are shared. `own` are the planes that each layer has a copy of: those that a policy
+    changes, and the positions where the slots were moved, or some of them hidden. `rotation` says
+    how far they were moved from the positions that their keys were rotated for.
+    """
 
     planes: FrozenPlanes
     own: dict[str, Tensor]
     rotation: Rotation | None = None
-    hides: bool = False  # whether some of the slots are seen by nobody
+    hides: bool = False  # whether some slots are hidden: at position -1, where no query sees them
 
     @classmethod
     def of(cls, planes: Planes, rotation: Rotation | None = None) -> Run:
-        """Slots as they were computed, or as a rotation moves them."""
+        """Slots at the positions they were computed for, or moved by a rotation."""
         if rotation is None:
             return cls(FrozenPlanes(planes), {})
         place = planes[POSITION]
@@ -85,7 +89,7 @@ class Run(NamedTuple):
         return {**self.planes, **self.own}
 
     def without(self, positions: Tensor) -> Run:
-        """The same slots, of which those at some positions, (n,), are seen by nobody."""
+        """The same slots, with those at `positions`, (n,), hidden."""
         place = self.joined[POSITION]
         hidden = place.masked_fill(torch.isin(place, positions.to(place)), -1)
         rest = {name: self.planes[name] for name in self.planes if name != POSITION}
@@ -93,7 +97,7 @@ class Run(NamedTuple):
         return self._replace(planes=FrozenPlanes(rest), own=own, hides=True)
 
     def merges_with(self, following: Run) -> bool:
-        """Whether this run is not much longer than the one behind it, and of the same rows."""
+        """Whether this run is less than twice as long as the one behind it, and both can be one."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
         own = POSITION in self.own or POSITION in following.own
         return short and not own and self.planes.batch == following.planes.batch
@@ -121,7 +125,7 @@ class FrozenRuns:
     def __init__(self, runs: Iterable[Run] = (), key_dtype: torch.dtype | None = None) -> None:
         self.runs = tuple(runs)
         self.length = sum(slot_count(run.planes) for run in self.runs)  # in slots
-        self.hides = any(run.hides for run in self.runs)  # whether nobody sees some of the slots
+        self.hides = any(run.hides for run in self.runs)  # whether some slots are hidden
         self._key_dtype = key_dtype
 
     @property

@@ -26,34 +26,18 @@ class Parted(LayerSlots):
     """
 
     def __init__(self, codecs: Codecs, split: Split, blank: Storage) -> None:
-        self._codecs, self._split, self._blank = codecs, split, blank
+        self.codecs, self._split, self._blank = codecs, split, blank
 
     @property
     def storage(self) -> Storage:
         return self._split
 
     @property
-    def length(self) -> int:
-        return self._split.length
-
-    @property
-    def capacity(self) -> int:
-        return self._split.capacity
-
-    @property
-    def live_bytes(self) -> int:
-        return self._split.live_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self._split.nbytes
-
-    @property
     def torn(self) -> bool:
         return self._split.torn
 
     def segments(self) -> tuple[Segment, ...]:
-        key, value = self._codecs
+        key, value = self.codecs
         return tuple(
             Segment(part.storage.read(), key, value, head=part.head, rows=part.rows, part=True)
             for part in self._split.parts
@@ -68,11 +52,8 @@ class Parted(LayerSlots):
         positions = self._split.newest_last()[POSITION]
         return positions[:, :, max(0, positions.shape[2] - count) :]
 
-    def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        return self._codecs.errors(k, v)
-
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        self._split.append(self._codecs.encode(k, v) | dict(own))
+        self._split.append(self.codecs.encode(k, v) | dict(own))
 
     def evictable(self) -> Planes:
         """A copy."""

@@ -51,6 +51,8 @@ class LayerSlots(ABC):
     or one of another class. Then this one must not be used again.
     """
 
+    codecs: Codecs
+    """How new tokens are encoded."""
     limit: int | None = None
     """Most slots that can ever be held; None: as many as memory allows."""
     frozen: FrozenRuns = FrozenRuns()
@@ -64,24 +66,24 @@ class LayerSlots(ABC):
         """Where new tokens are written."""
 
     @property
-    @abstractmethod
     def length(self) -> int:
         """Tokens held, the empty slots of a padded row included; those of the longest part."""
+        return self.storage.length
 
     @property
-    @abstractmethod
     def capacity(self) -> int:
         """Tokens that fit what is allocated."""
+        return self.storage.capacity
 
     @property
-    @abstractmethod
     def live_bytes(self) -> int:
         """Bytes of the slots in use, every plane included."""
+        return self.storage.live_bytes
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes allocated."""
+        return self.storage.nbytes
 
     @property
     def shared_bytes(self) -> int:
@@ -145,9 +147,9 @@ class LayerSlots(ABC):
     def require_room(self, slots: int) -> None:  # noqa: B027
         """Raise CapacityError when so many slots can never be held."""
 
-    @abstractmethod
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
         """How much encoding changes new tokens, see `Codecs.errors`."""
+        return self.codecs.errors(k, v)
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:

@@ -39,7 +39,7 @@ class Undivided(LayerSlots):
     ) -> None:
         self.limit = storage.limit
         self.frozen = FrozenRuns()
-        self._codecs, self._own = codecs, own
+        self.codecs, self._own = codecs, own
         self._storage, self._blank = storage, storage.another()
         self._aside = Concat()
         self._rows = rows  # frozen runs may have batch size 1
@@ -69,7 +69,7 @@ class Undivided(LayerSlots):
         return self._aside.read() if self._aside.length else None
 
     def segments(self) -> tuple[Segment, ...]:
-        key, value = self._codecs
+        key, value = self.codecs
         found = []
         for run in self.frozen.runs:
             planes = run.joined if POSITION in run.own else run.planes
@@ -87,11 +87,8 @@ class Undivided(LayerSlots):
     def require_room(self, slots: int) -> None:
         self._blank.require(slots)
 
-    def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        return self._codecs.errors(k, v)
-
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        codecs = self._codecs
+        codecs = self.codecs
 
         def put(slots: Planes) -> None:
             write(k, v, own, slots, *codecs)
@@ -158,8 +155,8 @@ class Undivided(LayerSlots):
         if split is None:
             return None
         if split.whole is None:
-            undivided = partial(Undivided, self._codecs, self._own)
-            return ByRows(self._codecs, split, self._blank, undivided)
+            undivided = partial(Undivided, self.codecs, self._own)
+            return ByRows(self.codecs, split, self._blank, undivided)
         self._storage = split.whole
         return self
 
@@ -232,7 +229,7 @@ class Undivided(LayerSlots):
     def _settled(self) -> list[Planes]:
         """What is not aside, the oldest first; keys rotated for where they stand."""
         own = [self._storage.read()] if self._storage.length else []
-        return [*self.frozen.placed(self._codecs.key), *own]
+        return [*self.frozen.placed(self.codecs.key), *own]
 
     def _as_one(self, runs: list[Planes]) -> Planes:
         """Runs as one set; a view, if there is one that is not shared."""
