@@ -11,6 +11,7 @@ from turns import cache_of, feed, filled, go_on, held, same, tokens
 
 from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, SpecError, StateError
+from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.planes import unsliced
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import conformance_specs, promised_bytes
@@ -70,6 +71,26 @@ def test_rows_of_a_fork(spec):
             cache.reorder(index)
     assert held(fork) == held(plain)
     assert same(go_on(fork, rows=4), go_on(plain, rows=4))
+
+
+def test_rows_behind_frozen_slots_without_memory(monkeypatch):
+    """Frozen slots and those behind them have other rows together or not at all."""
+    layers = [CacheSpec.parse("keep_all").layer() for _ in range(2)]
+    q, k, v = torch.randn(3, 3, 2, 9, 8).unbind(0)
+    for layer in layers:
+        layer.step(q[:, :, :7], k[:, :, :7], v[:, :, :7], scale=0.4)
+        layer.freeze()
+        layer.step(q[:, :, 7:8], k[:, :, 7:8], v[:, :, 7:8], scale=0.4)
+
+    def failing(*_):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenPlanes, "rows", failing)
+        with pytest.raises(MemoryError):
+            layers[0].take_rows(torch.tensor([2, 0, 1]))
+    newest = [x[:, :, 8:] for x in (q, k, v)]
+    assert layers[0].step(*newest, scale=0.4).equal(layers[1].step(*newest, scale=0.4))
 
 
 @pytest.mark.parametrize(

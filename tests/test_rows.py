@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvkeep.errors import StateError
 from kvkeep.planes import POSITION
 from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
+from kvkeep.storage import Growing
 from kvkeep.testing import CODEC_EXAMPLES, EXAMPLES, conformance_specs, live_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,13 +75,33 @@ def test_a_block_is_encoded_once():
     before = None
     for _ in range(20):
         layer.step(*tokens(2, 1), scale=0.4)
-        bulk = layer._slots.bulk
+        blocks = layer._slots.blocks
         if before is not None:
             count = before["k"].shape[2]
-            assert all(bulk.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())
-        if bulk.storage.length:
-            before = {n: p.clone() for n, p in bulk.storage.read().items()}
-    assert bulk.length == 12  # in blocks of 4, with at least 6 tokens kept plain
+            assert all(blocks.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())
+        if blocks.storage.length:
+            before = {n: p.clone() for n, p in blocks.storage.read().items()}
+    assert blocks.length == 3  # of 4 tokens each, with at least 6 tokens kept plain
+
+
+def test_blocks_without_memory_for_other_rows(monkeypatch):
+    """The blocks have other rows and the tail has not: nothing is computed with that."""
+    layer = CacheSpec.parse(f"keep_all+{CODEC_EXAMPLES['kivi']}").layer()
+    layer.step(*tokens(2, 30), scale=0.4)
+    rows, calls = Growing.rows, []
+
+    def failing(storage, index):
+        calls.append(storage)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        rows(storage, index)
+
+    monkeypatch.setattr(Growing, "rows", failing)
+    with pytest.raises(MemoryError):
+        layer.take_rows(torch.tensor([1, 0]))
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="failed"):
+        layer.step(*tokens(2, 1), scale=0.4)
 
 
 @pytest.mark.parametrize("spec", EVICTING, ids=str)

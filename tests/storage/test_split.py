@@ -275,6 +275,24 @@ def test_an_error_in_the_midst_of_an_eviction(spec, monkeypatch):
     assert layer.step(*drawn(1, 9, 1), scale=0.4).isfinite().all()
 
 
+def test_an_error_while_rows_change(monkeypatch):
+    """Some parts have other rows and others have not: nothing is computed with that."""
+    layer, rows, calls = filled("keep_all"), Growing.rows, []
+
+    def failing(storage, index):
+        calls.append(storage)
+        if len(calls) == 2:
+            raise MemoryError("no memory for this part")
+        rows(storage, index)
+
+    monkeypatch.setattr(Growing, "rows", failing)
+    with pytest.raises(MemoryError):
+        layer.take_rows(torch.arange(len(LENGTHS)).flip(0))
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="failed"):
+        single(layer, 1)
+
+
 def test_an_error_before_an_eviction_takes_the_step_back(monkeypatch):
     layer, twin = (CacheSpec.parse("h2o:12").layer() for _ in range(2))
     for one in (layer, twin):
@@ -308,6 +326,14 @@ def test_parts_that_are_full_are_not_parted_again():
     layer.step(*drawn(len(LENGTHS), 8, 1), position, scale=0.4)
     assert layer.storage is before
     assert layer.rollback_limit == 8
+
+
+def test_what_follows_a_reset_is_whole_again():
+    layer = filled("keep_all")
+    layer.reset()
+    layer.step(*drawn(2, 20, 0), scale=0.4)
+    layer.freeze()
+    assert layer.stats().shared_bytes
 
 
 def test_columns_stay_known_when_rows_are_parted_again():

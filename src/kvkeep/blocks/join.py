@@ -69,7 +69,7 @@ def place(
         runs = [
             _moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
         ]
-        layer.adopt(ledger, frozen=runs)
+        layer.adopt_frozen(ledger, runs)
     result.routed = texts[0][0].routed if texts else None
     return result
 

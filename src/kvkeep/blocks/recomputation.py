@@ -209,7 +209,7 @@ def _replace(layer: LayerCache, positions: Tensor) -> None:
     ledger = layer.ledger
     ledger.floor = ledger.columns  # the newest slots are no longer the newest tokens
     ledger.columns -= len(positions)
-    layer.adopt(ledger, frozen=[run.without(positions) for run in layer.slots.frozen.runs])
+    layer.adopt_frozen(ledger, [run.without(positions) for run in layer.slots.frozen.runs])
 
 
 def _feed(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor) -> None:

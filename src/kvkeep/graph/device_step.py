@@ -156,14 +156,14 @@ class DeviceStep(Step):
         layer, ledger = self._layer, self._ledger
         ledger.columns, ledger.memory = self._fed, self._memory
         if not self._evicts:
-            layer.adopt(ledger, planes=self._whole, length=self._held)
+            layer.adopt_planes(ledger, self._whole, self._held)
             return
         ledger.floor = self._fed
         count, empty = self._slots - self._held, None
         if count:
             live = (self._planes[POSITION] >= 0).to(torch.uint8)
             empty = live.argsort(dim=2, stable=True)[:, :, :count]
-        layer.adopt(ledger, planes=self._whole, length=self._slots, empty=empty)
+        layer.adopt_planes(ledger, self._whole, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
         """Let the policy look, and empty the slot of the next token: the least valuable one."""

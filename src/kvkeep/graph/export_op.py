@@ -128,7 +128,7 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     ledger.columns, ledger.floor, slots = counts.tolist()
     ledger.pads = pads.to(asked.k.device) if bool(pads.any()) else None
     ledger.geometry = Geometry.of(asked.k, asked.v) if ledger.columns else None
-    layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
+    layer.adopt_planes(ledger, dict(zip(names, planes, strict=True)), slots)
     out = run(layer, asked)
     ledger = layer.ledger
     counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))

@@ -1,131 +1,157 @@
-"""Bulk: the tokens of a layer that are encoded a block at a time, once and for good."""
+"""BlockEncoded: tokens that are encoded a block at a time, once and for good."""
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
+from collections.abc import Mapping
+from copy import copy
+from typing import final
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment
-from kvkeep.codec import Codec
+from kvkeep.codec import Codec, Plain
 from kvkeep.errors import SpecError
-from kvkeep.layer.frozen import Past
-from kvkeep.planes import POSITION, Chain, Planes, joined, take
+from kvkeep.layer.slots import Codecs, LayerSlots
+from kvkeep.layer.undivided import Undivided
+from kvkeep.planes import POSITION, Planes, take
 from kvkeep.storage import Storage
 
+_BLOCKS = "bulk"  # their name in saved caches
 
-class Bulk:
-    """Slots that hold `key_codec.block` tokens each.
+
+@final
+class BlockEncoded(LayerSlots):
+    """`blocks`, whose slots hold `block` tokens each, then a plain `tail` of the newest tokens.
 
     Args:
-        key_codec, value_codec: of equal block.
-        storage: where slots lie; owned from now on.
+        codecs: of equal block.
+        storage: where the slots of the tail lie; owned from now on. The blocks get another.
 
     Raises:
         SpecError: the storage has no room for a prompt that waits to be encoded.
     """
 
-    def __init__(self, key_codec: Codec, value_codec: Codec, storage: Storage) -> None:
+    def __init__(self, codecs: Codecs, storage: Storage) -> None:
+        names = f"{codecs.key.name}/{codecs.value.name}"
         if storage.limit is not None:
             raise SpecError(
-                f"codecs {key_codec.name}/{value_codec.name} encode a prompt after it was attended "
-                f"to, for which {storage.name} storage has no room; use @growing"
+                f"codecs {names} encode a prompt after it was attended to, for which "
+                f"{storage.name} storage has no room; use @growing"
             )
         if not storage.lasting:
             raise SpecError(
-                f"codecs {key_codec.name}/{value_codec.name} keep the newest tokens beside their "
-                f"blocks, and of {storage.name} storage one at a time can be read; use int8, or "
-                "@growing"
+                f"codecs {names} keep the newest tokens beside their blocks, and of "
+                f"{storage.name} storage one at a time can be read; use int8, or @growing"
             )
-        self.key_codec = key_codec
-        self.value_codec = value_codec
-        self.storage = storage
-        self.block = key_codec.block
-        self._frozen = Past()
+        self.blocks = Undivided(codecs, (), storage.another())
+        storage.bound = max(codec.tail for codec in codecs) + codecs.key.block
+        self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
+        self.codecs = self.tail.codecs
+        self._block = codecs.key.block
+        self._torn = False
+
+    @property
+    def storage(self) -> Storage:
+        return self.tail.storage
 
     @property
     def length(self) -> int:
-        """Tokens held."""
-        return (self._frozen.length + self.storage.length) * self.block
+        return self.blocks.length * self._block + self.tail.length
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit what is allocated."""
-        return (self._frozen.length + self.storage.capacity) * self.block
+        return self.blocks.capacity * self._block + self.tail.capacity
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the slots in use."""
-        return self.shared_bytes + self.storage.live_bytes
+        return self.blocks.live_bytes + self.tail.live_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.shared_bytes + self.storage.nbytes
+        return self.blocks.nbytes + self.tail.nbytes
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of frozen slots."""
-        return self._frozen.shared_bytes
-
-    def segments(self) -> list[Segment]:
-        """Everything held, the oldest first."""
-        return [Segment(run, self.key_codec, self.value_codec) for run in self._runs]
-
-    def whole(self, tokens: int) -> int:
-        """How many of `tokens` tokens are encoded when they have settled."""
-        return whole(tokens, self.key_codec, self.value_codec)
-
-    def take_oldest(self, tail: Storage) -> None:
-        """Encode the oldest tokens of `tail`, as many as do not stay there."""
-        planes, count = tail.read(), self.whole(tail.length)
-        oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, :count]
-        taken = take(planes, oldest)
-        for name in ("k", "v"):
-            taken[name] = filled(taken[name], taken[POSITION], self.block)
-        keys, values = self.key_codec.encode(taken["k"]), self.value_codec.encode(taken["v"])
-        encoded = joined(keys, "k") | joined(values, "v")
-        encoded[POSITION] = taken[POSITION].reshape(*taken[POSITION].shape[:2], -1, self.block)
-        self.storage.append(encoded)
-        tail.evict(oldest)
-
-    def read(self, rows: int) -> Planes:
-        """Everything held, as one set of planes."""
-        return Chain(self._runs, rows) if self._frozen.runs else self.storage.read()
-
-    def load(self, planes: Planes) -> None:
-        """Hold these slots instead."""
-        self.reset()
-        self.storage.append(planes)
-
-    def take_rows(self, index: Tensor) -> None:
-        """Make row i a copy of the former row index[i]."""
-        self.storage.rows(index)
-        self._frozen.take_rows(index)
-
-    def freeze(self) -> None:
-        """Make what is held immutable."""
-        if self.storage.length:
-            self._frozen.add(self.storage.read(), own=())
-            self.storage = self.storage.another()
-
-    def fork(self) -> Bulk:
-        """The same slots, of which the frozen ones are shared."""
-        other = copy(self)
-        other.storage = deepcopy(self.storage)
-        other._frozen = self._frozen.fork()
-        return other
-
-    def reset(self) -> None:
-        """Free every slot."""
-        self._frozen = Past()
-        self.storage.reset()
+        return self.blocks.shared_bytes
 
     @property
-    def _runs(self) -> list[Planes]:
-        own = [self.storage.read()] if self.storage.length else []
-        return [*(run.planes for run in self._frozen.runs), *own]
+    def reallocations(self) -> int:
+        return self.blocks.reallocations + self.tail.reallocations
+
+    @property
+    def torn(self) -> bool:
+        return self._torn
+
+    def segments(self) -> tuple[Segment, ...]:
+        return self.blocks.segments() + self.tail.segments()
+
+    def positions(self) -> Tensor:
+        held = [slots.positions() for slots in (self.blocks, self.tail) if slots.length]
+        return torch.cat(held, dim=2) if held else self.tail.positions()
+
+    def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
+        self.tail.add(k, v, own)
+
+    def evictable(self) -> Planes:
+        return self.tail.evictable()
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        self.tail.keep(name, plane)
+
+    def evict(self, victims: Tensor) -> None:
+        self.tail.evict(victims)
+
+    @property
+    def waiting(self) -> int:
+        return whole(self.tail.length, *self.blocks.codecs)
+
+    def encode_waiting(self) -> None:
+        planes = self.tail.evictable()
+        oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, : self.waiting]
+        taken = take(planes, oldest)
+        position = taken[POSITION]
+        k, v = (filled(taken[name], position, self._block) for name in ("k", "v"))
+        encoded = self.blocks.codecs.encode(k, v)
+        encoded[POSITION] = position.reshape(*position.shape[:2], -1, self._block)
+        self.blocks.append(encoded)
+        self.tail.evict(oldest)
+
+    def cut(self, mark: tuple[int, ...]) -> None:
+        self.tail.cut((mark[0] - self.blocks.length * self._block,))
+
+    def take_rows(self, index: Tensor) -> BlockEncoded:
+        self.blocks.take_rows(index)
+        self._torn = True
+        self.tail.take_rows(index)
+        self._torn = False
+        return self
+
+    def reset(self) -> BlockEncoded:
+        self.blocks.reset()
+        self.tail.reset()
+        self._torn = False
+        return self
+
+    def parts(self) -> dict[str, Planes]:
+        blocks, tail = self.blocks.parts(), self.tail.parts()
+        return {_BLOCKS: blocks["slots"], **tail} if blocks else tail
+
+    def load(self, parts: Mapping[str, Planes], rows: int) -> BlockEncoded:
+        tail = dict(parts)
+        blocks = tail.pop(_BLOCKS, None)
+        self.blocks.load({} if blocks is None else {"slots": blocks}, rows)
+        self.tail.load(tail, rows)
+        return self
+
+    def freeze(self) -> None:
+        """Forks copy the tail."""
+        self.blocks.freeze()
+
+    def fork(self) -> BlockEncoded:
+        other = copy(self)
+        other.blocks, other.tail = self.blocks.fork(), self.tail.fork()
+        return other
 
 
 def whole(tokens: int, *codecs: Codec) -> int:
@@ -135,8 +161,8 @@ def whole(tokens: int, *codecs: Codec) -> int:
 
 
 def filled(x: Tensor, position: Tensor, block: int) -> Tensor:
-    """Tokens (B, H, n, D) that are encoded `block` at a time, with those at position -1, (B, 1|H,
-    n), like the last of their block: they are nobody's, and must not widen its range."""
+    """Tokens (B, H, n, D) that are encoded `block` at a time; padding, at position -1 in
+    `position` (B, 1|H, n), gets the last token of its block, so that it widens no block's range."""
     blocks = x.reshape(*x.shape[:2], -1, block, x.shape[3])
     empty = position.reshape(*position.shape[:2], -1, block, 1) < 0
     return torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)

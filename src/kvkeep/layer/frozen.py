@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple, final
 
@@ -54,24 +54,28 @@ class FrozenPlanes(Planes):
         return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self._planes.items()})
 
     def rows(self, index: Tensor) -> FrozenPlanes:
-        """Row index[i] as row i; themselves where all rows share them."""
+        """Row index[i] as row i; these planes where all rows share them."""
         if self.batch == 1:
             return self
         return FrozenPlanes({name: p.index_select(0, index) for name, p in self._planes.items()})
 
 
 class Run(NamedTuple):
-    """Frozen slots: what is shared, and the planes that are a layer's own: what a policy changes,
-    and the positions, where the slots are used at others than their keys were rotated for."""
+    """Frozen slots.
+
+    `planes` are shared. `own` are the planes that each layer has a copy of: those that a policy
+    changes, and the positions where the slots were moved, or some of them hidden. `rotation` says
+    how far they were moved from the positions that their keys were rotated for.
+    """
 
     planes: FrozenPlanes
     own: dict[str, Tensor]
     rotation: Rotation | None = None
-    hides: bool = False  # whether some of the slots are seen by nobody
+    hides: bool = False  # whether some slots are hidden: at position -1, where no query sees them
 
     @classmethod
     def of(cls, planes: Planes, rotation: Rotation | None = None) -> Run:
-        """Slots as they were computed, or as a rotation moves them."""
+        """Slots at the positions they were computed for, or moved by a rotation."""
         if rotation is None:
             return cls(FrozenPlanes(planes), {})
         place = planes[POSITION]
@@ -85,7 +89,7 @@ class Run(NamedTuple):
         return {**self.planes, **self.own}
 
     def without(self, positions: Tensor) -> Run:
-        """The same slots, of which those at some positions, (n,), are seen by nobody."""
+        """The same slots, with those at `positions`, (n,), hidden."""
         place = self.joined[POSITION]
         hidden = place.masked_fill(torch.isin(place, positions.to(place)), -1)
         rest = {name: self.planes[name] for name in self.planes if name != POSITION}
@@ -93,7 +97,7 @@ class Run(NamedTuple):
         return self._replace(planes=FrozenPlanes(rest), own=own, hides=True)
 
     def merges_with(self, following: Run) -> bool:
-        """Whether this run is not much longer than the one behind it, and of the same rows."""
+        """Whether this run is less than twice as long as the one behind it, and both can be one."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
         own = POSITION in self.own or POSITION in following.own
         return short and not own and self.planes.batch == following.planes.batch
@@ -109,16 +113,20 @@ class Run(NamedTuple):
         return self._replace(planes=self.planes.head(slots), own=own)
 
 
-class Past:
-    """A layer's frozen runs, the oldest first."""
+@final
+class FrozenRuns:
+    """A layer's frozen runs, the oldest first. They are not changed, but for planes of their own.
 
-    def __init__(self, runs: Collection[Run] = ()) -> None:
-        self.runs = list(runs)
+    Args:
+        runs: the oldest first.
+        key_dtype: what keys are decoded to where they must be rotated; None: no run is rotated.
+    """
 
-    @property
-    def length(self) -> int:
-        """Slots in all runs."""
-        return sum(slot_count(run.planes) for run in self.runs)
+    def __init__(self, runs: Iterable[Run] = (), key_dtype: torch.dtype | None = None) -> None:
+        self.runs = tuple(runs)
+        self.length = sum(slot_count(run.planes) for run in self.runs)  # in slots
+        self.hides = any(run.hides for run in self.runs)  # whether some slots are hidden
+        self._key_dtype = key_dtype
 
     @property
     def shared_bytes(self) -> int:
@@ -126,33 +134,29 @@ class Past:
         return sum(plane_bytes(run.planes) for run in self.runs)
 
     @property
-    def own_bytes(self) -> int:
-        """Bytes that are the layer's own."""
-        return sum(plane_bytes(run.own) for run in self.runs)
+    def nbytes(self) -> int:
+        """Bytes in all, the planes that the layer does not share included."""
+        return self.shared_bytes + sum(plane_bytes(run.own) for run in self.runs)
 
-    def add(self, planes: Planes, own: Collection[str]) -> None:
-        """Freeze planes, of which those named `own` are copied, to be changed."""
+    def followed_by(self, planes: Planes, own: Collection[str]) -> FrozenRuns:
+        """These runs and one of `planes`, of which those named `own` are copied, to be changed."""
         mine = {name: planes[name].clone() for name in own}
         shared = {name: planes[name] for name in planes if name not in mine}
-        self.runs.append(Run(FrozenPlanes(shared), mine))
-        # Each run costs attention a little, so that short ones are joined, the longest last.
-        while len(self.runs) > 1 and self.runs[-2].merges_with(self.runs[-1]):
-            last = self.runs.pop()
-            self.runs[-1] = self.runs[-1].followed_by(last)
+        runs = [*self.runs, Run(FrozenPlanes(shared), mine)]
+        # Each run costs attention a little, so short ones are joined: the longest stay in front.
+        while len(runs) > 1 and runs[-2].merges_with(runs[-1]):
+            last = runs.pop()
+            runs[-1] = runs[-1].followed_by(last)
+        return FrozenRuns(runs, self._key_dtype)
 
-    @property
-    def hides(self) -> bool:
-        """Whether some of the slots are seen by nobody."""
-        return any(run.hides for run in self.runs)
-
-    def placed(self, codec: Codec, dtype: torch.dtype | None) -> list[Planes]:
+    def placed(self, codec: Codec) -> list[Planes]:
         """The planes of each run, with keys rotated for where they stand, without hidden slots."""
         found: list[Planes] = []
         for run in self.runs:
             planes = run.joined
             if run.rotation is not None:
                 keys = codec.decode(part(planes, "k"), torch.float32)
-                turned = run.rotation.turned_keys(keys).to(dtype)
+                turned = run.rotation.turned_keys(keys).to(self._key_dtype)
                 planes = {**planes, **joined(codec.encode(turned), "k")}
             if run.hides:
                 seen = (planes[POSITION][0, 0] >= 0).nonzero().flatten()
@@ -160,26 +164,28 @@ class Past:
             found.append(planes)
         return found
 
-    def drop(self, slots: int) -> None:
-        """Take back the newest."""
-        while slots:
-            run = self.runs.pop()
-            length = slot_count(run.planes)
-            left = max(0, length - slots)
-            slots -= length - left
-            if left:
-                self.runs.append(run.head(left))
+    def head(self, slots: int) -> FrozenRuns:
+        """The first `slots` slots."""
+        runs = []
+        for run in self.runs:
+            own = min(slots, slot_count(run.planes))
+            if own:
+                runs.append(run if own == slot_count(run.planes) else run.head(own))
+            slots -= own
+        return FrozenRuns(runs, self._key_dtype)
 
-    def take_rows(self, index: Tensor) -> None:
-        """Make row i a copy of the former row index[i]."""
-        self.runs = [
-            run._replace(
+    def rows(self, index: Tensor) -> FrozenRuns:
+        """Row index[i] as row i."""
+        return self._each(
+            lambda run: run._replace(
                 planes=run.planes.rows(index),
                 own={name: p.index_select(0, index) for name, p in run.own.items()},
             )
-            for run in self.runs
-        ]
+        )
 
-    def fork(self) -> Past:
+    def fork(self) -> FrozenRuns:
         """The same runs, with a copy of what is not shared."""
-        return Past([run._replace(own=deepcopy(run.own)) for run in self.runs])
+        return self._each(lambda run: run._replace(own=deepcopy(run.own)))
+
+    def _each(self, change: Callable[[Run], Run]) -> FrozenRuns:
+        return FrozenRuns(map(change, self.runs), self._key_dtype)

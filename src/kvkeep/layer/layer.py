@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,15 @@ from kvkeep.checks import Checks, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
+from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import LayerState, Ledger
+from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Step, StepInputs, view_of
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import POSITION, Reach, part, positions_of, slot_count
+from kvkeep.planes import POSITION, Planes, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
@@ -72,7 +73,7 @@ class LayerCache(Readable, Step):
         self.record_past = False
         self.evicted: list[Tensor] | None = None  # if someone listens: see `positions_of`
         self._planes_of_policy = tuple(policy.planes)
-        self._slots = LayerSlots(
+        self._slots = new_slots(
             key_codec,
             value_codec,
             storage,
@@ -236,7 +237,7 @@ class LayerCache(Readable, Step):
 
     def _forget(self) -> None:
         self._writing, self._moving = False, True
-        self._slots.reset()
+        self._slots = self._slots.reset()
         self._ledger, self._chunk, self._begun = Ledger(), None, None
         self._moving = False
 
@@ -293,7 +294,7 @@ class LayerCache(Readable, Step):
             return
         index = index.to(self._ledger.geometry.device)
         with self.turn, self._moved():
-            self._slots.take_rows(index)
+            self._slots = self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
                 self._chunk = self._chunk.index_select(0, index)
             self._ledger.take_rows(index)
@@ -316,19 +317,27 @@ class LayerCache(Readable, Step):
         with self.turn:
             self._forget()
             self._moving = True
-            self._slots.load(state.parts, state.ledger.rows)
+            self._slots = self._slots.load(state.parts, state.ledger.rows)
             self._ledger = state.ledger.fork()
-            if self.padded and self._ledger.floor and self._packs and self._slots.pack():
+            if self.padded and self._ledger.floor and self._packs and self._packed():
                 fresh = self.fed - self._ledger.floor
                 if not self._slots.ends_with_tokens(fresh):
                     self._ledger.floor = self.fed
             self._moving = False
 
-    def adopt(self, ledger: Ledger, *, empty: Tensor | None = None, **slots: Any) -> None:
-        """Hold slots that lie elsewhere: see `LayerSlots.adopt`. Those at the indices `empty`,
-        int64 (B, H, E), are freed."""
+    def adopt_frozen(self, ledger: Ledger, runs: Sequence[Run]) -> None:
+        """Hold frozen slots, which others may hold too, behind which new tokens are written."""
         with self.turn, self._moved():
-            self._slots.adopt(ledger, **slots)
+            self._slots.adopt_frozen(runs, ledger)
+            self._ledger = ledger
+
+    def adopt_planes(
+        self, ledger: Ledger, planes: Planes, length: int, empty: Tensor | None = None
+    ) -> None:
+        """Use these planes, (B, H|1, limit, ...), as fixed storage, of which `length` slots are in
+        use. Those at the indices `empty`, int64 (B, H, E), are freed."""
+        with self.turn, self._moved():
+            self._slots.adopt_planes(planes, length, ledger.rows)
             self._ledger = ledger
             if empty is not None:
                 self.storage.evict(empty)
@@ -479,7 +488,7 @@ class LayerCache(Readable, Step):
         observes = observation is not None and policy.observes
         if not observes and count <= 0:
             return
-        planes, seen = self._slots.rewritable(), self.seeing(observation)
+        planes, seen = self._slots.evictable(), self.seeing(observation)
         with self._moved():
             if observes:
                 with torch.inference_mode():  # in place, whatever mode the planes were made in
@@ -517,10 +526,17 @@ class LayerCache(Readable, Step):
             return
         shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():
-            if self._slots.pack():
+            if self._packed():
                 self._ledger.floor = self.fed
                 if shown is not None:
                     self._ledger.shown = shown
+
+    def _packed(self) -> bool:
+        """Whether rows of very different lengths were moved to storages of their own."""
+        packed = self._slots.pack()
+        if packed is not None:
+            self._slots = packed
+        return packed is not None
 
     @contextmanager
     def _moved(self) -> Iterator[None]:

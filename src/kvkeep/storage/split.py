@@ -1,4 +1,4 @@
-"""Storage in parts of different lengths: some rows or one head each, in a storage of their own."""
+"""Storage in parts of different lengths: each holds some of the rows, or one head, or both."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor
 
 from kvkeep.errors import OutOfMemoryError
 from kvkeep.planes import POSITION, Planes, slot_count, take
+from kvkeep.storage.allocate import SHORTAGE
 from kvkeep.storage.base import Storage
 
 MOST_EMPTY = 1.15
-"""How many slots for each token rows may take together before they are parted."""
+"""Slots per token above which rows that lie together are parted."""
 
 
 class Part(NamedTuple):
-    """A storage, whose rows and whose head it holds: `rows` int64 (b,), None: all; `head` None:
-    all."""
+    """A storage, and what it holds: the rows `rows`, int64 (b,), and the kv head `head`. None
+    stands for all of them."""
 
     storage: Storage
     rows: Tensor | None = None
     head: int | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """This part of x (B|1, H|1, ...)."""
+        """The rows and head of this part, of x (B|1, H|1, ...)."""
         if self.rows is not None and x.shape[0] > 1:
             x = x.index_select(0, self.rows)
         if self.head is not None and x.shape[1] > 1:
@@ -33,7 +34,8 @@ class Part(NamedTuple):
         return x
 
     def put(self, x: Tensor, whole: Tensor, start: int = 0) -> None:
-        """Write x, (b, h, n, ...), to this part of `whole` (B, H, S, ...), from slot `start` on."""
+        """Write x, (b, h, n, ...), to these rows and this head of `whole` (B, H, S, ...), from slot
+        `start` on."""
         if self.head is not None and whole.shape[1] > 1:
             whole = whole.narrow(1, self.head, 1)
         whole = whole.narrow(2, start, x.shape[2])
@@ -45,9 +47,16 @@ class Part(NamedTuple):
 
 @final
 class Padded(Planes):
-    """The planes of all parts as one set (B, H, S, ...): each is copied when it is first asked for,
-    and filled up to the longest part with zeros, positions with -1: behind its slots, or `before`
-    them. `resting`: from where they rest."""
+    """The planes of all parts as one set (B, H, S, ...), copied when a plane is first read.
+
+    Shorter parts are padded to the longest with zeros, and with -1 in the position plane.
+
+    Args:
+        parts: at least one.
+        rows: B.
+        before: whether the padding is in front of a part's slots, not behind them.
+        resting: whether to copy from where the slots rest, see `Storage.resting`.
+    """
 
     def __init__(
         self, parts: Sequence[Part], rows: int, *, before: bool = False, resting: bool = False
@@ -66,7 +75,7 @@ class Padded(Planes):
             longest = max(slot_count(planes) for _, planes in self._parts)
             shape = (self._rows, heads, longest, *first.shape[3:])
             whole = first.new_full(shape, -1 if name == POSITION else 0)
-            for part, planes in self._parts:  # of which one may be read at a time
+            for part, planes in self._parts:  # one by one: host storage shows one at a time
                 part.put(planes[name], whole, (longest - slot_count(planes)) * self._before)
             self._whole[name] = whole
         return self._whole[name]
@@ -80,12 +89,13 @@ class Padded(Planes):
 
 @final
 class Split(Storage):
-    """Parts like `each`: one for each kv head, or for rows of like lengths, or both; `length` is
-    the longest one's.
+    """Storages for rows of like lengths, for each kv head, or both. `length` is that of the longest
+    part.
 
-    Parts grow together and shrink apart. What a part frees is freed, whatever the others hold.
+    New slots are appended to all parts; slots are freed in each part by itself.
 
     Args:
+        each: an empty storage; the parts are others like it.
         by_head: whether each head has parts of its own.
     """
 
@@ -96,12 +106,12 @@ class Split(Storage):
         self._each, self.by_head = each, by_head
         self.differentiable = each.differentiable  # type: ignore[misc]
         self.parts: tuple[Part, ...] = ()
-        self.torn = False  # whether an eviction failed after it had changed some parts
-        self._rows = 0
+        self.torn = False  # whether a change failed after it had changed some parts
+        self.batch = 0  # B
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Those of the parts."""
+        """The storages of the parts."""
         return tuple(part.storage for part in self.parts)
 
     @property
@@ -122,7 +132,7 @@ class Split(Storage):
             rows, heads = planes["k"].shape[:2]
             own = range(heads) if self.by_head else (None,)
             self.parts = tuple(Part(self._each.another(), None, head) for head in own)
-            self._rows = rows
+            self.batch = rows
         before = [storage.length for storage in self.storages]
         try:
             for part in self.parts:
@@ -140,48 +150,41 @@ class Split(Storage):
             part.storage.write(part.of(slots), own)
 
     def read(self) -> Planes:
-        """Copies, filled up to the longest part."""
-        return Padded(self.parts, self._rows)
+        """Copies, with shorter parts padded behind their slots."""
+        return Padded(self.parts, self.batch)
+
+    def newest_last(self) -> Planes:
+        """Copies, with shorter parts padded in front, so that the newest slots are at the end."""
+        return Padded(self.parts, self.batch, before=True)
 
     def resting(self) -> Planes:
-        """Copies, filled up to the longest part, with each row's newest slots at the end."""
-        return Padded(self.parts, self._rows, before=True, resting=True)
+        """Like `newest_last`, from where the slots rest."""
+        return Padded(self.parts, self.batch, before=True, resting=True)
 
     def resting_head(self, head: int) -> Planes:
-        """The same of one head; no copies if one part holds it."""
+        """`resting` for one head; not copied if one part holds it."""
         own = [part for part in self.parts if part.head == head]
         if len(own) == 1 and own[0].rows is None:
             return own[0].storage.resting()
         own = [part._replace(head=None) for part in own]
-        return Padded(own, self._rows, before=True, resting=True)
+        return Padded(own, self.batch, before=True, resting=True)
 
     @property
     def heads(self) -> range:
-        """Those with parts of their own."""
+        """Heads that have parts of their own."""
         return range(max((part.head or 0 for part in self.parts), default=-1) + 1)
-
-    def newest(self, name: str, count: int) -> Tensor:
-        """A plane of the newest `count` slots of each part, (B, H, count, ...), after which nothing
-        was evicted."""
-        found = [(part, part.storage.read()[name]) for part in self.parts]
-        first = found[0][1]
-        heads = first.shape[1] if self.parts[0].head is None else len(self.heads)
-        whole = first.new_empty((self._rows, heads, count, *first.shape[3:]))
-        for part, plane in found:
-            part.put(plane[:, :, plane.shape[2] - count :], whole)
-        return whole
 
     def load(self, heads: Sequence[Planes]) -> None:
         """Hold copies of these slots, one set for each head."""
         self.parts = tuple(Part(self._each.another(), None, i) for i in range(len(heads)))
         for storage, planes in zip(self.storages, heads, strict=True):
             storage.append(planes)
-            self._rows = planes[POSITION].shape[0]
+            self.batch = planes[POSITION].shape[0]
 
     def copied_to(self, each: Storage) -> Split:
-        """The same slots, copied, in storages like `each`; gradients reach the copies."""
+        """Copies of the slots in storages like `each`, through which gradients flow."""
         other = Split(each, by_head=self.by_head)
-        other._rows = self._rows
+        other.batch = self.batch
         other.parts = tuple(part._replace(storage=each.another()) for part in self.parts)
         for mine, its in zip(self.storages, other.storages, strict=True):
             its.append(mine.read())
@@ -192,8 +195,8 @@ class Split(Storage):
             part.storage.keep(name, part.of(plane)[:, :, : part.storage.length])
 
     def drop(self, dropped: Tensor) -> None:
-        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True, and free what is then empty
-        in all rows and heads of a part."""
+        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True, then free as many of each
+        part as are empty in all its rows and heads."""
         self.torn = True
         for part in self.parts:
             storage = part.storage
@@ -221,15 +224,12 @@ class Split(Storage):
         return self.parts[0].storage if one else None
 
     def surplus(self, budget: int) -> int:
-        """Slots held beyond a budget: of all heads together if they have parts of their own."""
-        if self.by_head and not any(part.rows is not None for part in self.parts):
-            return sum(storage.length - budget for storage in self.storages)
-        if not self.by_head:
-            return self.length - budget
-        heads = {part.head: 0 for part in self.parts}
+        """Slots held beyond a budget per head, those of all heads that have parts of their own
+        together."""
+        longest: dict[int | None, int] = {}
         for part in self.parts:
-            heads[part.head] = max(heads[part.head], part.storage.length)
-        return sum(length - budget for length in heads.values())
+            longest[part.head] = max(longest.get(part.head, 0), part.storage.length)
+        return sum(length - budget for length in longest.values())
 
     def evict(self, victims: Tensor) -> None:
         for part in self.parts:
@@ -245,7 +245,7 @@ class Split(Storage):
         for part in self.parts:
             own = index
             if part.rows is not None:
-                place = torch.full((self._rows,), -1, dtype=torch.int64, device=index.device)
+                place = torch.full((self.batch,), -1, dtype=torch.int64, device=index.device)
                 place[part.rows] = torch.arange(len(part.rows), device=index.device)
                 mine = (place[index] >= 0).nonzero().flatten()
                 if not len(mine):
@@ -253,11 +253,12 @@ class Split(Storage):
                 own = place[index[mine]]
                 part = part._replace(rows=_some(mine, len(index)))
             part.storage.rows(own)
+            self.torn = True  # until all parts have their new rows
             parts.append(part)
-        self.parts, self._rows = tuple(parts), len(index)
+        self.parts, self.batch, self.torn = tuple(parts), len(index), False
 
     def reset(self) -> None:
-        self.parts, self._rows, self.torn = (), 0, False
+        self.parts, self.batch, self.torn = (), 0, False
 
     def share(self, common: dict[str, Any]) -> None:
         self._each.share(common)
@@ -275,17 +276,29 @@ class Split(Storage):
 
 
 def _some(rows: Tensor, count: int) -> Tensor | None:
-    """Rows in order; None if they are all."""
+    """Ascending rows of `count`; None if they are all of them."""
     return None if len(rows) == count else rows
 
 
 def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
-    """Copies of slots of which many are empty, in parts of rows that have about as many tokens; the
-    tokens of a row keep their order. None where few are empty.
+    """Copies of slots in parts of rows with about as many tokens. A part is as long as its longest
+    row has tokens; shorter rows have their empty slots in front. Tokens keep their order.
 
-    Raises:
-        OutOfMemoryError: there is no memory for the copies.
+    Args:
+        planes: (B, H|1, S, ...).
+        each: an empty storage; the parts are others like it.
+        by_head: whether to part each head by itself.
+
+    Returns:
+        None where few slots are empty, or where there is no memory for the copies.
     """
+    try:
+        return _parted(planes, each, by_head)
+    except (OutOfMemoryError, *SHORTAGE):
+        return None
+
+
+def _parted(planes: Planes, each: Storage, by_head: bool) -> Split | None:
     live = planes[POSITION] >= 0
     rows, _, slots = live.shape
     counts = live.sum(dim=2)
@@ -294,8 +307,7 @@ def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
     lists: list[list[int]] = counts.T.tolist()
     if rows * slots * len(lists) <= MOST_EMPTY * sum(map(sum, lists)):
         return None
-    split = Split(each, by_head=by_head)
-    split._rows, parts = rows, []
+    split, parts = Split(each, by_head=by_head), []
     for head, own in enumerate(lists):
         for group in alike(own):
             index = torch.tensor(group, device=live.device)
@@ -305,13 +317,13 @@ def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
             longest = max(1, *(own[row] for row in group))
             part.storage.append(take(taken, order[:, :, slots - longest :]))
             parts.append(part)
-    split.parts = tuple(parts)
+    split.parts, split.batch = tuple(parts), rows
     return split
 
 
 def alike(counts: Sequence[int]) -> list[list[int]]:
-    """Indices in groups of like counts, as few as give each group's longest at most `MOST_EMPTY`
-    times what all have together."""
+    """Indices of `counts` in as few groups as keep what they take, each its longest count for every
+    index in it, at most `MOST_EMPTY` times the sum of counts."""
     order = sorted(range(len(counts)), key=lambda index: -counts[index])
     groups, need = [order], sum(counts)
 

@@ -62,7 +62,7 @@ class Hit:
         for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             ledger = Ledger()
             ledger.columns, ledger.geometry = self.length, own
-            layer.adopt(ledger, frozen=[Run.of(one.layers[index]) for one in self._stretches])
+            layer.adopt_frozen(ledger, [Run.of(one.layers[index]) for one in self._stretches])
         cache.routed = geometry.routed
 
     def release(self) -> None:

@@ -133,7 +133,7 @@ class Slots:
         self.length = length
 
     def _encode(self, undo: _Undo) -> _Undo:
-        """Encode the oldest tokens that are not, as `Bulk` does; nothing goes."""
+        """Encode the oldest tokens that are not, as `BlockEncoded` does; nothing goes."""
         codecs = self._layer.key_codec, self._layer.value_codec
         count = whole(self.length - self._encoded, *codecs)
         if not count:

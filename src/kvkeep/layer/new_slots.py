@@ -1,0 +1,49 @@
+"""Which way of holding slots goes with a layer's codecs, storage and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvkeep.codec import Codec
+from kvkeep.errors import SpecError
+from kvkeep.layer.block_encoded import BlockEncoded
+from kvkeep.layer.parted import ByHead
+from kvkeep.layer.slots import Codecs, LayerSlots
+from kvkeep.layer.undivided import Undivided
+from kvkeep.storage import Storage
+
+
+def new_slots(
+    key_codec: Codec,
+    value_codec: Codec,
+    storage: Storage,
+    *,
+    own: Collection[str] = (),
+    ragged: bool = False,
+    budget: int | None = None,
+) -> LayerSlots:
+    """An empty layer's slots, held in the way that these parts need.
+
+    Args:
+        key_codec, value_codec: how a token is encoded, of equal block.
+        storage: where slots lie; owned from now on.
+        own: names of the planes that a policy changes.
+        ragged: heads may have different lengths.
+        budget: most slots that stay after a step; None: all.
+
+    Raises:
+        SpecError: the parts cannot work together.
+    """
+    codecs = Codecs(key_codec, value_codec)
+    if key_codec.block != value_codec.block:
+        raise SpecError(
+            f"codecs {key_codec.name}/{value_codec.name} encode {key_codec.block} and "
+            f"{value_codec.block} tokens together; use one for both, or two that encode each "
+            "token for itself"
+        )
+    if ragged:
+        return ByHead(codecs, storage)
+    if key_codec.block > 1:
+        return BlockEncoded(codecs, storage)
+    storage.bound = budget
+    return Undivided(codecs, own, storage)

@@ -1,0 +1,174 @@
+"""Slots in parts: rows or heads of different lengths, each in a storage of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy, deepcopy
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment
+from kvkeep.errors import SpecError
+from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
+from kvkeep.planes import POSITION, Planes, marked
+from kvkeep.storage import Split, Storage, parted
+
+
+class Parted(LayerSlots):
+    """Attention takes one call for each part.
+
+    Args:
+        codecs: how a token is encoded.
+        split: the parts; owned from now on.
+        blank: an empty storage like that of each part.
+    """
+
+    def __init__(self, codecs: Codecs, split: Split, blank: Storage) -> None:
+        self.codecs, self._split, self._blank = codecs, split, blank
+
+    @property
+    def storage(self) -> Storage:
+        return self._split
+
+    @property
+    def torn(self) -> bool:
+        return self._split.torn
+
+    def segments(self) -> tuple[Segment, ...]:
+        key, value = self.codecs
+        return tuple(
+            Segment(part.storage.read(), key, value, head=part.head, rows=part.rows, part=True)
+            for part in self._split.parts
+        )
+
+    def positions(self) -> Tensor:
+        if not self._split.parts:
+            return torch.empty(0, 1, 0, dtype=torch.int32)
+        return self._split.read()[POSITION]
+
+    def _newest(self, count: int) -> Tensor:
+        positions = self._split.newest_last()[POSITION]
+        return positions[:, :, max(0, positions.shape[2] - count) :]
+
+    def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
+        self._split.append(self.codecs.encode(k, v) | dict(own))
+
+    def evictable(self) -> Planes:
+        """A copy."""
+        return self._split.read()
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        self._split.keep(name, plane)
+
+    def surplus(self, budget: int) -> int:
+        return self._split.surplus(budget)
+
+    def evict(self, victims: Tensor) -> None:
+        if victims.dtype != torch.bool:
+            victims = marked(victims, self._split.length)
+        self._split.drop(victims)
+
+    def mark(self) -> tuple[int, ...]:
+        return tuple(storage.length for storage in self._split.storages)
+
+    def cut(self, mark: tuple[int, ...]) -> None:
+        if not mark:
+            self._split.reset()
+        for storage, length in zip(self._split.storages, mark, strict=False):
+            storage.truncate(min(storage.length, length))
+
+    def pack(self) -> LayerSlots | None:
+        """Not in storage whose slots must keep their order for gradients."""
+        split = self._split
+        if split.differentiable or not split.length or not split.loose:
+            return None
+        found = parted(split.read(), self._blank, by_head=split.by_head)
+        return None if found is None else self._holding(found)
+
+    def take_rows(self, index: Tensor) -> LayerSlots:
+        self._split.rows(index)
+        return self._holding(self._split)
+
+    def _holding(self, split: Split) -> LayerSlots:
+        """Hold these parts."""
+        self._split = split
+        return self
+
+    def fork(self) -> Self:
+        other = copy(self)
+        other._blank = deepcopy(self._blank)
+        other._split = self._split.copied_to(other._blank)
+        return other
+
+
+@final
+class ByHead(Parted):
+    """Heads of different lengths, for policies that compare all heads of a layer.
+
+    Args:
+        codecs: how a token is encoded.
+        storage: where the slots of a head lie; owned from now on.
+
+    Raises:
+        SpecError: the storage is fixed.
+    """
+
+    def __init__(self, codecs: Codecs, storage: Storage) -> None:
+        if storage.limit is not None:
+            raise SpecError(
+                f"heads of different lengths need storage that grows, and {storage.name} does not; "
+                "use @growing"
+            )
+        storage.bound = 0  # a head's share of the budget changes
+        super().__init__(codecs, Split(storage, by_head=True), storage.another())
+
+    def reset(self) -> ByHead:
+        self._split.reset()
+        return self
+
+    def parts(self) -> dict[str, Planes]:
+        return {f"head.{i}": self._split.resting_head(i) for i in self._split.heads}
+
+    def load(self, parts: Mapping[str, Planes], rows: int) -> ByHead:
+        self.reset()
+        self._split.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
+        return self
+
+
+@final
+class ByRows(Parted):
+    """Rows of different lengths, as long as there are several.
+
+    Args:
+        codecs: how a token is encoded.
+        split: the parts; owned from now on.
+        blank: an empty storage like that of each part.
+        undivided: makes slots of one storage with so many rows, which holds what is left when all
+            rows are alike or gone.
+    """
+
+    def __init__(
+        self,
+        codecs: Codecs,
+        split: Split,
+        blank: Storage,
+        undivided: Callable[[Storage, int], LayerSlots],
+    ) -> None:
+        super().__init__(codecs, split, blank)
+        self._undivided = undivided
+
+    def _holding(self, split: Split) -> LayerSlots:
+        if split.whole is None:
+            return super()._holding(split)
+        return self._undivided(split.whole, split.batch)
+
+    def reset(self) -> LayerSlots:
+        return self._undivided(self._blank.another(), 0)
+
+    def parts(self) -> dict[str, Planes]:
+        return {"slots": self._split.resting()}
+
+    def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
+        return self.reset().load(parts, rows)

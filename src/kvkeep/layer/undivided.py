@@ -1,0 +1,236 @@
+"""Undivided: slots of all rows and heads in one storage, behind frozen runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy, deepcopy
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment
+from kvkeep.layer.frozen import FrozenRuns, Run
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.parted import ByRows
+from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
+from kvkeep.layer.write_tokens import write
+from kvkeep.planes import POSITION, Chain, Planes, slot_count, survivors, take
+from kvkeep.storage import Concat, Storage, parted
+
+
+@final
+class Undivided(LayerSlots):
+    """Frozen runs, then a storage, then a chunk that is set aside while it does not fit.
+
+    Nothing is copied from a frozen run until one of its slots must be evicted. A chunk is set
+    aside only where the storage is fixed, until the policy has chosen the slots that stay.
+
+    Args:
+        codecs: how a token is encoded.
+        own: names of the planes that a policy changes, which forks do not share.
+        storage: where slots lie; owned from now on.
+        rows: of what the storage holds.
+    """
+
+    def __init__(
+        self, codecs: Codecs, own: Collection[str], storage: Storage, rows: int = 0
+    ) -> None:
+        self.limit = storage.limit
+        self.frozen = FrozenRuns()
+        self.codecs, self._own = codecs, own
+        self._storage, self._blank = storage, storage.another()
+        self._aside = Concat()
+        self._rows = rows  # frozen runs may have batch size 1
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    @property
+    def length(self) -> int:
+        return self.frozen.length + self._storage.length + self._aside.length
+
+    @property
+    def capacity(self) -> int:
+        return self.frozen.length + self._storage.capacity
+
+    @property
+    def live_bytes(self) -> int:
+        return self.frozen.nbytes + self._storage.live_bytes + self._aside.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.frozen.nbytes + self._storage.nbytes + self._aside.nbytes
+
+    @property
+    def aside(self) -> Planes | None:
+        return self._aside.read() if self._aside.length else None
+
+    def segments(self) -> tuple[Segment, ...]:
+        key, value = self.codecs
+        found = []
+        for run in self.frozen.runs:
+            planes = run.joined if POSITION in run.own else run.planes
+            found.append(Segment(planes, key, value, run.rotation))
+        if self._storage.length:
+            found.append(Segment(self._storage.read(), key, value))
+        if self._aside.length:
+            found.append(Segment(self._aside.read(), key, value))
+        return tuple(found)
+
+    def positions(self) -> Tensor:
+        held = [s.position.expand(self._rows, -1, -1) for s in self.segments()]
+        return torch.cat(held, dim=2) if held else torch.empty(0, 1, 0, dtype=torch.int32)
+
+    def require_room(self, slots: int) -> None:
+        self._blank.require(slots)
+
+    def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
+        codecs = self.codecs
+
+        def put(slots: Planes) -> None:
+            write(k, v, own, slots, *codecs)
+
+        self._rows, n = k.shape[0], k.shape[2]
+        fits = self.limit is None or self.length + n <= self.limit
+        storage = self._storage if fits and not self._aside.length else self._aside
+        if not storage.append_in_place(n, put):
+            storage.append(codecs.encode(k, v) | dict(own))
+
+    def append(self, planes: Planes) -> None:
+        """Write encoded tokens behind all others."""
+        self._rows = planes[POSITION].shape[0]
+        self._storage.append(planes)
+
+    def evictable(self) -> Planes:
+        if not (self.frozen.runs or self._aside.length):
+            return self._storage.read()
+        links = self._settled
+        if self._aside.length:
+            links.append(self._aside.read())
+        return self._as_one(links)
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        storages = [storage for storage in (self._storage, self._aside) if storage.length]
+        if not self.frozen.runs and len(storages) < 2:
+            return
+        lengths = [slot_count(run.planes) for run in self.frozen.runs]
+        pieces = torch.split(plane, lengths + [storage.length for storage in storages], dim=2)
+        for run, piece in zip(self.frozen.runs, pieces, strict=False):
+            run.own[name].copy_(piece)
+        for storage, piece in zip(storages, pieces[len(lengths) :], strict=True):
+            storage.keep(name, piece)
+
+    def evict(self, victims: Tensor) -> None:
+        self.thaw()
+        if not self._aside.length:
+            self._storage.evict(victims)
+            return
+        planes = self.evictable()
+        kept = take(planes, survivors(victims, slot_count(planes)))
+        self._aside.reset()
+        self._storage.reset()
+        self._storage.append(kept)
+
+    def cut(self, mark: tuple[int, ...]) -> None:
+        fewer = max(0, self.length - mark[0])
+        for storage in (self._aside, self._storage):
+            gone = min(fewer, storage.length)
+            storage.truncate(storage.length - gone)  # also undoes an append that was interrupted
+            fewer -= gone
+        if fewer:
+            left = self.frozen.length - fewer
+            self._storage = self._blank.behind(left)
+            self.frozen = self.frozen.head(left)
+
+    def pack(self) -> LayerSlots | None:
+        """Not with frozen runs, nor in storage that is fixed, or whose slots must keep their order
+        for gradients."""
+        steady = self.limit is not None or self._blank.differentiable
+        if steady or self.frozen.runs or not self._storage.length:
+            return None
+        split = parted(self._storage.read(), self._blank, by_head=False)
+        if split is None:
+            return None
+        if split.whole is None:
+            undivided = partial(Undivided, self.codecs, self._own)
+            return ByRows(self.codecs, split, self._blank, undivided)
+        self._storage = split.whole
+        return self
+
+    def take_rows(self, index: Tensor) -> Undivided:
+        # Either all of them have other rows, or none: there may be no memory for one.
+        frozen, aside = self.frozen.rows(index), copy(self._aside)
+        aside.rows(index)
+        self._storage.rows(index)
+        self.frozen, self._aside, self._rows = frozen, aside, len(index)
+        return self
+
+    def reset(self) -> Undivided:
+        if self.frozen.runs:
+            self._storage, self.frozen = self._blank.another(), FrozenRuns()
+        self._aside.reset()
+        self._storage.reset()
+        return self
+
+    def parts(self) -> dict[str, Planes]:
+        found: dict[str, Planes] = {}
+        if self.frozen.runs:
+            found["slots"] = self._as_one(self._settled)
+        elif self._storage.length:
+            found["slots"] = self._storage.resting()
+        if self._aside.length:
+            found["aside"] = self._aside.read()
+        return found
+
+    def load(self, parts: Mapping[str, Planes], rows: int) -> Undivided:
+        self.reset()
+        self._rows = rows
+        for name, storage in (("slots", self._storage), ("aside", self._aside)):
+            if name in parts:
+                storage.append(on_one_device(parts[name]))
+        return self
+
+    def adopt_frozen(self, runs: Sequence[Run], ledger: Ledger) -> None:
+        self.reset()
+        self._rows = ledger.rows
+        self.frozen = FrozenRuns(runs, None if ledger.geometry is None else ledger.geometry.dtype)
+        self._storage = self._blank.behind(self.frozen.length)
+
+    def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
+        self._rows = rows
+        self._aside.reset()
+        self._storage.adopt(planes, length)
+
+    def freeze(self) -> None:
+        """What is set aside, or lies on the host, stays as it is."""
+        if self._storage.length and self._storage.lasting:
+            self.frozen = self.frozen.followed_by(self._storage.read(), self._own)
+            self._storage = self._blank.behind(self.frozen.length)
+
+    def fork(self) -> Undivided:
+        other = copy(self)
+        mine = (self._storage, self._blank, self._aside)  # which may share something
+        other._storage, other._blank, other._aside = deepcopy(mine)
+        other.frozen = self.frozen.fork()
+        return other
+
+    def thaw(self) -> None:
+        if not self.frozen.runs:
+            return
+        storage = self._blank.another()
+        for planes in self._settled:
+            storage.append({n: p.expand(self._rows, *p.shape[1:]) for n, p in planes.items()})
+        self._storage, self.frozen = storage, FrozenRuns()  # unless there was no memory for it
+
+    @property
+    def _settled(self) -> list[Planes]:
+        """What is not aside, the oldest first; keys rotated for where they stand."""
+        own = [self._storage.read()] if self._storage.length else []
+        return [*self.frozen.placed(self.codecs.key), *own]
+
+    def _as_one(self, runs: list[Planes]) -> Planes:
+        """Runs as one set; a view, if there is one that is not shared."""
+        return Chain(runs, self._rows) if self.frozen.runs or len(runs) > 1 else runs[0]
