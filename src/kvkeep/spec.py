@@ -37,8 +37,8 @@ class StorageSpec:
 
     @property
     def limited(self) -> bool:
-        """Whether it holds a fixed number of slots, allocated once."""
-        return "capacity" in _parameters(STORAGES[self.name])
+        """Whether it holds a fixed number of slots, allocated once: its option `capacity`."""
+        return STORAGES[self.name].fixed_addresses
 
     def build(self, capacity: int | None) -> Storage:
         """A new storage; `capacity` is what a fixed one takes when its spec names none."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep.codec import CODECS, Codec
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, PlaneSpec, Reach
 from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
@@ -55,7 +56,7 @@ def conformance_specs() -> Iterator[CacheSpec]:
             for storage in STORAGES:
                 parts = f"{EXAMPLES[policy]}+{CODEC_EXAMPLES.get(codec, codec)}@{storage}"
                 spec = CacheSpec.parse(parts)
-                if storage == "fixed" and spec.policy.budget is None:
+                if spec.storage.limited and spec.policy.budget is None:
                     spec = CacheSpec.parse(f"{parts}:256")
                 try:
                     spec.layer()
@@ -248,7 +249,7 @@ def _check_rows(
         expected = oracle.step(
             q, k, v, position, scale=0.25, live=live if both.policy.reach is None else None
         )
-        if both.key_codec.packing == both.value_codec.packing == "plain":
+        if both.key_codec.layout == both.value_codec.layout == PLAIN:
             real = (position >= 0)[:, None, :, None]
             torch.testing.assert_close(out * real, expected.float() * real, atol=2e-5, rtol=1e-4)
         check_layer(both, oracle)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.attention.view import Segment, View
 from kvkeep.checks import check_sinks
 from kvkeep.errors import ShapeError
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, joined, part
 
 
@@ -102,10 +103,10 @@ def _check_segment(
             found = _tensor(segment, plane)
             shape = (rows, heads, slots, *spec.shape)
             typed = (
-                found.is_floating_point() if codec.packing == "plain" else found.dtype == spec.dtype
+                found.is_floating_point() if codec.layout == PLAIN else found.dtype == spec.dtype
             )
             if tuple(found.shape) != shape or not typed:
-                kind = "floats" if codec.packing == "plain" else spec.dtype
+                kind = "floats" if codec.layout == PLAIN else spec.dtype
                 raise ShapeError(
                     f"{what}: plane {plane!r} is {tuple(found.shape)} {found.dtype}, but queries "
                     f"{tuple(q.shape)} and the other planes need {shape} {kind}"

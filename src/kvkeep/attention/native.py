@@ -8,13 +8,12 @@ AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and 
 from __future__ import annotations
 
 from struct import Struct
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention.options import Options
-from kvkeep.attention.view import Decoder, Segment, View
+from kvkeep.attention.view import Segment, View
 from kvkeep.checks import wants_gradients
 from kvkeep.native_library import (  # noqa: F401 - tests and tools look for them here
     LIBRARY,
@@ -24,10 +23,11 @@ from kvkeep.native_library import (  # noqa: F401 - tests and tools look for the
     reason,
     use_instructions,
 )
+from kvkeep.packing import CODES, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
-_CODES = {"int8": 3, "int4": 4}
-"""Packings that the kernel reads besides "plain" -> KvType."""
+_READABLE = ("plain", "int8", "int4")
+"""The packings that the kernel reads."""
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
@@ -47,11 +47,11 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         planes = unsliced(segment.planes)
         k, v = planes["k"], planes["v"]
         for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
-            if codec.packing == "plain":
-                if plane.dtype not in TYPES:
-                    return f"the native kernel reads no {plane.dtype}"
-            elif codec.packing not in _CODES:
+            layout = codec.layout
+            if layout is None or layout.packing not in _READABLE:
                 return f"the native kernel cannot read what {codec} encodes"
+            if layout.packing == "plain" and plane.dtype not in TYPES:
+                return f"the native kernel reads no {plane.dtype}"
         if wants_gradients(q, k, v):
             return "the native kernel has no gradients"
     return None
@@ -63,7 +63,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     rows, query_heads, n, key_width = q.shape
     last = view.segments[-1]
     _, heads, _, value_width = unsliced(last.planes)["v"].shape
-    if last.value_codec.packing == "int4":
+    layout = last.value_codec.layout
+    if layout is not None and layout.packing == "int4":
         value_width *= 2
     # As (B, n, Hq, Dv), which is how models want it next; one token lies the same either way.
     if n == 1:
@@ -128,10 +129,14 @@ def _first(observed: Tensor) -> int:
 
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
     planes = unsliced(segment.planes)
+    key, value = segment.key_codec.layout, segment.value_codec.layout
+    assert key is not None  # `refuses` lets no other codec through
+    assert value is not None
+    rotates = key.hadamard and q.shape[3] <= _MOST_WIDTH  # the kernel rotates the queries itself
     shared = planes["k"].shape[0] != q.shape[0]
     # Turned queries stay in float32, so that a rotary offset costs no precision.
     turned = q if segment.rotation is None else segment.queries(q.float())
-    if not _rotated_inside(segment.key_codec, q):
+    if not rotates:
         turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
     if not dense:
@@ -140,9 +145,9 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
     return _SEGMENT.pack(
-        *_encoded(planes, "k", segment.key_codec, shared, kept),
-        _rotated_inside(segment.key_codec, q),
-        *_encoded(planes, "v", segment.value_codec, shared, kept),
+        *_encoded(planes, "k", key, shared, kept),
+        rotates,
+        *_encoded(planes, "v", value, shared, kept),
         0,
         *position,
         *_plane(turned, False, kept),
@@ -155,37 +160,19 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
 _ABSENT = (0, 0, 0, 0, 0)
 
 
-class Coded(Decoder, Protocol):
-    """A codec whose packing is in `_CODES`."""
-
-    @property
-    def group(self) -> int:
-        """How many neighbouring elements share a scale."""
-
-    @property
-    def hadamard(self) -> bool:
-        """Whether keys are rotated by a Hadamard matrix before they are encoded."""
-
-
-def _rotated_inside(codec: Decoder, q: Tensor) -> bool:
-    """Whether the kernel rotates the queries itself."""
-    return codec.packing in _CODES and cast(Coded, codec).hadamard and q.shape[3] <= _MOST_WIDTH
-
-
 def _encoded(
-    planes: Planes, name: str, codec: Decoder, shared: bool, kept: list[Tensor]
+    planes: Planes, name: str, layout: KernelLayout, shared: bool, kept: list[Tensor]
 ) -> tuple[int, ...]:
     """A KvEncoded."""
     plane = planes[name]
-    kind = _CODES.get(codec.packing or "")
-    if kind is None:
+    if layout.packing == "plain":
         return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0)
     zero = planes.get(name + "_zero")
     return (
-        *_plane(plane, shared, kept, kind),
+        *_plane(plane, shared, kept, CODES[layout.packing]),
         *_plane(planes[name + "_scale"], shared, kept),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
-        cast(Coded, codec).group,
+        layout.group,
     )
 
 

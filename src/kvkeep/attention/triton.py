@@ -10,23 +10,20 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import tiles
-from kvkeep.attention.native import Coded
 from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.checks import wants_gradients
+from kvkeep.packing import CODES, KernelLayout
 from kvkeep.planes import POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
-"""Packing -> how `kvkeep.kernels.codes` calls it; keys and values of others are decoded."""
-
 _MOST_WIDTH = 256
 _MOST_REACHES = 3
 _MOST_PAIRS = 65535
@@ -92,6 +89,12 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     return None
 
 
+def known(codec: Decoder) -> KernelLayout | None:
+    """How a codec's planes lie, if the kernels know that layout; otherwise they are decoded."""
+    layout = codec.layout
+    return layout if layout is not None and layout.packing in CODES else None
+
+
 def yields(q: Tensor, view: View, options: Options) -> bool:
     """Whether torch's fused attention is exact, and so better: for a prompt's first chunk."""
     plain = options.softcap is None and options.sinks is None and not options.need_mass
@@ -119,16 +122,15 @@ class _Coded(NamedTuple):
         return cls(plane, plane, plane, 0, 1, width, width, False)
 
     @classmethod
-    def of(cls, planes: Planes, name: str, codec: Decoder, width: int) -> _Coded:
-        """Of a packing that the kernels know."""
-        if codec.packing == "plain":
+    def of(cls, planes: Planes, name: str, layout: KernelLayout, width: int) -> _Coded:
+        """Of a layout that the kernels know."""
+        if layout.packing == "plain":
             return cls.plain(planes[name])
         plane, parts = _in_words(_along_width(planes[name]), width)
         scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
         if zero is not None and zero.stride() != scale.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        code = CODES[codec.packing or ""]
-        size = cast(Coded, codec).group
+        code, size = CODES[layout.packing], layout.group
         # A scale's own width needs no stride, so it must be 1.
         scale = _along_width(scale)
         own_zero = scale if zero is None else _along_width(zero)
@@ -244,13 +246,15 @@ class _Call:
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = unsliced(segment.planes)
         q = self.q if segment.rotation is None else segment.queries(self.q)
-        if segment.key_codec.packing in CODES:
+        layout = known(segment.key_codec)
+        if layout is not None:
             q = segment.key_codec.rotate(q)
-            k = _Coded.of(planes, "k", segment.key_codec, q.shape[3])
+            k = _Coded.of(planes, "k", layout, q.shape[3])
         else:
             k = _Coded.plain(segment.keys(q.dtype))
-        if segment.value_codec.packing in CODES:
-            v = _Coded.of(planes, "v", segment.value_codec, segment.value_width)
+        layout = known(segment.value_codec)
+        if layout is not None:
+            v = _Coded.of(planes, "v", layout, segment.value_width)
         else:
             v = _Coded.plain(segment.values(q.dtype))
         q = _along_width(q)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.rotation import Rotation
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import (
     POSITION,
     Chain,
@@ -26,8 +27,8 @@ class Decoder(Protocol):
     """What attention needs of a codec."""
 
     @property
-    def packing(self) -> str | None:
-        """The layout by which a kernel may read the planes itself; None: only `decode` does."""
+    def layout(self) -> KernelLayout | None:
+        """How the planes lie, for kernels that read them without decoding; None: no kernel can."""
 
     @property
     def block(self) -> int:
@@ -105,7 +106,7 @@ class Segment(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether nothing has to be decoded."""
-        return self.key_codec.packing == self.value_codec.packing == "plain"
+        return self.key_codec.layout == self.value_codec.layout == PLAIN
 
     def follows(self, previous: Segment | None) -> bool:
         """Whether this and the segment before it are read as one: a result is then the same, to the

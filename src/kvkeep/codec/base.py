@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import PrecisionWarning
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 
@@ -23,10 +24,6 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    packing: ClassVar[str | None] = None
-    """The layout of its planes, by which a kernel may read them as they are: "plain", "int8",
-    "int4", "fp8"; None: only `decode` reads them."""
-
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through what was encoded."""
 
@@ -40,6 +37,12 @@ class Codec(ABC):
     def tail(self) -> int:
         """How many of the newest tokens stay as they were given, at least."""
         return 0
+
+    @cached_property
+    def layout(self) -> KernelLayout | None:
+        """How its planes lie, for kernels that read them without decoding; None: no kernel can, and
+        `decode` comes first."""
+        return None
 
     @property
     def rewritable(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -17,6 +18,7 @@ from kvkeep.codec.groups import (
     rounded_half,
     ungrouped,
 )
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 _MOST = 448.0
@@ -34,10 +36,13 @@ class Fp8(Codec):
     group: int = 64
 
     name: ClassVar[str] = "fp8"
-    packing: ClassVar[str | None] = "fp8"
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return KernelLayout(self.name, self.group)
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         scale = PlaneSpec((group_count(dim, self.group),), torch.float16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from struct import Struct
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
 from kvkeep.native_library import LIBRARY, TYPES
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes
 
 _MOST_HALF = 65504.0  # the largest float16
@@ -82,6 +84,10 @@ class Grouped(Codec):
     bits: ClassVar[int]
     group: int
     hadamard: bool
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return KernelLayout(self.name, self.group, self.hadamard)
 
     def encode(self, x: Tensor) -> Planes:
         planes = self.planes(x.shape[3], x.dtype)

@@ -40,7 +40,6 @@ class Int4(Grouped):
     hadamard: bool = True
 
     name: ClassVar[str] = "int4"
-    packing: ClassVar[str | None] = "int4"
     bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:

@@ -34,7 +34,6 @@ class Int8(Grouped):
     hadamard: bool = True
 
     name: ClassVar[str] = "int8"
-    packing: ClassVar[str | None] = "int8"
     bits: ClassVar[int] = 8
 
     def __post_init__(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from kvkeep.codec.base import Codec
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 
@@ -19,7 +21,10 @@ class Plain(Codec):
 
     name: ClassVar[str] = "plain"
     differentiable: ClassVar[bool] = True
-    packing: ClassVar[str | None] = "plain"
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return PLAIN
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         return {"": PlaneSpec((dim,), dtype)}

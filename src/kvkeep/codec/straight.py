@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from kvkeep.codec.base import Codec
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 
@@ -24,11 +26,10 @@ class StraightThrough(Codec):
 
     name: ClassVar[str] = "straight_through"
     differentiable: ClassVar[bool] = True
-    packing: ClassVar[str | None] = "plain"
 
-    def __post_init__(self) -> None:
-        if self.block > 1:  # a slot of several tokens is none that a kernel could read
-            object.__setattr__(self, "packing", None)
+    @cached_property
+    def layout(self) -> KernelLayout | None:
+        return PLAIN if self.block == 1 else None  # no kernel reads slots of several tokens
 
     @property
     def block(self) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvkeep.packing import CODES
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether these kernels are run by Triton's interpreter, on the CPU: TRITON_INTERPRET=1."""
 
-PLAIN, INT8, INT4, FP8 = 0, 1, 2, 3
+PLAIN, INT8, INT4, FP8 = (CODES[name] for name in ("plain", "int8", "int4", "fp8"))
 """How a plane is encoded."""
 
 _INTERPRETED, _TRANSLATED = tl.constexpr(INTERPRETED), tl.constexpr(not INTERPRETED)

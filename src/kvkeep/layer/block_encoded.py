@@ -27,7 +27,7 @@ class Bulk:
     """
 
     def __init__(self, key_codec: Codec, value_codec: Codec, storage: Storage) -> None:
-        if storage.limit is not None:
+        if storage.limited:
             raise SpecError(
                 f"codecs {key_codec.name}/{value_codec.name} encode a prompt after it was attended "
                 f"to, for which {storage.name} storage has no room; use @growing"

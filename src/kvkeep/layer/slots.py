@@ -69,7 +69,7 @@ class LayerSlots:
                 f"codecs {names} encode {key_codec.block} and {value_codec.block} tokens "
                 "together; use one for both, or two that encode each token for itself"
             )
-        if ragged and storage.limit is not None:
+        if ragged and storage.limited:
             raise SpecError(
                 f"heads of different lengths need storage that grows, and {storage.name} does not; "
                 "use @growing"
@@ -255,7 +255,7 @@ class LayerSlots:
         """Give rows of very different numbers of tokens storages of their own, without their empty
         slots. Whether slots moved: not if there is no memory for it, nor where slots lie in other
         places too or must not move."""
-        steady = self.limit is not None or self.storage.differentiable
+        steady = self.storage.fixed_addresses or self.storage.differentiable
         if steady or self.bulk is not None or self.frozen.runs or not self.storage.length:
             return False
         if self.split is not None and not self.split.loose:

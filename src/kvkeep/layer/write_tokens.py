@@ -4,16 +4,15 @@ tensor."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import triton
-from kvkeep.attention.native import Coded
 from kvkeep.attention.tiles import power_of_two
-from kvkeep.attention.triton import CODES
 from kvkeep.codec import Codec
+from kvkeep.packing import CODES
 from kvkeep.planes import POSITION, Planes, along_slots, joined
 
 _MOST_WIDTH = 512
@@ -58,7 +57,7 @@ def write(
 def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether the kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
-    known = key_codec.packing in CODES and value_codec.packing in CODES
+    known = triton.known(key_codec) is not None and triton.known(value_codec) is not None
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
@@ -138,8 +137,9 @@ class _Plane(NamedTuple):
     def of(cls, planes: Planes, name: str, codec: Codec, width: int) -> _Plane:
         codes = planes[name]
         scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
-        packing = CODES[codec.packing or ""]
-        group = cast(Coded, codec).group if packing else width
+        layout = codec.layout
+        assert layout is not None  # `able` has seen to that
+        packing, group = CODES[layout.packing], layout.group or width
         own = scale if zero is None else zero
         rotation = _rotation(codec, width, codes.device)
         return cls(codes, scale, own, packing, width, group, zero is not None, rotation)

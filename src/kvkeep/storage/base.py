@@ -26,6 +26,10 @@ class Storage(ABC):
     """Whether what was read stays until this storage changes, whatever is read of others: then it
     can be frozen, and attended to together with slots of another storage."""
 
+    fixed_addresses: ClassVar[bool] = False
+    """Whether all `limit` slots are allocated at the first append and keep their addresses until
+    the rows change: then a captured graph may hold the addresses, and `adopt` works."""
+
     limit: int | None = None
     """Most slots this storage can ever hold; None: as many as memory allows."""
 
@@ -46,6 +50,11 @@ class Storage(ABC):
                 f"{slots} slots needed, but this cache is fixed at {self.limit}; use "
                 f"@fixed:{slots} or more, @growing, or a policy that evicts, such as window"
             )
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a `limit`."""
+        return self.limit is not None
 
     @property
     @abstractmethod
@@ -125,7 +134,7 @@ class Storage(ABC):
     def adopt(self, planes: Planes, length: int) -> None:
         """Use these planes, (B, H|1, limit, ...), of which `length` slots are in use.
 
-        Only storage that never reallocates can: see `limit`.
+        Only storage with `fixed_addresses` can.
         """
         raise NotImplementedError(f"{self.name} storage cannot stay in planes it is given")
 

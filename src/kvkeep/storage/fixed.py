@@ -19,6 +19,7 @@ class Fixed(Buffer):
     """
 
     name: ClassVar[str] = "fixed"
+    fixed_addresses: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
