@@ -203,7 +203,7 @@ def test_what_it_refuses():
     for bad, options, match in (
         (q.double(), {}, "float64"),
         (q.clone().requires_grad_(), {}, "gradients"),
-        (q, {"window": 3}, "limits of who sees what"),
+        (q, {"window": 3}, "at most 3 reaches, these are 4"),
     ):
         many = view._replace(reaches=(Reach(9), Reach(8), Reach(7)))
         with pytest.raises(UnsupportedError, match=match):

@@ -1,8 +1,9 @@
-"""The native CPU backend: one pass of C++ over the slots where they lie.
+"""The native CPU backend: one pass of C++ over the slots, without copying them.
 
 It reads keys and values of float32, bfloat16 and float16, and codes of 8 and 4 bits, through
-pointers and strides (see `native/abi.h`), shares torch's OpenMP threads, and takes the best of
-AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and works all the same.
+pointers and strides (see `native/abi.h`). It shares torch's OpenMP threads and uses the best of
+AVX-512, AVX2 and portable code. Without a C++ compiler kvkeep installs without this backend, and
+the others are used.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     layout = last.value_codec.layout
     if layout is not None and layout.packing == "int4":
         value_width *= 2
-    # As (B, n, Hq, Dv), which is how models want it next; one token lies the same either way.
+    # Stored as (B, n, Hq, Dv), as models use it next; for one token both layouts are the same.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
     else:
@@ -76,7 +77,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
         observed = view.observed(options.observed)
     dense = view.dense
-    kept: list[Tensor] = []  # what the kernel reads and nobody else holds
+    kept: list[Tensor] = []  # keeps temporary tensors alive during the call
     before: list[Segment | None] = [None, *view.segments]
     segments = b"".join(
         [
@@ -122,7 +123,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def _first(observed: Tensor) -> int:
-    """The first query that is observed in any row; n when there is none."""
+    """The index of the first query that is observed in any row; n if there is none."""
     some = observed.any(dim=0)
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
 
@@ -134,7 +135,7 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
     assert value is not None
     rotates = key.hadamard and q.shape[3] <= _MOST_WIDTH  # the kernel rotates the queries itself
     shared = planes["k"].shape[0] != q.shape[0]
-    # Turned queries stay in float32, so that a rotary offset costs no precision.
+    # Rotated queries stay in float32, so that a rotary offset costs no precision.
     turned = q if segment.rotation is None else segment.queries(q.float())
     if not rotates:
         turned = segment.key_codec.rotate(turned)

@@ -1,4 +1,4 @@
-"""8-bit floating point, a scale for each token and group."""
+"""8-bit floating point, with one scale per token and group of elements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Fp8(Codec):
     """x = code * scale, codes in E4M3 (4 bits of exponent, 3 of fraction), largest 448.
 
     Planes: "" uint8 (D,), the bits of float8_e4m3fn; "_scale" float16 (groups,). Source: FP8
-    formats (arXiv 2209.05433). Decoded by every backend; no kernel reads it as it is yet.
+    formats (arXiv 2209.05433). Read by the Triton
+    kernels; the other backends decode it.
     """
 
     group: int = 64

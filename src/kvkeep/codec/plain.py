@@ -1,4 +1,4 @@
-"""The identity codec: keys and values as the model gave them."""
+"""The identity codec: keys and values are stored as the model computed them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Lossless; encoding and decoding copy nothing unless the dtype changes."""
+    """Lossless. Encoding copies nothing; decoding copies only to change the dtype."""
 
     name: ClassVar[str] = "plain"
     differentiable: ClassVar[bool] = True

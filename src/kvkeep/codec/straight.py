@@ -1,4 +1,4 @@
-"""What a lossy codec makes of keys and values, with the gradient of the identity."""
+"""The result of a lossy codec, with the gradient of the identity."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class StraightThrough(Codec):
-    """Slots hold what `inner` would decode, at the precision it was given; going backward, encoding
-    changes nothing. For training only: it saves no memory. Source: the straight-through estimator
-    (arXiv 1308.3432).
+    """Slots hold keys and values that `inner` has encoded and decoded, in the input's dtype; the
+    backward pass ignores the encoding. For training only: it saves no memory. Source: the
+    straight-through estimator (arXiv 1308.3432).
     """
 
     inner: Codec

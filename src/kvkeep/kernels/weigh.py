@@ -1,4 +1,4 @@
-"""The mass of long chunks: a second pass over the keys, which holds no scores."""
+"""Computes the mass of long chunks by a second pass over the keys, without storing scores."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def weigh(
     K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of slots, for all queries of one row and kv head.
+    """Computes one tile of slots, for all queries of one row and kv head.
 
-    Grid: (tiles of slots, B * H). `owned`: 0 when the segment is shared by all rows, else 1. LSE
-    (B, n, Hq), in units of log 2. Writes MASS (B, H, mass_slots) from `mass_first` on.
+    Grid: (tiles of slots, B * H). `owned`: 0 if the segment is shared by all rows, else 1. LSE
+    (B, n, Hq) is in base 2. Writes MASS (B, H, mass_slots) from `mass_first` on.
     """
     pair = tl.program_id(1)
     row, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)

@@ -13,7 +13,7 @@ from kvkeep.storage.buffer import Buffer
 
 @final
 class Fixed(Buffer):
-    """Written in place, never reallocated; with a window policy it is the ring buffer.
+    """Slots are written in place and never reallocated. With a window policy this is a ring buffer.
 
     The buffers stay allocated, at the same addresses, until the rows change.
     """
