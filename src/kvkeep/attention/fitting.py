@@ -94,7 +94,7 @@ def _check_segment(
         raise ShapeError(f"{what} holds {rows} rows, the queries {own_rows}; give 1 or as many")
     if segment.key_codec.block != segment.value_codec.block:
         raise ShapeError(
-            f"{what} has keys and values in blocks of different lengths; use one codec"
+            f"{what}: keys and values are in blocks of different lengths; use one codec"
         )
     for name, codec, dim in (
         ("k", segment.key_codec, width),
@@ -118,8 +118,8 @@ def _check_segment(
     _check_places(what, segment, rows, heads, slots, q)
     if segment.slots < own:
         raise ShapeError(
-            f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk; the last segment "
-            "must end with them"
+            f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk, with which the "
+            "last segment must end"
         )
     if segment.used is not None and segment.used.numel() != 1:
         raise ShapeError(f"{what}: used is {tuple(segment.used.shape)}; give one number, int32 ()")

@@ -1,4 +1,4 @@
-"""The torch backend: scaled_dot_product_attention's fused kernels; keys and values are not expanded.
+"""The torch backend: the fused kernels of scaled_dot_product_attention, without expanded keys.
 
 On the CPU each part of the slots gives a partial result with its log-sum-exp, and the results are
 merged exactly. On other devices a single segment goes to the kernel of torch's choice. The queries

@@ -44,11 +44,11 @@ class Decoder(Protocol):
         """Planes of S slots -> (B, H, S, D)."""
 
     def rotate(self, q: Tensor) -> Tensor:
-        """Queries (..., D) to multiply with encoded keys; decoded keys use the queries unchanged."""
+        """Queries (..., D) to multiply with encoded keys; decoded keys use unchanged queries."""
 
 
 _DECODED_AT_ONCE = 2048
-"""How many tokens are decoded at a time for backends that cannot read encoded planes."""
+"""How many tokens are decoded at a time, for backends that cannot read encoded planes."""
 
 
 class Segment(NamedTuple):

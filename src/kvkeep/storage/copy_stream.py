@@ -80,21 +80,21 @@ class CopyStream:
 
 class PendingSlots(NamedTuple):
     """Single slots that are being copied to the host: `values` (B, H, n, ...) of each plane, to be
-    written to the slots `index`, int64 (B|1, H|1, n). Indices of `limit` or more are skipped."""
+    written to `slots`, int64 (B|1, H|1, n). Slots of `limit` or more are skipped."""
 
     event: Any
-    index: Tensor
+    slots: Tensor
     values: dict[str, Tensor]
     limit: int
 
     @classmethod
     def send(
-        cls, copies: CopyStream, index: Tensor, values: dict[str, Tensor], limit: int
+        cls, copies: CopyStream, slots: Tensor, values: dict[str, Tensor], limit: int
     ) -> PendingSlots:
-        """Start copying slots from the device. This waits only if no pinned memory is left: an
-        eviction that has been decided must not fail."""
-        sources = [index.contiguous(), *values.values()]
-        copies.wait_for_compute()  # which includes making `index` contiguous
+        """Start copying the values of slots from the device. This waits only if no pinned memory is
+        left: an eviction that has been decided must not fail."""
+        sources = [slots.contiguous(), *values.values()]
+        copies.wait_for_compute()  # which includes making `slots` contiguous
         there = []
         for x in sources:
             try:
@@ -109,6 +109,6 @@ class PendingSlots(NamedTuple):
         """Wait for the copies, and write the slots to planes (capacity, B, H, ...)."""
         copies.finish(self.event)
         for name, plane in planes.items():
-            index = self.index.expand(plane.shape[1], plane.shape[2], -1)
-            row, head, nth = (index < self.limit).nonzero(as_tuple=True)
-            plane[index[row, head, nth], row, head] = self.values[name][row, head, nth]
+            slots = self.slots.expand(plane.shape[1], plane.shape[2], -1)
+            row, head, nth = (slots < self.limit).nonzero(as_tuple=True)
+            plane[slots[row, head, nth], row, head] = self.values[name][row, head, nth]
