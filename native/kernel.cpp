@@ -1,7 +1,7 @@
-// One run: scores, online softmax and the sum of values, straight over the slots where they lie.
+// Computes one run: scores, online softmax and the sum of values, without copying the slots.
 //
-// The slots pass by once, in blocks: the scores of a block, its softmax, its values. A key or value
-// that was loaded serves all queries of a tile before the next is loaded. Sources: online softmax
+// The slots are read once, in blocks: the scores of a block, its softmax, its values. Each key or value
+// that was loaded is used for all queries of a tile before the next is loaded. Sources: online softmax
 // (arXiv 1805.02867), FlashAttention (arXiv 2205.14135), Flash-Decoding for the split over slots.
 //
 // Compiled once per instruction set, which KV_RUN names.
@@ -15,8 +15,8 @@ namespace {
 
 // -- one block -------------------------------------------------------------------------------
 
-// Scale a record's scores s (BLOCK), cap them, hide those `mask` (BLOCK) hides (-1 where a slot is
-// seen; null where all are), and give the largest.
+// Scales and caps a record's scores s (BLOCK), masks them by `mask` (BLOCK; -1 where a slot is seen;
+// null: all are), and returns the largest.
 KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
     vf high = lowest;
@@ -37,7 +37,7 @@ KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const
     return largest(high);
 }
 
-// Turn a record's scores s (BLOCK) into weights; returns their sum.
+// Replaces a record's scores s (BLOCK) by weights and returns their sum.
 KV_INLINE float weigh(float* s, float base) {
     vf added{};
 #pragma GCC unroll 2
@@ -49,9 +49,9 @@ KV_INLINE float weigh(float* s, float base) {
     return sum(added);
 }
 
-// Turn the scores of a block into weights (records, BLOCK), and say by what earlier sums shrink
-// (alpha). In two rounds, so that no record waits for another's reductions. `mask_of(r)` is null
-// where the record sees all.
+// Replaces the scores of a block by weights (records, BLOCK), and computes the factors `alpha` for
+// earlier sums. In several passes, so that no record waits for another's reductions. `mask_of(r)` is
+// null if the record sees all slots.
 template <class Mask>
 void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask mask_of,
              float* alpha, float* top, float* total) {
@@ -76,7 +76,7 @@ void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask 
 
 enum Sight { NONE, SOME, ALL };
 
-// Which slots of a block the tokens of a run see: a mask (tokens, BLOCK) for one row when only some.
+// Which slots of a block the tokens of a run see in one row; fills `mask` (tokens, BLOCK) for SOME.
 Sight sight(const Work& work, int64_t row, int32_t* mask) {
     const KvCall& call = work.call;
     const KvRun& run = work.run;
@@ -122,7 +122,7 @@ Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
             plane.slot * size, plane.type == KV_I4 ? width / 2 : width * size};
 }
 
-// Whether anybody sees a slot of the block, and whether all see all; fills the mask.
+// Which slots of a block all rows of a run see; fills the mask.
 Sight sight_of_rows(Work& work) {
     const KvRun& run = work.run;
     const int64_t row_size = work.tokens * BLOCK;
@@ -141,7 +141,7 @@ Sight sight_of_rows(Work& work) {
     return every ? ALL : any ? SOME : NONE;
 }
 
-// Keep the block's weights for the mass; none when nobody sees it.
+// Stores the block's weights for the mass; zeros if no query sees the block.
 void keep_weights(const Work& work, bool seen) {
     const KvRun& run = work.run;
     const int64_t from = work.slot - run.slot0, slots = run.slot1 - run.slot0;

@@ -1,4 +1,4 @@
-// How keys are scored and values are summed, by what they are: plain, coded, and for many queries.
+// Chooses how keys are scored and values are summed: plain or coded, for few or many queries.
 #pragma once
 #include "chain.h"
 #include "coded.h"
@@ -7,17 +7,17 @@
 
 namespace {
 
-// A run, its scratch memory, and the block at hand.
+// A run, its scratch memory, and the current block.
 struct Work {
     const KvCall& call;
     const KvRun& run;
     Chain chain;
     const int64_t records, tokens, value_stride;
     float *queries, *s, *acc, *alpha, *top, *total;
-    float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)), or of coded planes their scales
+    float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
     int32_t* mask;                      // (rows, tokens, BLOCK)
     int64_t slot, count;
-    Rows key, value, next;  // the block's, and the next block's keys
+    Rows key, value, next;  // keys and values of the block, and keys of the next
 
     Work(const KvCall& call, const KvRun& run, float* scratch)
         : call(call),
@@ -39,7 +39,7 @@ struct Work {
         mask = (int32_t*)(total + records);
     }
 
-    // Where the block at hand lies, and its first slot there.
+    // The segment of the current block, and its first slot there.
     const KvSegment& segment() const { return *chain.segment; }
     int64_t at() const { return chain.at; }
 };
@@ -53,7 +53,7 @@ void with_type(int64_t type, F f) {
     }
 }
 
-// Call f(record, its elements as floats) for each query.
+// Calls f(record, function from an index to an element as float) for each query.
 template <class F>
 void each_query(const Work& work, F f) {
     const KvCall& call = work.call;
@@ -79,15 +79,15 @@ void each_query(const Work& work, F f) {
     });
 }
 
-// How the keys of a run are scored, and how its values are summed: chosen once, called for each
-// block, so that no code is compiled for each pair of types.
+// How the keys of a run are scored, and how its values are summed. Both are chosen once per run and
+// called for each block, so that no code is compiled for each pair of types.
 struct KeyWay {
     void (*load)(const Work&);
     void (*score)(const Work&);
 };
 struct ValueWay {
     void (*add)(const Work&);
-    void (*give)(const Work&);  // the sums to the run's records, in order
+    void (*give)(const Work&);  // writes the sums to the run's records, in order
 };
 
 template <class K>
@@ -117,7 +117,7 @@ Rows rows_of_floats(const float* floats, int64_t width) {
     return {(const char*)floats, padded(width) * 4, width * 4};
 }
 
-// The sums of element i are at LANE(i).
+// Writes the sums to the run's records; that of element i is at LANE(i).
 template <int64_t LANE(int64_t)>
 void give(const Work& work) {
     const int64_t width = work.call.value_width;
@@ -126,7 +126,7 @@ void give(const Work& work) {
             work.run.partial[r * (width + 2) + i] = work.acc[r * work.value_stride + LANE(i)];
 }
 
-// With many queries, values are widened once for all tiles of them.
+// With many queries, values are widened once for all tiles.
 void add_wide(const Work& work) {
     const Rows rows = rows_of_floats(work.wide, work.call.value_width);
     add_values<F32>(rows, rows, work.count, work.call.value_width, work.records, work.s, work.alpha,
@@ -168,7 +168,7 @@ void load_coded(const Work& work) {
     });
 }
 
-// The block's scales, and after them its zeros if there are any; returns those, or null.
+// Loads the block's scales, and behind them its zeros if there are any; returns the zeros or null.
 const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     const KvRun& run = work.run;
     load_scales(x.scale, run.row0, run.head, work.at(), work.count, groups, scale);

@@ -118,8 +118,8 @@ def _check_segment(
     _check_places(what, segment, rows, heads, slots, q)
     if segment.slots < own:
         raise ShapeError(
-            f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk, with which the "
-            "last segment must end"
+            f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk, with which "
+            "the last segment must end"
         )
     if segment.used is not None and segment.used.numel() != 1:
         raise ShapeError(f"{what}: used is {tuple(segment.used.shape)}; give one number, int32 ()")

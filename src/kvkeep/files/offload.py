@@ -53,8 +53,8 @@ class Offload:
         self._end = 0
 
     def put(self, x: Tensor) -> Kept:
-        """Offload a tensor. A contiguous x in host memory that is no view is kept without a copy, so
-        the caller must not write to it.
+        """Offload a tensor. A contiguous x in host memory that is not a view is kept without a
+        copy, so the caller must not write to it.
 
         Raises:
             StateError: the disk is full.
