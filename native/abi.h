@@ -7,12 +7,13 @@
 
 extern "C" {
 
-// The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks it.
+// The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
+// it.
 constexpr int KV_ABI = 2;
 KV_PUBLIC int kv_abi();
 
-// The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. 4-bit codes are
-// packed two in a byte, the first in its low half; the strides of their planes count bytes.
+// The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. 4-bit codes
+// are packed two in a byte, the first in its low half; the strides of their planes count bytes.
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4 };
 
 // A tensor (rows, heads, slots or queries, width). Strides are in elements; that of the width is 1,
@@ -32,8 +33,8 @@ struct KvEncoded {
     int64_t rotated;      // 1: keys are Hadamard-rotated, so queries must be rotated too
 };
 
-// A run of slots with one encoding. `queries` already include this segment's rotary offset, which is
-// applied to queries instead of keys.
+// A run of slots with one encoding. `queries` already include this segment's rotary offset, which
+// is applied to queries instead of keys.
 struct KvSegment {
     KvEncoded k, v;
     KvPlane position, queries;
@@ -68,9 +69,10 @@ struct KvCall {
     double softcap;  // 0 for none
 };
 
-// The slots of one layer, to be ranked. A slot's worth is its score, rounded to 16 significant bits;
-// infinity if it is protected (the newest `recent` positions, the first `sinks`, those from keep_from
-// to below keep_to); minus infinity if it is empty, outside the window, or its score is NaN.
+// The slots of one layer, to be ranked. A slot's worth is its score, rounded to 16 significant
+// bits; infinity if it is protected (the newest `recent` positions, the first `sinks`, those from
+// keep_from to below keep_to); minus infinity if it is empty, outside the window, or its score is
+// NaN.
 struct KvRanking {
     const float* score;       // (rows, heads, slots), or null if all scores are equal
     const int32_t* position;  // (rows, heads, slots); the slots are contiguous in both
@@ -87,15 +89,16 @@ struct KvRanking {
 // cannot be allocated.
 KV_PUBLIC int kv_lowest(const KvRanking* ranking);
 
-// A plane in which slots are moved. Strides are in bytes; a slot is `bytes` long, and so is its stride.
+// A plane in which slots are moved. Strides are in bytes; a slot is `bytes` long, and so is its
+// stride.
 struct KvSlots {
     void* data;
     int64_t row, head, bytes, heads;
 };
 
-// Frees the slots `victims` (rows or 1, heads or 1, count): surviving slots from the end are moved to
-// the holes, in order. Returns 0; 1 if memory cannot be allocated; 2, with nothing changed, if the
-// victims are not `count` different slots.
+// Frees the slots `victims` (rows or 1, heads or 1, count): surviving slots from the end are moved
+// to the holes, in order. Returns 0; 1 if memory cannot be allocated; 2, with nothing changed, if
+// the victims are not `count` different slots.
 KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
                        const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
                        int64_t count, int64_t length);

@@ -15,7 +15,7 @@ namespace {
 // -- the plan --------------------------------------------------------------------------------
 
 constexpr int64_t FEWEST_SLOTS = 256;        // in a run of a tile that is split
-constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread costs more than it saves
+constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread is slower
 constexpr int64_t MOST_WEIGHTS = 1 << 24;      // in memory for the mass, unless one query has more
 
 // How a chain is divided into runs.

@@ -18,7 +18,7 @@ class Chain {
     const KvCall& call;
     const KvRun& run;
     int64_t index, first = 0;  // the current segment, and its first slot, counted in the chain
-    KvSegment seam;
+    KvSegment gathered;
     char* memory;
 
   public:
@@ -40,15 +40,15 @@ class Chain {
   private:
     void gather(int64_t count) {
         char* to = memory;
-        seam = *segment;
-        collect(&seam.k.plane, call.key_width, count, to);
-        collect(&seam.v.plane, call.value_width, count, to);
-        collect(&seam.k.scale, groups(seam.k, call.key_width), count, to);
-        collect(&seam.k.zero, groups(seam.k, call.key_width), count, to);
-        collect(&seam.v.scale, groups(seam.v, call.value_width), count, to);
-        collect(&seam.v.zero, groups(seam.v, call.value_width), count, to);
-        if (!call.dense) collect(&seam.position, 1, count, to);
-        segment = &seam;
+        gathered = *segment;
+        collect(&gathered.k.plane, call.key_width, count, to);
+        collect(&gathered.v.plane, call.value_width, count, to);
+        collect(&gathered.k.scale, groups(gathered.k, call.key_width), count, to);
+        collect(&gathered.k.zero, groups(gathered.k, call.key_width), count, to);
+        collect(&gathered.v.scale, groups(gathered.v, call.value_width), count, to);
+        collect(&gathered.v.zero, groups(gathered.v, call.value_width), count, to);
+        if (!call.dense) collect(&gathered.position, 1, count, to);
+        segment = &gathered;
         at = 0;
     }
 
@@ -56,11 +56,12 @@ class Chain {
         return x.group ? (width + x.group - 1) / x.group : 0;
     }
 
-    // Copies the block's slots of `plane`, a plane of `seam`, to scratch memory and points it there.
+    // Copies the block's slots of `plane`, a plane of `gathered`, to scratch memory and points it
+    // there.
     void collect(KvPlane* plane, int64_t width, int64_t count, char*& to) {
         if (!plane->data || !width) return;
         if (plane->type == KV_I4) width /= 2;
-        const int64_t bytes = element_bytes(*plane), offset = (char*)plane - (char*)&seam;
+        const int64_t bytes = element_bytes(*plane), offset = (char*)plane - (char*)&gathered;
         to += -(intptr_t)to & (element_bytes(*plane) - 1);
         char* const start = to;
         int64_t from = at, left = count;

@@ -1,5 +1,5 @@
-// Scores and sums of values computed from codes in integer arithmetic: queries and weights are rounded
-// to 16-bit numbers, whose error is far below that of the codes.
+// Scores and sums of values computed from codes in integer arithmetic: queries and weights are
+// rounded to 16-bit numbers, whose error is far below that of the codes.
 #pragma once
 #include "codes.h"
 #include "values.h"
@@ -60,8 +60,9 @@ KV_INLINE void dot_unit(const char* key, const int16_t* q, int64_t q_stride, int
         for (int64_t i = 1; i < any_loads; ++i) piece(i);
 }
 
-// Adds the contribution of a unit to the scores s (MT rows of BLOCK) of MT queries. `low` and `high`
-// are the scales of the groups in its halves, `step` the steps of the queries (8 lanes each).
+// Adds the contribution of a unit to the scores s (MT rows of BLOCK) of MT queries. `low` and
+// `high` are the scales of the groups in its halves, `step` the steps of the queries (8 lanes
+// each).
 template <int BITS, int MT, int LOADS>
 KV_OUTLINE void unit_scores(Rows keys, Ahead ahead, int64_t count, const int16_t* q,
                             int64_t q_stride, int64_t loads, const float* low, const float* high,
@@ -158,8 +159,8 @@ struct CodedWeights {
     }
 };
 
-// A record's weights p (BLOCK) times the scales of a group (BLOCK), as 16-bit numbers; `zero` is null
-// if there is none.
+// A record's weights p (BLOCK) times the scales of a group (BLOCK), as 16-bit numbers; `zero` is
+// null if there is none.
 template <int BITS>
 KV_INLINE void weigh_group(const float* p, const float* scale, const float* zero, int16_t* to,
                            float& step, float& added) {
@@ -201,8 +202,8 @@ KV_INLINE s16 interleave(s16 a, s16 b) {
     return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// The index of an element's sum: the 8 lanes of part k of half h are at (h * PARTS + k) * 8 in those of
-// its load.
+// The index of an element's sum: the 8 lanes of part k of half h are at (h * PARTS + k) * 8 in
+// those of its load.
 template <int BITS>
 int64_t coded_lane(int64_t element) {
     constexpr int64_t PARTS = Codes<BITS>::PARTS, PIECE = Codes<BITS>::PIECE;
@@ -258,8 +259,8 @@ constexpr int sums_at_once(int all, int records) {
 
 constexpr int MOST_CODED_VALUES = 6;
 
-// acc = acc * alpha + p . values, with acc (records, padded(width)) in the order of coded_lane and p
-// (records, BLOCK); `zero` is null if there is none.
+// acc = acc * alpha + p . values, with acc (records, padded(width)) in the order of coded_lane and
+// p (records, BLOCK); `zero` is null if there is none.
 template <int BITS>
 void add_coded_values(Rows values, Rows next, int64_t count, int64_t width, int64_t group,
                       const float* scale, const float* zero, int64_t records, const float* p,

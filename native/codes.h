@@ -23,8 +23,8 @@ KV_INLINE s32 dot_pairs(s16 a, s16 b) {
 #endif
 }
 
-// The layout of the codes in a 32-byte load: lane i of part k is element i * PARTS + k, so parts are
-// extracted by shifts and masks alone.
+// The layout of the codes in a 32-byte load: lane i of part k is element i * PARTS + k, so parts
+// are extracted by shifts and masks alone.
 template <int BITS>
 struct Codes {
     static constexpr int64_t PARTS = 16 / BITS, PIECE = 256 / BITS;
@@ -76,7 +76,8 @@ struct Units {
     }
 };
 
-// Whether codes can be multiplied without decoding them to floats: units must cover the slot exactly.
+// Whether codes can be multiplied without decoding them to floats: units must cover the slot
+// exactly.
 bool fits(const KvEncoded& x, int64_t width) {
     if (x.plane.type != KV_I8 && x.plane.type != KV_I4) return false;
     const int64_t piece = x.plane.type == KV_I8 ? Codes<8>::PIECE : Codes<4>::PIECE;
@@ -94,7 +95,8 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
-// Loads the scales or zeros of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from `count` on.
+// Loads the scales or zeros of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from `count`
+// on.
 void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot, int64_t count,
                  int64_t groups, float* table) {
     uint16_t halves[BLOCK * MOST_WIDTH / 16];
@@ -133,7 +135,8 @@ struct Rounded {
 KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to) {
     vi most{}, added{};
     for (int64_t i = 0; i < count; i += W) {
-        const vi size = load<vi>(x + i) & 0x7fffffff;  // non-negative floats are ordered like their bits
+        // Non-negative floats are ordered like their bits.
+        const vi size = load<vi>(x + i) & 0x7fffffff;
         most = size > most ? size : most;
     }
     const int32_t bits = largest(most);

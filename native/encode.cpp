@@ -1,5 +1,5 @@
-// Encodes new keys and values in 8 or 4 bits. In a decode step a chain of tensor operations would cost
-// more time than the smaller cache saves.
+// Encodes new keys and values in 8 or 4 bits. In a decode step a chain of tensor operations would
+// cost more time than the smaller cache saves.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -35,8 +35,8 @@ float rounded_half(float x, uint16_t* out) {
     return F16::widen1(*out);
 }
 
-// The nearest code to x / scale + shift, ties to even, within bounds. If x / scale is not finite, it
-// counts as 0.
+// The nearest code to x / scale + shift, ties to even, within bounds. If x / scale is not finite,
+// it counts as 0.
 int code(float x, float scale, float shift, float low, float high) {
     float y = x / scale;
     y = (std::isfinite(y) ? y : 0.0f) + shift;

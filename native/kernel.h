@@ -37,7 +37,7 @@ static inline int64_t kv_padded(int64_t width) {
 
 // Floats of scratch memory for a block gathered from several segments: elements, scales, zeros and
 // positions.
-static inline int64_t kv_seam(const KvCall& call) {
+static inline int64_t kv_gathered(const KvCall& call) {
     return KV_BLOCK * ((call.key_width + call.value_width) * 5 / 4 + 4);
 }
 
@@ -45,7 +45,7 @@ static inline int64_t kv_seam(const KvCall& call) {
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
     return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64 +
-           kv_seam(call);
+           kv_gathered(call);
 }
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

@@ -31,9 +31,9 @@ struct Rows {
     const char* at(int64_t slot) const { return first + slot * stride; }
 };
 
-// What to prefetch while a block is processed in `rounds` rounds, of which this is the `round`-th. Each
-// round prefetches a share; if the rows are contiguous, in memory order, which the hardware prefetcher
-// recognises.
+// What to prefetch while a block is processed in `rounds` rounds, of which this is the `round`-th.
+// Each round prefetches a share; if the rows are contiguous, in memory order, which the hardware
+// prefetcher recognises.
 struct Ahead {
     const char* at;
     int64_t step, bytes;  // per slot that is processed

@@ -112,8 +112,8 @@ void scores(K, Rows keys, Rows values, int64_t count, int64_t width, const void*
 
 // -- many queries ----------------------------------------------------------------------------
 
-// With many queries it pays to transpose the keys of a block once: each lane then holds another key,
-// and no sums across lanes are needed.
+// With many queries it pays to transpose the keys of a block once: each lane then holds another
+// key, and no sums across lanes are needed.
 template <class T>
 struct Columns {
     typedef T Type;

@@ -1,5 +1,5 @@
-// Vectors of W floats for one instruction set, which the compiler flags select. The code uses the vector
-// extensions of GCC and clang, and intrinsics only for operations that these lack.
+// Vectors of W floats for one instruction set, which the compiler flags select. The code uses the
+// vector extensions of GCC and clang, and intrinsics only for operations that these lack.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -41,7 +41,8 @@ KV_INLINE void store(void* to, V v) {
 
 KV_INLINE vf all(float x) { return x - vf{}; }  // not vf{} + x, which would turn -0 into 0
 
-// sum += a * b. In assembly for AVX2: with 16 registers, the form that GCC chooses moves and spills.
+// sum += a * b. In assembly for AVX2: with 16 registers, the form that GCC chooses moves and
+// spills.
 KV_INLINE void add_product(vf& sum, vf a, vf b) {
 #if KV_LANES == 8 && defined(__FMA__)
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -88,8 +89,8 @@ KV_INLINE vf fold1(vf a, vf b) {
 }
 #endif
 
-// The index at which the i-th of W sums must be stored for `sums` to return it in lane i: the last fold
-// swaps the two lowest bits.
+// The index at which the i-th of W sums must be stored for `sums` to return it in lane i: the last
+// fold swaps the two lowest bits.
 constexpr int place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
 
 // Lane i is the sum of the lanes of v[place(i)].
@@ -163,8 +164,8 @@ KV_INLINE float largest(vf v) {
 
 // -- exp and tanh ----------------------------------------------------------------------------
 
-// e^x for x <= 0, to about one unit in the last place; 0 below -87.3, NaN for NaN. The polynomial is
-// from Cephes.
+// e^x for x <= 0, to about one unit in the last place; 0 below -87.3, NaN for NaN. The polynomial
+// is from Cephes.
 KV_INLINE vf exp_down(vf x) {
     const vf magic = all(12582912.0f);
     const vf shifted = x * 1.44269504088896341f + magic;
@@ -199,9 +200,9 @@ KV_INLINE vf tanh(vf x) {
 
 // -- elements --------------------------------------------------------------------------------
 
-// Two vectors from 2 W consecutive elements. Each type defines which element is in which lane (`lane`),
-// the same for every tensor of that type: dot products and sums over slots do not depend on it, and
-// results are reordered before they leave the kernel.
+// Two vectors from 2 W consecutive elements. Each type defines which element is in which lane
+// (`lane`), the same for every tensor of that type: dot products and sums over slots do not depend
+// on it, and results are reordered before they leave the kernel.
 struct Pair {
     vf a, b;
 };
@@ -288,8 +289,8 @@ struct F16 {
 
 // -- rotating --------------------------------------------------------------------------------
 
-// Rotates by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two that divides
-// the width.
+// Rotates by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two that
+// divides the width.
 [[maybe_unused]] void rotate(float* x, int64_t width) {
     const int64_t block = width & -width;
     for (int64_t half = 1; half < block; half *= 2)

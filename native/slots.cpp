@@ -1,5 +1,5 @@
-// Ranks slots for eviction, and moves the remaining ones. A decode step does both in every layer, where
-// a chain of tensor operations would take longer than attention itself.
+// Ranks slots for eviction, and moves the remaining ones. A decode step does both in every layer,
+// where a chain of tensor operations would take longer than attention itself.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -34,8 +34,8 @@ struct Ranked {
         return a < b;
     }
 
-    // The nearest number of 16 significant bits, as `rounded` in policy/ranking.py, for numbers up to
-    // `largest`. Infinities are unchanged.
+    // The nearest number of 16 significant bits, as `rounded` in policy/ranking.py, for numbers up
+    // to `largest`. Infinities are unchanged.
     static float rounded(float x) {
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);

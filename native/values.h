@@ -55,8 +55,8 @@ KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t widt
     }
 }
 
-// How many pairs of columns are summed at once, and for how many slots separately: enough sums to hide
-// the latency of the multiply-add, and few enough to fit the registers.
+// How many pairs of columns are summed at once, and for how many slots separately: enough sums to
+// hide the latency of the multiply-add, and few enough to fit the registers.
 constexpr int pairs_at_once(int queries) {
     return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2 : 1;
 }

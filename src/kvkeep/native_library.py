@@ -39,7 +39,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
         library = ctypes.CDLL(str(path))
         if library.kv_abi() != _ABI:
-            return None, f"{path} is of another version: install kvkeep again"
+            return None, f"{path} was built for another version of kvkeep: install kvkeep again"
         library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_lowest.argtypes = (c_char_p,)
@@ -50,7 +50,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         return None, f"cannot be loaded: {error}"
     except AttributeError:
-        return None, f"{path} is of another version: install kvkeep again"
+        return None, f"{path} was built for another version of kvkeep: install kvkeep again"
     return library, library.kv_instructions().decode()
 
 

@@ -1,25 +1,25 @@
-"""How a codec's codes lie in memory, for kernels that read and write them without decoding."""
+"""The memory layouts of encoded keys and values, which codecs declare and kernels read."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 CODES = {"plain": 0, "int8": 3, "int4": 4, "fp8": 5}
-"""Packing -> the number that kernels know it by. `plain` is floats of any type, `int8` signed codes
-of a byte, `int4` two codes in a byte with the first in the low bits, `fp8` the bits of E4M3.
+"""Packing -> its number in kernels. `plain` is floats of any type, `int8` signed codes of a byte,
+`int4` two codes in a byte with the first in the low bits, `fp8` the bits of E4M3.
 
 The Triton kernels take these numbers as constants (`kernels/codes.py`); the native library takes
 those of `int8` and `int4` as a KvType (`native/abi.h`)."""
 
 
 class KernelLayout(NamedTuple):
-    """What a kernel must know of an encoded tensor beside the planes themselves."""
+    """The layout of an encoded tensor: what a kernel needs in addition to the planes."""
 
     packing: str
-    """A name in `CODES`. A kernel that does not know it has the planes decoded first."""
+    """A name in `CODES`. Backends whose kernels do not read it decode the planes first."""
 
     group: int = 0
-    """How many neighbouring elements of a token share a scale; 0: there are no scales."""
+    """The number of consecutive elements of a token that share a scale; 0: there are no scales."""
 
     hadamard: bool = False
     """Whether tokens are rotated by the Hadamard matrix before they are encoded; queries on encoded

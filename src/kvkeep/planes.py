@@ -66,7 +66,7 @@ def limits(kept: Reach | None, window: int | None, n: int, length: int, fed: int
 
     Args:
         kept: the policy's reach. The policy keeps the newest tokens and the sinks, so a single
-            query sees all slots once their number has come down to the reach's.
+            query sees all slots once no more are held than the reach allows.
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
         length: slots in use.

@@ -207,7 +207,7 @@ def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
 
     Args:
         spec: the policy's part of a spec, with a budget of at most 16 tokens.
-        device: where the slots lie.
+        device: the device of the slots.
 
     Raises:
         SpecError: there is no such policy, or it cannot be combined with any codec and storage.

@@ -43,7 +43,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if q.dtype not in TYPES:
         return f"the native kernel computes in float32, which is too little for {q.dtype}"
     if torch.compiler.is_compiling():
-        return "the native kernel reads pointers, which tracing does not have"
+        return "the native kernel reads pointers, which do not exist while tracing"
     for segment in view.segments:
         planes = unsliced(segment.planes)
         k, v = planes["k"], planes["v"]

@@ -29,7 +29,7 @@ _MOST_WIDTH = 256
 _MOST_REACHES = 3
 _MOST_PAIRS = 65535
 _OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
-_SHARED_WEIGHTS = 64
+_STORED_WEIGHTS = 64
 """The most queries of a kv head (n * G) whose weights are written to memory for the mass, as in
 decode steps; with more queries they are computed again."""
 
@@ -90,8 +90,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     return None
 
 
-def known(codec: Decoder) -> KernelLayout | None:
-    """How a codec's planes lie, if the kernels know that layout; otherwise they are decoded."""
+def readable(codec: Decoder) -> KernelLayout | None:
+    """The layout of a codec's planes if the kernels can read it; None: they are decoded first."""
     layout = codec.layout
     return layout if layout is not None and layout.packing in CODES else None
 
@@ -204,7 +204,7 @@ class _Piece(NamedTuple):
     q: Tensor
     k: _Coded
     v: _Coded
-    place: Tensor
+    position: Tensor
     shared: bool
     slots: int
     before: int
@@ -227,8 +227,8 @@ class _Call:
         self.group = self.query_heads // self.heads
         used = any(segment.used is not None for segment in view.segments)
         self.dense = view.dense and not used
-        self.where = view.position.to(torch.int32).contiguous()
-        self.apart = options.need_mass and self.group * self.n > _SHARED_WEIGHTS
+        self.q_position = view.position.to(torch.int32).contiguous()
+        self.second_pass = options.need_mass and self.group * self.n > _STORED_WEIGHTS
         self.pieces: list[_Piece] = []
         first = first_tile = 0
         for index, segment in enumerate(view.segments):
@@ -236,24 +236,24 @@ class _Call:
             self.pieces.append(piece)
             first += piece.slots
             first_tile += -(-piece.slots // piece.block_n)
-        self.share = self.top = q
-        if options.need_mass and not self.apart:
+        self.weights = self.tops = q
+        if options.need_mass and not self.second_pass:
             lines = (self.rows, self.heads, self.n * self.group)
             # In half precision unless q is float32: the weights are written and read once.
             half = q.dtype != torch.float32
-            self.share = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
-            self.top = q.new_empty((*lines, first_tile), dtype=torch.float32)
+            self.weights = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
+            self.tops = q.new_empty((*lines, first_tile), dtype=torch.float32)
 
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = unsliced(segment.planes)
         q = self.q if segment.rotation is None else segment.queries(self.q)
-        layout = known(segment.key_codec)
+        layout = readable(segment.key_codec)
         if layout is not None:
             q = segment.key_codec.rotate(q)
             k = _Coded.of(planes, "k", layout, q.shape[3])
         else:
             k = _Coded.plain(segment.keys(q.dtype))
-        layout = known(segment.value_codec)
+        layout = readable(segment.value_codec)
         if layout is not None:
             v = _Coded.of(planes, "v", layout, segment.value_width)
         else:
@@ -261,7 +261,7 @@ class _Call:
         q = _along_width(q)
         slots = segment.slots
         shared = k.plane.shape[0] != self.rows
-        place = segment.position if segment.key_codec.block > 1 else planes[POSITION]
+        position = segment.position if segment.key_codec.block > 1 else planes[POSITION]
         plain = {x.plane.dtype for x in (k, v) if not x.code}
         kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
         lines = self.n * self.group * (self.rows if shared else 1)  # queries of a kv head
@@ -278,7 +278,7 @@ class _Call:
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
         at_once = programs * tiles.processors(self.q.device)
         return _Piece(
-            segment, q, k, v, place, shared, slots,
+            segment, q, k, v, position, shared, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
             tiles.splits(pairs, -(-slots // block_n), at_once),
             first, first_tile,
@@ -297,12 +297,12 @@ class _Call:
         reaches = [*self.view.reaches, _NO_REACH, _NO_REACH, _NO_REACH][:_MOST_REACHES]
         return tuple(min(x, 2**31 - 1) for reach in reaches for x in reach)
 
-    def _where_row(self) -> int:
-        return self.n if self.where.dim() == 2 and self.where.shape[0] > 1 else 0
+    def _q_position_row(self) -> int:
+        return self.n if self.q_position.dim() == 2 and self.q_position.shape[0] > 1 else 0
 
-    def _place_strides(self, piece: _Piece) -> tuple[int, int, int]:
-        row, head, slot = piece.place.stride()
-        return 0 if piece.shared else row, head if piece.place.shape[1] > 1 else 0, slot
+    def _position_strides(self, piece: _Piece) -> tuple[int, int, int]:
+        row, head, slot = piece.position.stride()
+        return 0 if piece.shared else row, head if piece.position.shape[1] > 1 else 0, slot
 
     def attend(self, piece: _Piece, out: Tensor, lse: Tensor, part: int, *, first: bool) -> None:
         """Launch the splits of one segment, which write their partial results."""
@@ -316,14 +316,16 @@ class _Call:
             self.heads * (1 if piece.shared else self.rows),
         )
         attend.attend[grid](
-            piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero, piece.place, self.where,
-            piece.segment.used, options.sinks if first else None, out, lse, self.share, self.top,
+            piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
+            piece.position, self.q_position, piece.segment.used,
+            options.sinks if first else None, out, lse, self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
-            *self._place_strides(piece), self._where_row(),
+            *self._position_strides(piece), self._q_position_row(),
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
-            self.share.shape[-1], piece.first, piece.first_tile, self.top.shape[-1],
+            self.weights.shape[-1], piece.first, piece.first_tile, self.tops.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
-            SHARED=piece.shared, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
+            SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
+            BLOCK_M=piece.block_m,
             num_warps=4 if piece.block_m * power_of_two(k.groups) <= 64 else 8,
             num_stages=tiles.stages(piece.block_n, k.plane, v.plane),
             **self._shape(piece), **v.shape("V"),
@@ -339,19 +341,20 @@ class _Call:
         seen_row = 0 if seen is None or seen.shape[0] == 1 else self.n
         pairs = self.rows * self.heads
         for piece in self.pieces:
-            if not self.apart:
+            if not self.second_pass:
                 merge.receive[(-(-piece.slots // 256), pairs)](
-                    self.share, self.top, lse, seen, piece.segment.used, mass, self.n,
-                    piece.slots, slots, piece.first, piece.first_tile, self.top.shape[-1],
+                    self.weights, self.tops, lse, seen, piece.segment.used, mass, self.n,
+                    piece.slots, slots, piece.first, piece.first_tile, self.tops.shape[-1],
                     seen_row, HEADS=self.heads, GROUP=self.group, TILE=piece.block_n, BLOCK=256,
                 )  # fmt: skip
                 continue
             groups = power_of_two(piece.k.groups)
             block_m = max(16 // groups, min(64, _MOST_ROWS // groups))
             weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
-                piece.q, piece.k.plane, piece.k.scale, piece.k.zero, piece.place, self.where,
-                piece.segment.used, lse, seen, mass, *piece.q.stride()[:3],
-                *piece.k.strides(piece.shared), *self._place_strides(piece), self._where_row(),
+                piece.q, piece.k.plane, piece.k.scale, piece.k.zero,
+                piece.position, self.q_position, piece.segment.used, lse, seen, mass,
+                *piece.q.stride()[:3], *piece.k.strides(piece.shared),
+                *self._position_strides(piece), self._q_position_row(),
                 0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,
                 seen_row, float(self.options.scale), float(self.options.softcap or 1.0),
                 *self._limits(), BLOCK_M=block_m, **self._shape(piece), num_warps=4, num_stages=2,

@@ -24,7 +24,9 @@ _MOST_HALF = 65504.0  # the largest float16
 def check_group(codec: str, group: int) -> None:
     """Raise SpecError unless a group is a positive multiple of 8 elements, as kernels need."""
     if group < 8 or group % 8:
-        raise SpecError(f"{codec} group of {group} elements: a multiple of 8, e.g. {codec}:64")
+        raise SpecError(
+            f"{codec} group of {group} elements: it must be a multiple of 8; use {codec}:64"
+        )
 
 
 def group_count(dim: int, group: int) -> int:

@@ -94,14 +94,16 @@ def _require_bounds(header: Header) -> None:
     """Raise ValueError if a number in a header is out of the bounds of any cache."""
     count = len(header.layers)
     if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
-        raise ValueError(f"{count} layers with {len(header.specs)} specs")
+        raise ValueError(f"it has {count} layers and {len(header.specs)} specs")
     if header.capacity is not None and not 1 <= header.capacity < MOST_TOKENS:
-        raise ValueError(f"a capacity of {header.capacity} slots")
+        raise ValueError(f"its capacity is {header.capacity} slots")
     for index, layer in enumerate(header.layers):
         for name, most in _MOST.items():
             if not 1 <= getattr(layer, name) <= most:
-                raise ValueError(f"layer {index} with {name} of {getattr(layer, name)}")
+                raise ValueError(
+                    f"{name} of layer {index} is {getattr(layer, name)}, not 1 to {most}"
+                )
         if not 0 <= layer.floor <= layer.columns or not 1 <= layer.columns < MOST_TOKENS:
             raise ValueError(
-                f"layer {index} of {layer.columns} columns, {layer.floor} at its last eviction"
+                f"layer {index} was fed {layer.columns} columns, {layer.floor} by its last eviction"
             )

@@ -236,7 +236,7 @@ class Saved:
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
                 if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
                     raise SavedCacheError(
-                        f"{self.path}, layer {index}: paddings of {x.tolist()[:8]} in "
+                        f"{self.path}, layer {index}: padding counts {x.tolist()[:8]} do not fit "
                         f"{header.columns} columns"
                     )
             elif part == "memory":
@@ -248,7 +248,7 @@ class Saved:
             raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
         if layer.policy.ragged and header.heads > len(tensors):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: {header.heads} heads of {len(tensors)} tensors"
+                f"{self.path}, layer {index}: {header.heads} heads, but only {len(tensors)} tensors"
             )
         known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
         if (
@@ -257,7 +257,7 @@ class Saved:
             or known - parts.keys() - {"slots"}
         ):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: parts {sorted(parts)}, but it has {sorted(known)}"
+                f"{self.path}, layer {index}: parts {sorted(parts)}, but specs have {sorted(known)}"
             )
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)

@@ -39,7 +39,7 @@ MOST_HEADER = 1 << 24
 _ALIGNED = 8
 _PART_BYTES = 16  # each list or object of a valid header takes more; this bounds the parsing time
 _MOST_AXES = 8
-_MOST_BYTES = 1 << 48  # of a file
+_MOST_BYTES = 1 << 48  # more than any file has
 
 
 class Entry(NamedTuple):
@@ -205,9 +205,11 @@ def _entry(name: str, field: Any) -> Entry:
     kind, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None or not _counts(shape, _MOST_AXES) or not _counts(offsets, 2):
-        raise ValueError(f"tensor {name[:50]!r} is of {str(field)[:80]}")
+        raise ValueError(f"tensor {name[:50]!r} has an invalid entry {str(field)[:80]}")
     if len(offsets) != 2 or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise ValueError(f"tensor {name[:50]!r} of {kind} {shape} cannot lie at {offsets}")
+        raise ValueError(
+            f"tensor {name[:50]!r} of {kind} {shape} does not have the bytes {offsets}"
+        )
     return Entry(dtype, tuple(shape), *offsets)
 
 

@@ -1,5 +1,5 @@
-"""Attention over the slots of one segment, a tile at a time, for all queries of a kv head. The slots
-are divided into splits, whose results `merge` combines.
+"""Attention over the slots of one segment, a tile at a time, for all queries of a kv head. The
+slots are divided into splits, whose results `merge` combines.
 
 Source: online softmax arXiv 1805.02867; tiles FlashAttention-2 (arXiv 2307.08691); splits over the
 keys Flash-Decoding (2023).
@@ -18,8 +18,8 @@ _CENTRE = tl.constexpr(24.0)  # the middle of 4-bit codes (8) plus the 16 that `
 
 
 @triton.jit
-def _places(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
-            BLOCK_M: tl.constexpr):  # fmt: skip
+def _query_indices(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr,
+                   SHARED: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """The row, token and query head of each query of a tile, and which of them exist. A tile
     enumerates (row,) token and query of the group, the latter fastest."""
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -38,8 +38,8 @@ def _places(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr, SHAR
 def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl.constexpr,
              SIZE: tl.constexpr, DK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
              FIRST: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Queries (GROUPS * BLOCK_M, WIDE): repeated for each group of elements with a scale, with zeros
-    in all other groups, so that one product gives the contribution of each group."""
+    """Queries (GROUPS * BLOCK_M, WIDE): repeated for each group of elements with a scale, with
+    zeros in all other groups, so that one product gives the contribution of each group."""
     d = FIRST + STEP * tl.arange(0, WIDE)
     at = row * q_row + query_head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
     q = tl.load(Q + at[:, None] + d[None, :], mask=real[:, None] & (d < DK)[None, :], other=0.0)
@@ -124,14 +124,14 @@ def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: 
 
 
 @triton.jit
-def _seen(slot, here, place, where, token, before, real, n,
+def _seen(slot, here, position, q_position, token, before, real, n,
           size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
           DENSE: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
     """Which slots each query sees: bool (queries, slots)."""
     seen = here[None, :] & real[:, None]
     if DENSE:
         return seen & (slot[None, :] <= before + token[:, None])
-    p, t = place[None, :], where[:, None]
+    p, t = position[None, :], q_position[:, None]
     seen = seen & (p >= 0) & (p <= t)
     if REACHES > 0:
         seen = seen & within(t, p, size0, first0, from0, to0)
@@ -162,9 +162,10 @@ def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def attend(
-    Q, K, KS, KZ, V, VS, VZ, PLACE, WHERE, USED, SINKS, OUT, LSE, SHARE, TOP,
+    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, USED, SINKS, OUT, LSE, SHARE, TOP,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
-    v_row, v_head, v_slot, vs_row, vs_head, vs_slot, place_row, place_head, place_slot, where_row,
+    v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
+    position_row, position_head, position_slot, q_position_row,
     rows, n, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
@@ -187,7 +188,9 @@ def attend(
     score so far, which goes to TOP (B, H, n * GROUP, tops).
     """
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, token, query_head, real = _places(block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M)
+    row, token, query_head, real = _query_indices(
+        block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M
+    )
     q0, q1, q2, q3, q_sum = _query_parts(
         Q, row, token, query_head, real, q_row, q_head, q_token, K_CODE, K_PARTS, K_GROUPS, K_SIZE,
         DK, WIDE_K, BLOCK_M, TYPE,
@@ -200,10 +203,10 @@ def attend(
     KZ += owner * ks_row + head * ks_head
     VS += owner * vs_row + head * vs_head
     VZ += owner * vs_row + head * vs_head
-    where = token
+    q_position = token
     if not DENSE:
-        PLACE += owner * place_row + head * place_head
-        where = tl.load(WHERE + row * where_row + token, mask=real, other=-1)
+        POSITION += owner * position_row + head * position_head
+        q_position = tl.load(Q_POSITION + row * q_position_row + token, mask=real, other=-1)
     if USED is not None:
         slots = tl.minimum(slots, tl.load(USED).to(tl.int32))
     each = tl.cdiv(tl.cdiv(slots, BLOCK_N), splits) * BLOCK_N
@@ -221,9 +224,8 @@ def attend(
         total = tl.where(split == 0, 1.0, total)
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    weight = tl.zeros(
-        (V_GROUPS * BLOCK_M,), tl.float32
-    )  # sum of weights, to correct the offset of 4-bit values
+    # Sums of the weights, to correct the offset of 4-bit values.
+    weight = tl.zeros((V_GROUPS * BLOCK_M,), tl.float32)
     middles = tl.zeros((V_GROUPS, BLOCK_M), tl.float32)
     at_mass = ((row * HEADS + head) * n + token) * GROUP + query_head % GROUP
 
@@ -233,12 +235,12 @@ def attend(
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
                     K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, DK // K_PARTS, WIDE_K, SOFTCAP,
                     BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
-        place = slot
+        position = slot
         if not DENSE:
-            place = tl.load(PLACE + slot.to(tl.int64) * place_slot, mask=here, other=-1)
-        seen = _seen(slot, here, place, where, token, before, real, n, size0, first0, from0, to0,
-                     size1, first1, from1, to1, size2, first2, from2, to2,
-                     DENSE, REACHES)  # fmt: skip
+            position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
+        seen = _seen(slot, here, position, q_position, token, before, real, n,
+                     size0, first0, from0, to0, size1, first1, from1, to1,
+                     size2, first2, from2, to2, DENSE, REACHES)  # fmt: skip
         s = tl.where(seen, s, -float("inf"))
         higher = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(higher == -float("inf"), 0.0, higher)

@@ -26,8 +26,8 @@ def product(a, b, TYPE: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-# PTX that converts one code of each of two 16-bit words to two numbers. A shift also moves bits from
-# one word into the other; the mask removes them.
+# PTX that converts one code of each of two 16-bit words to two numbers. A shift also moves bits
+# from one word into the other; the mask removes them.
 
 _INT8_BF16 = """{{ .reg .b32 x, a, b;
 xor.b32 x, $1, 0x80808080;

@@ -58,7 +58,7 @@ def write(
 def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether the Triton kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
-    known = triton.known(key_codec) is not None and triton.known(value_codec) is not None
+    known = None not in (triton.readable(key_codec), triton.readable(value_codec))
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
@@ -73,7 +73,7 @@ def append(
     key_codec: Codec,
     value_codec: Codec,
 ) -> None:
-    """Write n tokens and their positions by the Triton kernel, which must know the codecs.
+    """Write n tokens and their positions by the Triton kernel, which must know the codecs' layouts.
 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.

@@ -38,7 +38,9 @@ class AdaKV(Policy):
                 "compare; use adakv(h2o:1024)"
             )
         if not 0.0 <= self.floor <= 1.0:
-            raise SpecError(f"adakv floor {self.floor}: a share of the budget, 0 to 1; use 0.2")
+            raise SpecError(
+                f"adakv floor {self.floor}: it must be from 0 to 1; use adakv:0.2(h2o:1024)"
+            )
         # Policies declare these as class variables; a wrapper has those of the inner policy.
         object.__setattr__(self, "needs", self.inner.needs)
         object.__setattr__(self, "rollback", self.inner.rollback)

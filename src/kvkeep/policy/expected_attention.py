@@ -32,7 +32,9 @@ class ExpectedAttention(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.future < 1:
-            raise SpecError(f"expected_attention of {self.future} future positions; use future=512")
+            raise SpecError(
+                f"expected_attention with future={self.future}: it must be at least 1; use 512"
+            )
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:

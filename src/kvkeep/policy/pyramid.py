@@ -36,7 +36,9 @@ class Pyramid(Policy):
         object.__setattr__(self, "needs", self.inner.needs)
         object.__setattr__(self, "rollback", self.inner.rollback)
         if not self.beta >= 1.0:
-            raise SpecError(f"pyramid beta {self.beta}: at least 1 (equal budgets); use 20")
+            raise SpecError(
+                f"pyramid beta {self.beta}: it must be at least 1, for equal budgets; use 20"
+            )
 
     @property
     def budget(self) -> int | None:

@@ -29,7 +29,7 @@ class Random(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.seed < 2**31:
-            raise SpecError(f"random seed {self.seed}: 0 to 2**31 - 1; use seed=0")
+            raise SpecError(f"random seed {self.seed}: it must be from 0 to 2**31 - 1; use seed=0")
 
     def enter(self, tokens: Arrivals) -> Planes:
         rows, heads, n, _ = tokens.keys.shape

@@ -33,9 +33,9 @@ class Growth(NamedTuple):
 
         On the CPU spare slots cost address space only. On an accelerator they are memory, so
         capacity is at most 1.5 times the slots in use, unless `factor` is larger. There a quarter
-        is spare after growing: each slot is copied four times in all, which is little beside
-        reading it for each token. A sixth of the slots in use must be evicted before any are freed,
-        so that steps which add and evict do not reallocate.
+        is spare after growing: each slot is copied four times in all, which costs little compared
+        with reading it for each token. A sixth of the slots in use must be evicted before any are
+        freed, so that steps which add and evict do not reallocate.
         """
         factor = factor or (2.0 if device.type == "cpu" else _SMALL_GROWTH)
         if device.type == "cpu" or factor > _MOST_SPARE:

@@ -27,7 +27,7 @@ struct Work {
           tokens(run.query1 - run.query0),
           value_stride(padded(call.value_width)) {
         const int64_t key_stride = padded(call.key_width);
-        queries = scratch + kv_seam(call);
+        queries = scratch + kv_gathered(call);
         s = queries + records * key_stride;
         acc = s + records * BLOCK;
         columns = acc + records * value_stride;
@@ -81,13 +81,13 @@ void each_query(const Work& work, F f) {
 
 // How the keys of a run are scored, and how its values are summed. Both are chosen once per run and
 // called for each block, so that no code is compiled for each pair of types.
-struct KeyWay {
+struct KeyMethod {
     void (*load)(const Work&);
     void (*score)(const Work&);
 };
-struct ValueWay {
+struct ValueMethod {
     void (*add)(const Work&);
-    void (*give)(const Work&);  // writes the sums to the run's records, in order
+    void (*write_sums)(const Work&);  // writes the sums to the run's records, in order
 };
 
 template <class K>
@@ -119,7 +119,7 @@ Rows rows_of_floats(const float* floats, int64_t width) {
 
 // Writes the sums to the run's records; that of element i is at LANE(i).
 template <int64_t LANE(int64_t)>
-void give(const Work& work) {
+void write_sums(const Work& work) {
     const int64_t width = work.call.value_width;
     for (int64_t r = 0; r < work.records; ++r)
         for (int64_t i = 0; i < width; ++i)
@@ -168,7 +168,7 @@ void load_coded(const Work& work) {
     });
 }
 
-// Loads the block's scales, and behind them its zeros if there are any; returns the zeros or null.
+// Loads the block's scales, and after them its zeros if there are any; returns the zeros or null.
 const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     const KvRun& run = work.run;
     load_scales(x.scale, run.row0, run.head, work.at(), work.count, groups, scale);
@@ -197,45 +197,46 @@ void add_coded(const Work& work) {
 }
 
 template <int BITS>
-KeyWay coded_key_way(const KvEncoded& x, int64_t width, bool many) {
+KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
     if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
     if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
     return {load_queries<Widened<F32>>, decode_and_score<BITS, Widened<F32>>};
 }
 
-KeyWay key_way(const Work& work, bool many) {
+KeyMethod key_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().k;
-    if (x.plane.type == KV_I8) return coded_key_way<8>(x, work.call.key_width, many);
-    if (x.plane.type == KV_I4) return coded_key_way<4>(x, work.call.key_width, many);
+    if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
+    if (x.plane.type == KV_I4) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(__AVX512BF16__)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
         return {load_queries<Dotted>, score<Dotted>};
 #endif
-    KeyWay way{};
+    KeyMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        way = many ? KeyWay{load_queries<Columns<T>>, score<Columns<T>>}
-                   : KeyWay{load_queries<Widened<T>>, score<Widened<T>>};
+        method = many ? KeyMethod{load_queries<Columns<T>>, score<Columns<T>>}
+                      : KeyMethod{load_queries<Widened<T>>, score<Widened<T>>};
     });
-    return way;
+    return method;
 }
 
 template <int BITS>
-ValueWay coded_value_way(const KvEncoded& x, int64_t width, bool many) {
-    if (!many && fits(x, width)) return {add_coded<BITS>, give<coded_lane<BITS>>};
-    return {decode_and_add<BITS>, give<Widened<F32>::lane>};
+ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
+    if (!many && fits(x, width)) return {add_coded<BITS>, write_sums<coded_lane<BITS>>};
+    return {decode_and_add<BITS>, write_sums<Widened<F32>::lane>};
 }
 
-ValueWay value_way(const Work& work, bool many) {
+ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
-    if (x.plane.type == KV_I8) return coded_value_way<8>(x, work.call.value_width, many);
-    if (x.plane.type == KV_I4) return coded_value_way<4>(x, work.call.value_width, many);
-    ValueWay way{};
+    if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
+    if (x.plane.type == KV_I4) return coded_value_method<4>(x, work.call.value_width, many);
+    ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        way = many ? ValueWay{widen_and_add<T>, give<Widened<F32>::lane>} : ValueWay{add<T>, give<Widened<T>::lane>};
+        method = many ? ValueMethod{widen_and_add<T>, write_sums<Widened<F32>::lane>}
+                      : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
     });
-    return way;
+    return method;
 }
 
 }  // namespace
