@@ -16,7 +16,7 @@ SHORTAGE = (torch.OutOfMemoryError, MemoryError, OSError)
 """The errors of `reserve` without memory: on an accelerator, and on the CPU for small and for large
 buffers."""
 
-_PAGES_WORTH_MAPPING = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
+_LEAST_MAPPED = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
 
 REMEDY = (
     "use a policy with a budget, such as h2o:4096, or a codec (+int8 halves bfloat16, +int8/int4 "
@@ -36,7 +36,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     """
     nbytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):
-        if device.type != "cpu" or nbytes < _PAGES_WORTH_MAPPING:
+        if device.type != "cpu" or nbytes < _LEAST_MAPPED:
             return torch.empty(shape, dtype=dtype, device=device)
         if not hasattr(mmap, "MAP_PRIVATE"):
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)

@@ -17,18 +17,18 @@ from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.base import Storage
 
-_SLOTS_AHEAD = 8  # views made at once; each takes about a kilobyte
+_MOST_VIEWS = 8  # views made at once; each takes about a kilobyte
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h
 
 
-class _Ahead(NamedTuple):
+class _SlotViews(NamedTuple):
     """Views of the single slots from `first` on."""
 
     views: Sequence[Planes]
     first: int
 
 
-_NOTHING_AHEAD = _Ahead([], 0)
+_NO_VIEWS = _SlotViews([], 0)
 
 
 class Buffer(Storage):
@@ -40,7 +40,7 @@ class Buffer(Storage):
     def __init__(self) -> None:
         super().__init__()
         self._length = 0
-        self._ahead = _NOTHING_AHEAD
+        self._views = _NO_VIEWS
         self._addresses: bytes | None = None  # and strides of the planes, as KvSlots
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Buffer(Storage):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the slots in use, without the spare capacity."""
         live = {name: plane.clone() for name, plane in self.read().items()}
-        volatile = {"_planes": live, "_ahead": _NOTHING_AHEAD, "_addresses": None}
+        volatile = {"_planes": live, "_views": _NO_VIEWS, "_addresses": None}
         return self.__dict__ | volatile | {"capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,9 +166,9 @@ class Buffer(Storage):
     def _slot(self, slot: int) -> Planes:
         """Views (B, H|1, 1, ...) of one slot. Decoding asks for consecutive slots, so views of the
         next few are made at once, which costs little more than making one."""
-        ahead = self._ahead
-        if not ahead.first <= slot < ahead.first + len(ahead.views):
-            count = min(_SLOTS_AHEAD, self.capacity - slot)
+        made = self._views
+        if not made.first <= slot < made.first + len(made.views):
+            count = min(_MOST_VIEWS, self.capacity - slot)
             with torch.inference_mode(False), torch.no_grad():
                 split = [
                     torch.split(plane.narrow(2, slot, count), 1, dim=2)
@@ -177,8 +177,8 @@ class Buffer(Storage):
             views = [
                 dict(zip(self._planes, slots, strict=True)) for slots in zip(*split, strict=True)
             ]
-            ahead = self._ahead = _Ahead(views, slot)
-        return ahead.views[slot - ahead.first]
+            made = self._views = _SlotViews(views, slot)
+        return made.views[slot - made.first]
 
     def _drop_planes(self) -> None:
         self._planes = {}
@@ -186,7 +186,7 @@ class Buffer(Storage):
 
     def _moved(self) -> None:
         """Forget views and addresses of the planes, after the planes were replaced."""
-        self._ahead = _NOTHING_AHEAD
+        self._views = _NO_VIEWS
         self._addresses = None
 
     def _described(self) -> bytes:
