@@ -1,4 +1,4 @@
-// The scheduler: splits a call into runs, shares them out to threads, merges what they found.
+// The scheduler: divides a call into runs, distributes them to threads, and merges their results.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,19 +14,19 @@ namespace {
 
 // -- the plan --------------------------------------------------------------------------------
 
-constexpr int64_t FEWEST_SLOTS = 256;        // of a run, when a tile is split
-constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer to read, another thread costs more
-constexpr int64_t MOST_WEIGHTS = 1 << 24;      // kept at once for the mass, unless one query has more
+constexpr int64_t FEWEST_SLOTS = 256;        // in a run of a tile that is split
+constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread is slower
+constexpr int64_t MOST_WEIGHTS = 1 << 24;      // in memory for the mass, unless one query has more
 
-// Segments that follow each other, cut into runs as one.
+// How a chain is divided into runs.
 struct ChainPlan {
-    int64_t segment, segments, slots;       // the first, how many, and theirs together
-    int64_t rows, row_tiles, parts, first;  // rows of a tile; parts of a tile; index of its first run
+    int64_t segment, segments, slots;       // its first segment, how many it has, and their slots
+    int64_t rows, row_tiles, parts, first;  // rows per tile; tiles; parts per tile; its first run
 };
 
-constexpr int64_t MOST_HELD = 1 << 20;         // floats a thread keeps for its next call
+constexpr int64_t MOST_HELD = 1 << 20;         // floats of scratch memory kept between calls
 
-// Queries of the chunk that are attended to together, and whether their mass is wanted.
+// Queries of the chunk that are computed together, and whether their mass is needed.
 struct Range {
     int64_t first, end;
     bool mass;
@@ -42,13 +42,13 @@ struct Plan {
     std::vector<ChainPlan> chains;
     std::vector<KvRun> runs;
     int64_t records = 0;    // most of any run
-    bool alone = false;     // each tile is one run, which needs no merge
+    bool alone = false;     // each tile is one run, so nothing is merged
 
     Plan(const KvCall& call, Range range) : range(range) {
         const int64_t queries = range.end - range.first;
         tokens = std::min(tokens_of_tile(call), queries);
         token_tiles = (queries + tokens - 1) / tokens;
-        int64_t work = 0;  // slots to pass by, in all tiles
+        int64_t work = 0;  // slots to read, over all tiles
         for (int64_t i = 0; i < call.segment_count; ++i) {
             const KvSegment& segment = call.segments[i];
             if (!i || !segment.follows) {
@@ -90,20 +90,20 @@ struct Plan {
                         run.head = head;
                         run.row0 = row_tile * plan.rows;
                         run.row1 = std::min(run.row0 + plan.rows, call.rows);
-                        // The latest tokens see most, so they go first.
+                        // The newest tokens see most slots, so they are computed first.
                         run.query0 = range.first + (token_tiles - 1 - tile) * tokens;
                         run.query1 = std::min(run.query0 + tokens, range.end);
                         run.slot0 = blocks * part / plan.parts * KV_BLOCK;
                         run.slot1 = std::min(blocks * (part + 1) / plan.parts * KV_BLOCK, slots);
                         if (call.dense && plan.segment + plan.segments == call.segment_count)
                             run.slot1 = std::min(run.slot1, slots - call.queries + run.query1);
-                        run.slot1 = std::max(run.slot0, run.slot1);  // a part that nobody sees
+                        run.slot1 = std::max(run.slot0, run.slot1);  // a part that no query sees
                         records = std::max(records, kv_records(call, run));
                         runs.push_back(run);
                     }
     }
 
-    // The run of a part, and the record in it, for one row, head, query head of the group and token.
+    // The run that computes a part for one row, head and token.
     const KvRun& run_of(const KvCall& call, const ChainPlan& plan, int64_t part, int64_t row,
                         int64_t head, int64_t token) const {
         const int64_t tile = token_tiles - 1 - (token - range.first) / tokens;
@@ -119,7 +119,7 @@ int64_t record_of(const KvCall& call, const KvRun& run, int64_t row, int64_t g, 
 
 // -- merging ---------------------------------------------------------------------------------
 
-// One element of the output, in its type.
+// Writes one element of the output in its type.
 void put(const KvCall& call, int64_t index, float x) {
     switch (call.out_type) {
         case KV_F32: ((float*)call.out)[index] = x; break;
@@ -133,7 +133,7 @@ struct Softmax {
     float base, inverse;
 };
 
-// Merge `count` partial results of one query into the output.
+// Merges `count` partial results of one query into the output.
 Softmax merge(const KvCall& call, const float* const* partial, int64_t count, int64_t row,
             int64_t head, int64_t token) {
     const int64_t width = call.value_width;
@@ -168,8 +168,8 @@ struct Job {
     Plan plan;
     KvKernel* kernel = instructions().run;
     int64_t record_floats = call.value_width + 2;
-    std::unique_ptr<float[]> large;  // what is too much to keep for the next call
-    std::vector<Softmax> softmax;  // of (row, query head, token of the range), for the mass
+    std::unique_ptr<float[]> large;  // scratch memory that is too large to keep between calls
+    std::vector<Softmax> softmax;  // (row, query head, token of the range), for the mass
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
 
@@ -207,7 +207,7 @@ struct Job {
 
     static int64_t slots(const KvRun& run) { return run.slot1 - run.slot0; }
 
-    // Every thread: take runs until none is left.
+    // Each thread computes runs until none is left.
     void work() {
         for (int64_t i; (i = next++) < (int64_t)plan.runs.size();) {
             KvRun run = plan.runs[i];
@@ -231,7 +231,7 @@ struct Job {
         }
     }
 
-    // Merge all partial results of one row and query head.
+    // Merges all partial results of one row and query head.
     void finish(int64_t row, int64_t query_head) {
         const int64_t head = query_head / call.group, g = query_head % call.group;
         int64_t most = 0;
@@ -260,7 +260,7 @@ struct Job {
                        token - plan.range.first];
     }
 
-    // Add up what each slot received from the queries of one row and kv head.
+    // Adds up the mass of each slot over the queries of one row and kv head.
     void add_mass(int64_t row, int64_t head) {
         int64_t all_slots = 0;
         for (int64_t i = 0; i < call.segment_count; ++i) all_slots += call.segments[i].slots;
@@ -273,13 +273,13 @@ struct Job {
                 for (int64_t token = run.query0; token < run.query1; ++token) {
                     if (call.observed && !call.observed[row * call.observed_row + token]) continue;
                     const Softmax found = softmax_of(row, head * call.group + g, token);
-                    if (found.inverse == 0) continue;  // sees nothing
+                    if (found.inverse == 0) continue;  // the query sees nothing
                     add_weights(run, record_of(call, run, row, g, token), found, mass + before);
                 }
         }
     }
 
-    // Weights of a block are shares of its top score's.
+    // The weights of a block are relative to its largest score so far.
     void add_weights(const KvRun& run, int64_t record, Softmax found, float* mass) {
         const float* weight = run.weights + record * slots(run);
         const float* top = run.tops + record * kv_blocks(run);
@@ -295,7 +295,7 @@ struct Job {
     }
 };
 
-// Call f(0), ..., f(count - 1), shared out to the job's threads.
+// Calls f(0), ..., f(count - 1), distributed over threads.
 template <class F>
 void share(int64_t threads, int64_t count, F f) {
 #if defined(_OPENMP)
@@ -313,7 +313,7 @@ bool attend(const KvCall& call, Range range) {
     const int64_t threads = job.plan.threads, heads = call.heads * call.group;
     const int64_t records = call.rows * heads * (range.end - range.first);
     share(threads, threads, [&](int64_t) { job.work(); });
-    // Few numbers are not worth another round of all threads.
+    // For few numbers a parallel loop costs more than it saves.
     if (!job.plan.alone && !job.failed)
         share(records * call.value_width < (1 << 15) ? 1 : threads, call.rows * heads,
               [&](int64_t i) { job.finish(i / heads, i % heads); });
@@ -326,7 +326,8 @@ bool attend(const KvCall& call, Range range) {
     return !job.failed;
 }
 
-// For the mass all weights of a query are kept until its softmax is known, so queries go in ranges.
+// For the mass all weights of a query are kept until its softmax is known, so the queries are
+// computed in ranges, to limit memory.
 bool attend(const KvCall& call) {
     if (!call.mass) return attend(call, {0, call.queries, false});
     int64_t of_query = call.rows * call.heads * call.group, slots = 0;

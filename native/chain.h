@@ -1,5 +1,5 @@
-// Chains: segments that go on where the one before them ends, as if they were one. Runs and blocks
-// count a chain's slots, so that a result does not depend, to the last bit, on where slots lie.
+// Chains: consecutive segments that are read as one. Runs and blocks count the slots of a chain, so
+// results are bitwise independent of how slots are divided into segments.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -12,24 +12,24 @@ int64_t element_bytes(const KvPlane& plane) {
     return plane.type == KV_F32 ? 4 : plane.type >= KV_I8 ? 1 : 2;
 }
 
-// A block's slots where they lie, or, where the block crosses from one segment into the next, side
-// by side in scratch memory.
+// The slots of the current block: in place, or, if the block spans several segments, gathered in
+// scratch memory.
 class Chain {
     const KvCall& call;
     const KvRun& run;
-    int64_t index, first = 0;  // a segment of the chain, and the chain's slot it begins with
-    KvSegment seam;
+    int64_t index, first = 0;  // the current segment, and its first slot, counted in the chain
+    KvSegment gathered;
     char* memory;
 
   public:
     const KvSegment* segment;
-    int64_t at;  // the block's first slot in it
+    int64_t at;  // the block's first slot in that segment
 
     Chain(const KvCall& call, const KvRun& run, float* scratch)
         : call(call), run(run), index(run.segment), memory((char*)scratch),
           segment(call.segments + run.segment), at(0) {}
 
-    // Slots `slot` to `slot + count` of the chain; blocks are asked for in order.
+    // Move to slots `slot` to `slot + count` of the chain; blocks must be requested in order.
     void go(int64_t slot, int64_t count) {
         while (slot - first >= call.segments[index].slots) first += call.segments[index++].slots;
         segment = call.segments + index;
@@ -40,15 +40,15 @@ class Chain {
   private:
     void gather(int64_t count) {
         char* to = memory;
-        seam = *segment;
-        collect(&seam.k.plane, call.key_width, count, to);
-        collect(&seam.v.plane, call.value_width, count, to);
-        collect(&seam.k.scale, groups(seam.k, call.key_width), count, to);
-        collect(&seam.k.zero, groups(seam.k, call.key_width), count, to);
-        collect(&seam.v.scale, groups(seam.v, call.value_width), count, to);
-        collect(&seam.v.zero, groups(seam.v, call.value_width), count, to);
-        if (!call.dense) collect(&seam.position, 1, count, to);
-        segment = &seam;
+        gathered = *segment;
+        collect(&gathered.k.plane, call.key_width, count, to);
+        collect(&gathered.v.plane, call.value_width, count, to);
+        collect(&gathered.k.scale, groups(gathered.k, call.key_width), count, to);
+        collect(&gathered.k.zero, groups(gathered.k, call.key_width), count, to);
+        collect(&gathered.v.scale, groups(gathered.v, call.value_width), count, to);
+        collect(&gathered.v.zero, groups(gathered.v, call.value_width), count, to);
+        if (!call.dense) collect(&gathered.position, 1, count, to);
+        segment = &gathered;
         at = 0;
     }
 
@@ -56,11 +56,12 @@ class Chain {
         return x.group ? (width + x.group - 1) / x.group : 0;
     }
 
-    // `plane` is a plane of `seam`, and becomes one in scratch memory.
+    // Copies the block's slots of `plane`, a plane of `gathered`, to scratch memory and points it
+    // there.
     void collect(KvPlane* plane, int64_t width, int64_t count, char*& to) {
         if (!plane->data || !width) return;
         if (plane->type == KV_I4) width /= 2;
-        const int64_t bytes = element_bytes(*plane), offset = (char*)plane - (char*)&seam;
+        const int64_t bytes = element_bytes(*plane), offset = (char*)plane - (char*)&gathered;
         to += -(intptr_t)to & (element_bytes(*plane) - 1);
         char* const start = to;
         int64_t from = at, left = count;
@@ -73,7 +74,7 @@ class Chain {
                 memcpy(to, data + (from + j) * source.slot * bytes, width * bytes);
             left -= some;
         }
-        *plane = {start, 0, 0, width, plane->type};  // of this run's rows and head alone
+        *plane = {start, 0, 0, width, plane->type};  // holds only this run's rows and head
     }
 };
 

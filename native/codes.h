@@ -1,19 +1,19 @@
-// Codes of 8 and 4 bits: how they lie in vectors, their scales, and turning them into floats.
+// Codes of 8 and 4 bits: their layout in vectors, their scales, and conversion to floats.
 #pragma once
 #include "rows.h"
 
 namespace {
 
-// 32 bytes whatever the instruction set, so that there is one layout to lay queries out for.
+// 32 bytes for every instruction set, so that queries have one layout.
 typedef int16_t s16 __attribute__((vector_size(32)));
 typedef uint16_t u16 __attribute__((vector_size(32)));
 typedef int32_t s32 __attribute__((vector_size(32)));
 
-constexpr int64_t MOST_WIDTH = 512;  // up to which sums of 16-bit queries times codes fit 32 bits
-constexpr float MOST_CODE = 32767;   // of queries and weights
+constexpr int64_t MOST_WIDTH = 512;  // so that sums of 16-bit queries times codes fit 32 bits
+constexpr float MOST_CODE = 32767;   // the largest 16-bit code of queries and weights
 
-// Sums of the products of neighbours. 16-bit products: twice as many lanes as floats, and additions
-// that do not compete with multiplications for a port.
+// Products of 16-bit lanes, with neighbours added. This has twice as many lanes as floats, and its
+// additions do not compete with multiplications for an execution port.
 KV_INLINE s32 dot_pairs(s16 a, s16 b) {
 #if defined(__AVX2__)
     return (s32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -23,12 +23,12 @@ KV_INLINE s32 dot_pairs(s16 a, s16 b) {
 #endif
 }
 
-// Where the codes of a 32-byte load are: lane i of part k is element i * PARTS + k, so parts come
-// apart by shifts and masks alone.
+// The layout of the codes in a 32-byte load: lane i of part k is element i * PARTS + k, so parts
+// are extracted by shifts and masks alone.
 template <int BITS>
 struct Codes {
     static constexpr int64_t PARTS = 16 / BITS, PIECE = 256 / BITS;
-    static constexpr int MIDDLE = BITS == 4 ? 8 : 0;  // the code of 0, where there is no zero
+    static constexpr int MIDDLE = BITS == 4 ? 8 : 0;  // the code of 0, if there is no zero plane
 
     template <int K>
     KV_INLINE s16 part(s16 x) {
@@ -55,10 +55,10 @@ KV_INLINE v8 by_halves(float low, float high) {
 
 int64_t group_count(int64_t width, int64_t group) { return (width + group - 1) / group; }
 
-// A unit is the loads of a slot whose sums are scaled together: those of one group, or of 4-bit
-// codes one load whose halves are a group each.
+// A unit is the loads of a slot whose sums are scaled together: those of one group, or, for 4-bit
+// codes, one load whose halves are a group each.
 struct Units {
-    int64_t pieces, each, group, count;  // loads of a slot, and of a unit; units
+    int64_t pieces, each, group, count;  // loads of a slot; loads and elements of a unit; units
 
     template <int BITS>
     static Units of(int64_t width, int64_t group) {
@@ -76,7 +76,8 @@ struct Units {
     }
 };
 
-// Whether codes are multiplied as they are: units cover the slot. The others become floats first.
+// Whether codes can be multiplied without decoding them to floats: units must cover the slot
+// exactly.
 bool fits(const KvEncoded& x, int64_t width) {
     if (x.plane.type != KV_I8 && x.plane.type != KV_I4) return false;
     const int64_t piece = x.plane.type == KV_I8 ? Codes<8>::PIECE : Codes<4>::PIECE;
@@ -85,7 +86,7 @@ bool fits(const KvEncoded& x, int64_t width) {
     return width % piece == 0 && width <= MOST_WIDTH && whole;
 }
 
-// Floats (2 n) -> those at even and at odd places (n each).
+// Divides floats (2 n) into those at even and at odd indices (n each).
 inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     for (int64_t i = 0; i < n; i += 8) {
         const v8 a = load<v8>(from + 2 * i), b = load<v8>(from + 2 * i + 8);
@@ -94,7 +95,8 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
-// Scales or zeros of a block, (BLOCK, groups) -> floats (groups, BLOCK), 0 from `count` on.
+// Loads the scales or zeros of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from `count`
+// on.
 void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot, int64_t count,
                  int64_t groups, float* table) {
     uint16_t halves[BLOCK * MOST_WIDTH / 16];
@@ -125,22 +127,23 @@ void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot, 
 // -- 16-bit numbers --------------------------------------------------------------------------
 
 struct Rounded {
-    float step;   // what 1 stands for; NaN when a number is not finite
+    float step;   // the value of 1; NaN if a number is not finite
     int32_t sum;  // of the 16-bit numbers
 };
 
-// Numbers x (count, a multiple of 16) as multiples, -32767..32767, of a step.
+// Rounds numbers x (count, a multiple of 16) to multiples, -32767..32767, of a step.
 KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to) {
     vi most{}, added{};
     for (int64_t i = 0; i < count; i += W) {
-        const vi size = load<vi>(x + i) & 0x7fffffff;  // floats and their bits have one order
+        // Non-negative floats are ordered like their bits.
+        const vi size = load<vi>(x + i) & 0x7fffffff;
         most = size > most ? size : most;
     }
     const int32_t bits = largest(most);
     float high;
     memcpy(&high, &bits, 4);
     const bool finite = bits < 0x7f800000;
-    if (!finite || high < 1e-30f) {  // the inverse of less would overflow
+    if (!finite || high < 1e-30f) {  // the inverse of a smaller number would overflow
         memset(to, 0, count * sizeof *to);
         return {finite ? 0.0f : high - high, 0};
     }
@@ -162,7 +165,7 @@ KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to) {
 // -- to floats -------------------------------------------------------------------------------
 
 template <int BITS>
-KV_INLINE v8 code8(const uint8_t* x) {  // 8 neighbours
+KV_INLINE v8 code8(const uint8_t* x) {  // 8 consecutive codes as floats
     typedef int8_t b8 __attribute__((vector_size(8)));
     typedef int32_t i8 __attribute__((vector_size(32)));
     if constexpr (BITS == 8) {
@@ -178,7 +181,7 @@ float code1(const uint8_t* x, int64_t i) {
     return BITS == 8 ? (float)(int8_t)x[i] : (float)(x[i / 2] >> i % 2 * 4 & 15);
 }
 
-// A block's codes as floats, (count, padded(width)); `next` is prefetched.
+// Decodes a block to floats, (count, padded(width)), and prefetches `next`.
 template <int BITS>
 void decode(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows codes, Rows next,
             int64_t count, int64_t width, float* wide) {

@@ -1,5 +1,5 @@
-// New keys and values in few bits: in a decode step a chain of tensor operations would cost more than
-// what fewer bits save.
+// Encodes new keys and values in 8 or 4 bits. In a decode step a chain of tensor operations would
+// cost more time than the smaller cache saves.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -27,7 +27,7 @@ void load(const KvPlane& x, int64_t offset, int64_t width, float* to) {
     }
 }
 
-// To float16 and back; what is not finite becomes no number, so that it is not hidden.
+// Rounds to float16 and back; a non-finite number becomes NaN, so that it stays visible.
 float rounded_half(float x, uint16_t* out) {
     if (!std::isfinite(x)) x = std::numeric_limits<float>::quiet_NaN();
     x = x > MOST_HALF ? MOST_HALF : x < -MOST_HALF ? -MOST_HALF : x;
@@ -35,7 +35,8 @@ float rounded_half(float x, uint16_t* out) {
     return F16::widen1(*out);
 }
 
-// The nearest code to x / scale + shift, ties to even, within bounds; `shift` where there is none.
+// The nearest code to x / scale + shift, ties to even, within bounds. If x / scale is not finite,
+// it counts as 0.
 int code(float x, float scale, float shift, float low, float high) {
     float y = x / scale;
     y = (std::isfinite(y) ? y : 0.0f) + shift;

@@ -1,22 +1,23 @@
-// One run: scores, online softmax and the sum of values, straight over the slots where they lie.
+// Computes one run: scores, online softmax and the sum of values, without copying the slots.
 //
-// The slots pass by once, in blocks: the scores of a block, its softmax, its values. A key or value
-// that was loaded serves all queries of a tile before the next is loaded. Sources: online softmax
-// (arXiv 1805.02867), FlashAttention (arXiv 2205.14135), Flash-Decoding for the split over slots.
+// The slots are read once, in blocks: the scores of a block, its softmax, its values. Each key or
+// value that was loaded is used for all queries of a tile before the next is loaded. Sources:
+// online softmax (arXiv 1805.02867), FlashAttention (arXiv 2205.14135), Flash-Decoding for the
+// split over slots.
 //
 // Compiled once per instruction set, which KV_RUN names.
 #include "kernel.h"
 
 #include <cmath>
 
-#include "ways.h"
+#include "methods.h"
 
 namespace {
 
 // -- one block -------------------------------------------------------------------------------
 
-// Scale a record's scores s (BLOCK), cap them, hide those `mask` (BLOCK) hides (-1 where a slot is
-// seen; null where all are), and give the largest.
+// Scales and caps a record's scores s (BLOCK), masks them by `mask` (BLOCK; -1 where a slot is
+// seen; null: all are), and returns the largest.
 KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
     vf high = lowest;
@@ -37,7 +38,7 @@ KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const
     return largest(high);
 }
 
-// Turn a record's scores s (BLOCK) into weights; returns their sum.
+// Replaces a record's scores s (BLOCK) by weights and returns their sum.
 KV_INLINE float weigh(float* s, float base) {
     vf added{};
 #pragma GCC unroll 2
@@ -49,9 +50,9 @@ KV_INLINE float weigh(float* s, float base) {
     return sum(added);
 }
 
-// Turn the scores of a block into weights (records, BLOCK), and say by what earlier sums shrink
-// (alpha). In two rounds, so that no record waits for another's reductions. `mask_of(r)` is null
-// where the record sees all.
+// Replaces the scores of a block by weights (records, BLOCK), and computes the factors `alpha` for
+// earlier sums. In several passes, so that no record waits for another's reductions. `mask_of(r)`
+// is null if the record sees all slots.
 template <class Mask>
 void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask mask_of,
              float* alpha, float* top, float* total) {
@@ -74,10 +75,10 @@ void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask 
     }
 }
 
-enum Sight { NONE, SOME, ALL };
+enum Visibility { NONE, SOME, ALL };
 
-// Which slots of a block the tokens of a run see: a mask (tokens, BLOCK) for one row when only some.
-Sight sight(const Work& work, int64_t row, int32_t* mask) {
+// Which slots of a block the tokens of a run see in one row; fills `mask` (tokens, BLOCK) for SOME.
+Visibility visibility(const Work& work, int64_t row, int32_t* mask) {
     const KvCall& call = work.call;
     const KvRun& run = work.run;
     const int64_t tokens = run.query1 - run.query0, count = work.count;
@@ -122,14 +123,14 @@ Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
             plane.slot * size, plane.type == KV_I4 ? width / 2 : width * size};
 }
 
-// Whether anybody sees a slot of the block, and whether all see all; fills the mask.
-Sight sight_of_rows(Work& work) {
+// Which slots of a block all rows of a run see; fills the mask.
+Visibility visibility_of_rows(Work& work) {
     const KvRun& run = work.run;
     const int64_t row_size = work.tokens * BLOCK;
     bool any = false, every = true;
     for (int64_t row = run.row0; row < run.row1; ++row) {
         int32_t* own = work.mask + (row - run.row0) * row_size;
-        const Sight seen = sight(work, row, own);
+        const Visibility seen = visibility(work, row, own);
         any |= seen != NONE;
         every &= seen == ALL;
         if (work.call.dense) {  // the rows are alike
@@ -141,7 +142,7 @@ Sight sight_of_rows(Work& work) {
     return every ? ALL : any ? SOME : NONE;
 }
 
-// Keep the block's weights for the mass; none when nobody sees it.
+// Stores the block's weights for the mass; zeros if no query sees the block.
 void keep_weights(const Work& work, bool seen) {
     const KvRun& run = work.run;
     const int64_t from = work.slot - run.slot0, slots = run.slot1 - run.slot0;
@@ -159,8 +160,8 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     Work work(call, run, scratch);
     const int64_t records = work.records, per_row = call.group * work.tokens;
     const bool many = records >= MANY;
-    const KeyWay keys = key_way(work, many);
-    const ValueWay values = value_way(work, many);
+    const KeyMethod keys = key_method(work, many);
+    const ValueMethod values = value_method(work, many);
     keys.load(work);
     memset(work.acc, 0, records * work.value_stride * sizeof *work.acc);
     for (int64_t r = 0; r < records; ++r) work.top[r] = -INFINITY, work.total[r] = 0;
@@ -169,7 +170,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
         work.slot = slot;
         work.count = run.slot1 - slot < BLOCK ? run.slot1 - slot : BLOCK;
         work.chain.go(slot, work.count);
-        const Sight seen = sight_of_rows(work);
+        const Visibility seen = visibility_of_rows(work);
         if (seen != NONE) {
             const Rows key = rows_of(work.segment().k.plane, run.row0, run.head, call.key_width);
             const Rows value = rows_of(work.segment().v.plane, run.row0, run.head, call.value_width);
@@ -186,7 +187,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
         }
         if (run.weights) keep_weights(work, seen != NONE);
     }
-    values.give(work);
+    values.write_sums(work);
     float* out = run.partial;
     for (int64_t r = 0; r < records; ++r) {
         out[call.value_width] = work.top[r];

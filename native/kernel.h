@@ -1,20 +1,20 @@
-// What the scheduler (attend.cpp) and the kernels (kernel.cpp, one copy per instruction set) share.
+// Shared by the scheduler (attend.cpp) and the kernels (kernel.cpp, one copy per instruction set).
 #pragma once
 #include "abi.h"
 
-// Queries of one head and some rows against a range of slots of one chain: a segment, and those that
-// follow it.
+// Queries of one head and some rows against a range of slots of one chain, which is a segment and
+// those that follow it.
 struct KvRun {
-    int64_t segment, head;   // the chain's first segment
-    int64_t segments, past;  // how many it has; slots of the chain before the chunk's own, if dense
-    int64_t row0, row1;      // rows, several only where they share the slots
+    int64_t segment, head;   // the chain's first segment; the kv head
+    int64_t segments, past;  // segments of the chain; its slots before the chunk's own, if dense
+    int64_t row0, row1;      // rows; several only if they share the slots
     int64_t query0, query1;  // tokens of the chunk
     int64_t slot0, slot1;
     // One record for each row, query head of the group and token, in that order: value_width sums
-    // of p v, then the largest score, then the sum of p.
+    // of p v, then the largest score, then the sum of p, where p = exp(score - largest score).
     float* partial;
-    // For the mass, or null: the weights (record, slot1 - slot0), and the score that has weight 1
-    // in each block (record, blocks).
+    // For the mass, or null: the weights (record, slot1 - slot0), and for each block the score that
+    // has weight 1 (record, blocks).
     float *weights, *tops;
 };
 
@@ -23,28 +23,29 @@ static inline int64_t kv_records(const KvCall& call, const KvRun& run) {
     return (run.row1 - run.row0) * call.group * (run.query1 - run.query0);
 }
 
-constexpr int64_t KV_BLOCK = 64;     // slots whose scores are held at once
+constexpr int64_t KV_BLOCK = 64;     // slots whose scores are computed at a time
 static inline int64_t kv_blocks(const KvRun& run) {
     return (run.slot1 - run.slot0 + KV_BLOCK - 1) / KV_BLOCK;
 }
 
-constexpr int64_t KV_RECORDS = 128;  // most records of a run, unless one token's group has more
+constexpr int64_t KV_RECORDS = 128;  // the most records of a run, unless one token's group has more
 constexpr int64_t KV_WIDTH_STEP = 32;  // widths are padded to a multiple of this in scratch memory
 
 static inline int64_t kv_padded(int64_t width) {
     return (width + KV_WIDTH_STEP - 1) / KV_WIDTH_STEP * KV_WIDTH_STEP;
 }
 
-// Floats of a block that is gathered from several segments: elements, scales, zeros, positions.
-static inline int64_t kv_seam(const KvCall& call) {
+// Floats of scratch memory for a block gathered from several segments: elements, scales, zeros and
+// positions.
+static inline int64_t kv_gathered(const KvCall& call) {
     return KV_BLOCK * ((call.key_width + call.value_width) * 5 / 4 + 4);
 }
 
-// Floats of scratch memory a run needs.
+// Floats of scratch memory that a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
     return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64 +
-           kv_seam(call);
+           kv_gathered(call);
 }
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

@@ -1,4 +1,4 @@
-// What the scheduler takes from the machine: an instruction set, and each thread's scratch memory.
+// Machine resources of the scheduler: the instruction set, and each thread's scratch memory.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -33,7 +33,7 @@ const Instructions TABLE[] = {
          return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
-    // The processors with AVX2 and FMA have F16C.
+    // Every processor with AVX2 and FMA has F16C.
     {"avx2", kv_run_avx2,
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
@@ -43,7 +43,7 @@ const Instructions TABLE[] = {
 const Instructions* best() {
     for (const Instructions& one : TABLE)
         if (one.here()) return &one;
-    return nullptr;  // not reached: portable is always here
+    return nullptr;  // not reached: portable is always available
 }
 
 std::atomic<const Instructions*> in_use{nullptr};
@@ -56,7 +56,7 @@ const Instructions& instructions() {
 
 // -- threads ---------------------------------------------------------------------------------
 
-// A forked child has none of its parent's worker threads, and asking for them would wait for ever.
+// A forked child does not have its parent's worker threads, and using them would block forever.
 std::atomic<bool> forked{false};
 
 [[maybe_unused]] const bool watching = [] {
@@ -66,7 +66,7 @@ std::atomic<bool> forked{false};
     return true;
 }();
 
-// A thread's scratch memory, in three pieces, kept for its next call.
+// A thread's scratch memory, in three pieces, which are kept for its next call.
 float* scratch(int piece, int64_t floats) {
     static thread_local std::unique_ptr<float[]> memory[3];
     static thread_local int64_t held[3] = {0, 0, 0};

@@ -1,4 +1,4 @@
-// Slots where they lie: addressing, prefetching and reading them; and tiles of queries.
+// Addressing, prefetching and reading slots; and tiles of queries.
 #pragma once
 #include "kernel.h"
 #include "simd.h"
@@ -10,7 +10,7 @@ constexpr int64_t STEP = 2 * W;  // elements of a Pair
 
 int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
 
-// Read 2 W elements of which only the first `valid` may be touched.
+// Reads 2 W elements, of which only the first `valid` may be accessed.
 template <class K>
 KV_INLINE typename K::Key read_end(const typename K::Type::Element* x, int64_t valid) {
     typename K::Type::Element copy[STEP] = {};
@@ -18,24 +18,25 @@ KV_INLINE typename K::Key read_end(const typename K::Type::Element* x, int64_t v
     return K::read(copy);
 }
 
-// Into the second level: the first is full of the block at hand.
+// Prefetches into the second-level cache: the first holds the current block.
 KV_INLINE void prefetch(const char* row, int64_t bytes) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-// A plane's slots of one row and head, as bytes, so that code that only prefetches needs no type.
+// A plane's slots of one row and head, as bytes, so that prefetching needs no element type.
 struct Rows {
     const char* first;
     int64_t stride, bytes;
     const char* at(int64_t slot) const { return first + slot * stride; }
 };
 
-// What to prefetch while a block is passed over in `rounds` rounds, the `round`-th now: each has its
-// share, in the order of memory where the rows lie side by side, for the processor's own prefetching.
+// What to prefetch while a block is processed in `rounds` rounds, of which this is the `round`-th.
+// Each round prefetches a share; if the rows are contiguous, in memory order, which the hardware
+// prefetcher recognises.
 struct Ahead {
     const char* at;
-    int64_t step, bytes;  // for each slot that is passed
+    int64_t step, bytes;  // per slot that is processed
 
     Ahead(Rows rows, int64_t count, int64_t round, int64_t rounds) {
         const bool compact = rows.stride == rows.bytes;
@@ -54,14 +55,14 @@ struct Ahead {
 
 // -- tiles -----------------------------------------------------------------------------------
 
-constexpr int MOST_SUMS = W == 16 ? 8 : 6;  // queries whose sums, two vectors each, stay in registers
+constexpr int MOST_SUMS = W == 16 ? 8 : 6;  // queries whose sums (two vectors each) fit registers
 
 template <int N>
 struct Tile {
     static constexpr int size = N;
 };
 
-// Split the records into tiles of at most MOST (8 or fewer), as even as can be, and call
+// Divides the records into tiles of at most MOST (8 or fewer), as equal as possible, and calls
 // f(first record, Tile<size>) for each.
 template <int MOST, class F>
 void for_tiles(int64_t records, F f) {

@@ -1,10 +1,10 @@
-// Scores of a block: queries on keys.
+// The scores of a block: products of queries and keys.
 #pragma once
 #include "rows.h"
 
 namespace {
 
-// Keys widened to float, and queries in the order of their lanes.
+// Keys widened to float, with queries in the order of their lanes.
 template <class T>
 struct Widened {
     typedef T Type;
@@ -19,7 +19,7 @@ struct Widened {
 };
 
 #if defined(__AVX512BF16__)
-// Keys as they are: the processor multiplies pairs of bfloat16 exactly, for bfloat16 queries.
+// bfloat16 keys and queries without widening: the processor multiplies pairs of bfloat16 exactly.
 struct Dotted {
     typedef BF16 Type;
     typedef vi Key;
@@ -40,7 +40,7 @@ constexpr int keys_at_once(int queries) {
 }
 
 // Scores of MT queries (stride padded(width)) on `count` keys -> s (MT rows of BLOCK). WIDTH is the
-// width where it is one of the usual ones, else 0.
+// width if it is a common one, else 0.
 template <class K, int MT, int WIDTH>
 KV_OUTLINE void score_tile(Rows keys, Rows values, int64_t count, int64_t any_width,
                 const typename K::Query* q, float* s) {
@@ -112,8 +112,8 @@ void scores(K, Rows keys, Rows values, int64_t count, int64_t width, const void*
 
 // -- many queries ----------------------------------------------------------------------------
 
-// With many queries the keys of a block are worth turning into columns once: each lane is then a key
-// of its own, and no sum has to be taken across lanes.
+// With many queries it pays to transpose the keys of a block once: each lane then holds another
+// key, and no sums across lanes are needed.
 template <class T>
 struct Columns {
     typedef T Type;
@@ -122,7 +122,7 @@ struct Columns {
     static float query(float x) { return x; }
 };
 
-constexpr int64_t MANY = 16;  // records from which on that pays
+constexpr int64_t MANY = 16;  // the number of records from which this pays
 
 // Keys (count, width) -> columns (width, BLOCK).
 template <class T>

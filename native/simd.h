@@ -1,5 +1,5 @@
-// Vectors of W floats for one instruction set, chosen by the flags this is compiled with. GCC's and
-// clang's vector extensions say what to compute; intrinsics only where those have no word for it.
+// Vectors of W floats for one instruction set, which the compiler flags select. The code uses the
+// vector extensions of GCC and clang, and intrinsics only for operations that these lack.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -14,10 +14,10 @@
 #include <immintrin.h>
 #endif
 
-// Everything here is in an unnamed namespace: were it shared between the copies for different
-// instruction sets, the linker would keep one, and an old processor might meet the newest.
+// Everything here is in an unnamed namespace: if the copies for different instruction sets shared a
+// function, the linker would keep one of them, and an old processor might run code of a newer set.
 #define KV_INLINE static inline __attribute__((always_inline))
-// For what fills the registers by itself: inlined, it would have to share them.
+// For functions that need all registers, which they would have to share if they were inlined.
 #define KV_OUTLINE static __attribute__((noinline))
 
 namespace {
@@ -39,9 +39,10 @@ KV_INLINE void store(void* to, V v) {
     memcpy(to, &v, sizeof v);
 }
 
-KV_INLINE vf all(float x) { return x - vf{}; }  // not vf{} + x, which would have to turn -0 into 0
+KV_INLINE vf all(float x) { return x - vf{}; }  // not vf{} + x, which would turn -0 into 0
 
-// sum += a * b. By hand for AVX2: with 16 registers the form GCC picks costs moves and spills.
+// sum += a * b. In assembly for AVX2: with 16 registers, the form that GCC chooses moves and
+// spills.
 KV_INLINE void add_product(vf& sum, vf a, vf b) {
 #if KV_LANES == 8 && defined(__FMA__)
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -88,8 +89,8 @@ KV_INLINE vf fold1(vf a, vf b) {
 }
 #endif
 
-// Where the i-th of W sums must stand so that `sums` gives it in lane i: the last fold swaps the two
-// lowest bits.
+// The index at which the i-th of W sums must be stored for `sums` to return it in lane i: the last
+// fold swaps the two lowest bits.
 constexpr int place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
 
 // Lane i is the sum of the lanes of v[place(i)].
@@ -105,7 +106,7 @@ KV_INLINE vf sums(vf (&v)[W]) {
     return fold1(v[0], v[1]);
 }
 
-// Lanes exchanged h apart, for folding a vector onto itself.
+// swapN exchanges lanes at a distance of N, to add up the lanes of a vector.
 #if KV_LANES == 16
 KV_INLINE vf swap8(vf v) {
     return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -163,8 +164,8 @@ KV_INLINE float largest(vf v) {
 
 // -- exp and tanh ----------------------------------------------------------------------------
 
-// e^x for x <= 0, to about one unit in the last place; 0 below -87.3, NaN for NaN. The polynomial is
-// Cephes'.
+// e^x for x <= 0, to about one unit in the last place; 0 below -87.3, NaN for NaN. The polynomial
+// is from Cephes.
 KV_INLINE vf exp_down(vf x) {
     const vf magic = all(12582912.0f);
     const vf shifted = x * 1.44269504088896341f + magic;
@@ -181,7 +182,7 @@ KV_INLINE vf exp_down(vf x) {
     return pick(x < all(-87.3f), vf{}, p * (vf)power);
 }
 
-// tanh x; near zero by Cephes' polynomial, because (1 - e^-2x) / (1 + e^-2x) cancels there.
+// tanh x; near zero by a polynomial from Cephes, because (1 - e^-2x) / (1 + e^-2x) cancels there.
 KV_INLINE vf tanh(vf x) {
     const vf size = (vf)((vi)x & 0x7fffffff);
     const vf s = x * x;
@@ -199,9 +200,9 @@ KV_INLINE vf tanh(vf x) {
 
 // -- elements --------------------------------------------------------------------------------
 
-// Two vectors from 2 W consecutive elements. Which element lands in which lane is the type's own
-// choice (`lane`), the same for every tensor of that type: dot products and sums over slots do not
-// mind, and what leaves the kernel is put in order.
+// Two vectors from 2 W consecutive elements. Each type defines which element is in which lane
+// (`lane`), the same for every tensor of that type: dot products and sums over slots do not depend
+// on it, and results are reordered before they leave the kernel.
 struct Pair {
     vf a, b;
 };
@@ -260,7 +261,7 @@ struct F16 {
             memcpy(&f, &bits, 4);
         } else {
             memcpy(&f, &bits, 4);
-            f *= 0x1p112f;  // also makes subnormals what they are
+            f *= 0x1p112f;  // which also handles subnormals
         }
         memcpy(&bits, &f, 4);
         bits |= sign;
@@ -274,7 +275,7 @@ struct F16 {
         bits &= 0x7fffffff;
         if (bits > 0x7f800000) return sign | 0x7e00;
         if (bits >= 0x47800000) return sign | 0x7c00;
-        if (bits < 0x38800000) {  // subnormal: the addition shifts and rounds
+        if (bits < 0x38800000) {  // subnormal: adding 0.5 shifts and rounds the bits
             float f = 0;
             memcpy(&f, &bits, 4);
             f += 0.5f;
@@ -288,7 +289,8 @@ struct F16 {
 
 // -- rotating --------------------------------------------------------------------------------
 
-// Rotate by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two.
+// Rotates by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two that
+// divides the width.
 [[maybe_unused]] void rotate(float* x, int64_t width) {
     const int64_t block = width & -width;
     for (int64_t half = 1; half < block; half *= 2)
@@ -330,7 +332,7 @@ inline v8 widen8<F16>(const uint16_t* x) {
 }
 #endif
 
-// Rows become columns.
+// Transposes an 8 x 8 matrix.
 KV_INLINE void transpose8(v8 (&r)[8]) {
     v8 t[8];
 #pragma GCC unroll 4

@@ -1,5 +1,5 @@
-// Which slots go, and moving what stays: a decode step does both in every layer, where a chain of
-// tensor operations would cost more than attention itself.
+// Ranks slots for eviction, and moves the remaining ones. A decode step does both in every layer,
+// where a chain of tensor operations would take longer than attention itself.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -12,15 +12,15 @@
 
 namespace {
 
-// What one head's slots are worth, and how old they are.
+// The worth and the positions of one head's slots.
 struct Ranked {
     std::vector<float> worth;
     const int32_t* position;
 
-    // The bits of a score that are not compared.
+    // The bits of a score that are rounded off.
     static constexpr uint32_t NOISE = 0xFF;
 
-    // The largest finite number without them.
+    // The largest finite number whose NOISE bits are 0.
     static float largest() {
         const uint32_t bits = 0x7F7FFFFFu & ~NOISE;
         float x;
@@ -34,8 +34,8 @@ struct Ranked {
         return a < b;
     }
 
-    // The nearest number of 16 significant bits, as `rounded` of policy/ranking.py; not for numbers
-    // above `largest`. Infinities stay what they are.
+    // The nearest number of 16 significant bits, as `rounded` in policy/ranking.py, for numbers up
+    // to `largest`. Infinities are unchanged.
     static float rounded(float x) {
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
@@ -44,7 +44,7 @@ struct Ranked {
         return x;
     }
 
-    // Without branches, so that it is vectorised.
+    // Computes the worth of all slots, without branches, so that the loop is vectorised.
     void rank(const KvRanking& ranking, const float* score, int32_t newest) {
         constexpr float NONE = -std::numeric_limits<float>::infinity();
         const float most = largest();
@@ -64,7 +64,7 @@ struct Ranked {
     }
 
     int64_t least(int64_t slots) const {
-        // Several minima at once, or each comparison would wait for the one before.
+        // Several independent minima, so that a comparison does not wait for the one before.
         constexpr int64_t LANES = 16;
         float low[LANES];
         std::fill(low, low + LANES, std::numeric_limits<float>::infinity());
@@ -117,7 +117,7 @@ int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows, const int
              int64_t victim_rows, int64_t victim_heads, int64_t count, int64_t length) {
     const int64_t kept = length - count;
     try {
-        // A policy of the user's own may be wrong; nothing has been changed yet.
+        // A user's policy may return invalid victims; check them before anything is changed.
         std::vector<int64_t> sorted(count);
         for (int64_t i = 0; i < victim_rows * victim_heads; ++i) {
             std::copy_n(victims + i * count, count, sorted.begin());

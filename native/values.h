@@ -1,17 +1,17 @@
-// The sum of a block's values, weighted.
+// The weighted sum of a block's values.
 #pragma once
 #include "scores.h"
 
 namespace {
 
 // acc (MT rows of padded(width)) = acc * alpha + p (MT rows of BLOCK) . values, for PAIRS * 2 W
-// elements from `d` on, of which `valid` exist. SLOTS slots at once have sums of their own.
+// elements from `d` on, of which `valid` exist. SLOTS consecutive slots have separate sums.
 template <class T, int MT, int PAIRS, int SLOTS>
 KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
                              int64_t valid, const float* p, const float* alpha, float* acc) {
     typedef typename T::Element Element;
     constexpr int64_t BYTES = PAIRS * STEP * sizeof(Element);
-    // In the order of memory where the rows lie side by side, for the processor's own prefetching.
+    // If the rows are contiguous, in memory order, which the hardware prefetcher recognises.
     const bool compact = next.stride == next.bytes;
     const char* ahead = next.first + d * sizeof(Element) * (compact ? count : 1);
     const int64_t ahead_step = compact ? BYTES : next.stride;
@@ -55,8 +55,8 @@ KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t widt
     }
 }
 
-// How many pairs of columns are summed at once, and of how many slots apart: enough sums to hide the
-// latency of the multiply-add, few enough to stay in registers.
+// How many pairs of columns are summed at once, and for how many slots separately: enough sums to
+// hide the latency of the multiply-add, and few enough to fit the registers.
 constexpr int pairs_at_once(int queries) {
     return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2 : 1;
 }
@@ -87,7 +87,7 @@ void add_values(Rows values, Rows next, int64_t count, int64_t width, int64_t re
     });
 }
 
-// Values of a block as floats in order, (count, padded(width)).
+// Widens the values of a block to floats, (count, padded(width)), in order.
 template <class T>
 void widen(Rows values, Rows next, int64_t count, int64_t width, float* wide) {
     const int64_t stride = padded(width);

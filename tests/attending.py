@@ -118,8 +118,8 @@ def call(
     """Queries, a view and options of these features."""
     generator = torch.Generator().manual_seed(seed)
     key, value = codecs
-    width += width % 2 if key.packing == "int4" else 0
-    values += values % 2 if value.packing == "int4" else 0
+    width += width % 2 if key.name == "int4" else 0
+    values += values % 2 if value.name == "int4" else 0
 
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvkeep.attention import triton
 from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.layer.write_tokens import able, append
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, joined
 
 pytestmark = pytest.mark.skipif(bool(triton.reason()), reason=triton.reason())
@@ -28,12 +29,12 @@ def steps(codec, x):
 
 def alike(found, expected, name, codec):
     """Codes may differ by one where x lies halfway between two."""
-    if codec.packing == "plain" or name.endswith(("_scale", "_zero")):
+    if codec.layout == PLAIN or name.endswith(("_scale", "_zero")):
         torch.testing.assert_close(
-            found, expected, atol=0, rtol=0 if codec.packing == "plain" else 1e-3, equal_nan=True
+            found, expected, atol=0, rtol=0 if codec.layout == PLAIN else 1e-3, equal_nan=True
         )
         return
-    if codec.packing == "int4":
+    if codec.layout.packing == "int4":
         found, expected = (torch.stack([x & 15, x >> 4], dim=-1) for x in (found, expected))
     apart = (found.int() - expected.int()).abs()
     assert apart.max() <= 1

@@ -63,8 +63,9 @@ def test_all_that_is_legal_is_here():
         for codec in CODECS:
             for storage in STORAGES:
                 blocks = CODECS[codec]().block > 1
-                legal = not (blocks and (policy != "keep_all" or storage in ("fixed", "host")))
-                legal = legal and not (POLICIES[policy].ragged and storage == "fixed")
+                fixed, lasting = STORAGES[storage].fixed_addresses, STORAGES[storage].lasting
+                legal = not (blocks and (policy != "keep_all" or fixed or not lasting))
+                legal = legal and not (POLICIES[policy].ragged and fixed)
                 assert ((policy, codec, storage) in built) == legal
 
 

@@ -88,9 +88,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, make):
         path.symlink_to(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(NoFileError, match="no regular file"), opened(path):
+    with pytest.raises(NoFileError, match="not a regular file"), opened(path):
         pass
-    with pytest.raises(SavedCacheError, match="no regular file"):
+    with pytest.raises(SavedCacheError, match="not a regular file"):
         Saved(path)
 
 

@@ -275,7 +275,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     save(filled("keep_all", 5, ragged=False), sys.argv[1])
 except SavedCacheError as error:
-    assert "what was there is as it was" in str(error), error
+    assert "the previous file is unchanged" in str(error), error
 else:
     raise AssertionError("the disk was full")
 """

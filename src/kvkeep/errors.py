@@ -1,4 +1,4 @@
-"""The exception tree. Every message gives the value, the limit and the remedy."""
+"""The exception hierarchy. Every message gives the value, the limit and a remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class CapacityError(KVKeepError, ValueError):
 
 
 class OutOfMemoryError(CapacityError, MemoryError):
-    """A device, or the host, has no room for the slots that were asked for; what the cache held is
-    as it was."""
+    """A device or the host has too little memory for the slots requested; the contents of the cache
+    are unchanged."""
 
 
 class RollbackError(KVKeepError, ValueError):
-    """More tokens were to be taken back than the cache can restore exactly."""
+    """A crop would remove more tokens than the cache can undo exactly."""
 
 
 class SpecError(KVKeepError, ValueError):
@@ -29,19 +29,19 @@ class SpecError(KVKeepError, ValueError):
 
 
 class StateError(KVKeepError, RuntimeError):
-    """The call does not fit what happened before it."""
+    """The call is not possible in the current state of the object."""
 
 
 class SavedCacheError(KVKeepError, ValueError):
-    """A file that cannot be written, or is not a whole saved cache of this model."""
+    """A file cannot be written, or is not a complete saved cache of this model."""
 
 
 class UnsupportedError(KVKeepError, NotImplementedError):
-    """A model, mask or attention feature that kvkeep refuses, with the reason."""
+    """A model, mask or attention feature that kvkeep does not support."""
 
 
 class PrecisionWarning(UserWarning):
-    """A codec that some models do not bear; it is given once in a process."""
+    """A codec loses too much precision with some models; issued once per process."""
 
 
 class LossError(KVKeepError, ArithmeticError):

@@ -1,6 +1,6 @@
-"""The compiled part of kvkeep, `native/`: found, loaded, and called with plain addresses.
+"""Finds and loads the native library, which is built from `native/` and called through ctypes.
 
-An install without a C++ compiler lacks it and works all the same.
+Without a C++ compiler kvkeep installs without it and uses tensor operations instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvkeep.errors import UnsupportedError
 
 
 def _path() -> Path | None:
-    """What KVKEEP_NATIVE names, or beside this file, or where an editable install put it."""
+    """The file named by KVKEEP_NATIVE, or in this package, or of an editable install."""
     if chosen := os.environ.get("KVKEEP_NATIVE"):
         return Path(chosen)
     beside = sorted(Path(__file__).parent.glob("attention/_native.*"))
@@ -32,14 +32,14 @@ def _path() -> Path | None:
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, and the instruction set it uses, or why there is none."""
+    """The library and the instruction set it uses; or None and the reason."""
     path = _path()
     if path is None:
         return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
     try:
         library = ctypes.CDLL(str(path))
         if library.kv_abi() != _ABI:
-            return None, f"{path} is of another version: install kvkeep again"
+            return None, f"{path} was built for another version of kvkeep: install kvkeep again"
         library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_lowest.argtypes = (c_char_p,)
@@ -50,12 +50,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         return None, f"cannot be loaded: {error}"
     except AttributeError:
-        return None, f"{path} is of another version: install kvkeep again"
+        return None, f"{path} was built for another version of kvkeep: install kvkeep again"
     return library, library.kv_instructions().decode()
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""KvType of native/abi.h."""
+"""dtype -> KvType of native/abi.h."""
 
 _ABI = 2  # KV_ABI of native/abi.h
 
@@ -64,13 +64,13 @@ available = LIBRARY is not None
 
 
 def use_instructions(name: str) -> None:
-    """Take the instruction set `name` from now on, for tests and benchmarks.
+    """Use the instruction set `name` from now on, for tests and benchmarks.
 
     Args:
         name: "avx512bf16", "avx512", "avx2" or "portable".
 
     Raises:
-        UnsupportedError: this processor or this build lacks it.
+        UnsupportedError: this processor or this build does not have it.
     """
     if LIBRARY is None or LIBRARY.kv_use_instructions(name.encode()):
         raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")

@@ -1,7 +1,7 @@
-"""Planes: the named per-slot tensors of a layer, and what may be done to all of them alike.
+"""Planes: the named per-slot tensors of a layer, and the operations that treat all of them alike.
 
-A plane is a tensor (B, H, S, ...): batch rows, kv heads, slots, then whatever one slot holds. A
-plane shared by all heads has H = 1. Scores, scales and positions are planes like keys and values,
+A plane is a tensor (B, H, S, ...): batch rows, kv heads, slots, then the shape of one slot's entry.
+A plane shared by all heads has H = 1. Scores, scales and positions are planes like keys and values,
 so one function moves them all.
 """
 
@@ -22,12 +22,12 @@ Slots = slice | Tensor
 """A run of slots, or int64 indices (B|1, H|1, n) along axis 2."""
 
 POSITION = "position"
-"""The plane every layer has: int32 (B, 1|H, S), -1 marks an empty slot."""
+"""The plane that every layer has: int32 (B, 1|H, S), where -1 marks an empty slot."""
 
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """What one slot holds in one plane.
+    """The shape and dtype of one slot in one plane.
 
     `shape` is the trailing shape after (B, H, S); `shared` planes have H = 1.
     """
@@ -37,13 +37,13 @@ class PlaneSpec:
     shared: bool = False
 
     def slot_bytes(self, heads: int) -> int:
-        """Bytes of one slot in one row, all heads together."""
+        """Bytes of one slot in one row, over all heads."""
         return math.prod(self.shape) * self.dtype.itemsize * (1 if self.shared else heads)
 
 
 class Reach(NamedTuple):
-    """How far back a query sees: the last `size` positions, its own among them, the first `sinks`,
-    and those from `keep_from` to `keep_to` (exclusive)."""
+    """The positions a query sees: the last `size`, including its own, the first `sinks`, and those
+    from `keep_from` to `keep_to` (exclusive)."""
 
     size: int
     sinks: int = 0
@@ -52,11 +52,11 @@ class Reach(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """Positions that stay within reach as tokens come."""
+        """How many positions stay visible however many tokens are fed."""
         return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
 
     def allows(self, query: Any, slot: Any) -> Any:
-        """Whether a slot at a position is within reach of a query; integers, or tensors of them."""
+        """Whether a query at position `query` sees a slot at position `slot`; ints or tensors."""
         kept = (slot >= self.keep_from) & (slot < self.keep_to)
         return (query - slot < self.size) | (slot < self.sinks) | kept
 
@@ -64,11 +64,11 @@ class Reach(NamedTuple):
 def limits(
     kept: Reach | None, window: int | None, n: int, length: int | None, fed: int
 ) -> tuple[Reach, ...]:
-    """The reaches that can exclude a slot from a query, as far as the host knows.
+    """The reaches that can hide a slot from some query; computed from host numbers only.
 
     Args:
-        kept: the policy's reach. It keeps the newest tokens and its sinks, so that a single query
-            sees all slots once their number is down to it.
+        kept: the policy's reach. The policy keeps the newest tokens and the sinks, so a single
+            query sees all slots once no more are held than the reach allows.
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
         length: slots in use; None: the host does not know.
@@ -92,7 +92,7 @@ def limits(
 
 @final
 class Front(Planes):
-    """The first `length` slots of larger planes, each a view made when it is first asked for."""
+    """The first `length` slots of larger planes; each view is made when it is first read."""
 
     def __init__(self, planes: Planes, length: int) -> None:
         self.whole = dict(planes)
@@ -114,9 +114,9 @@ class Front(Planes):
 
 @final
 class Chain(Planes):
-    """Runs of slots as one set (B, H, S, ...): a plane is joined when it is first asked for.
+    """Several runs of slots as one set (B, H, S, ...); a plane is concatenated when first read.
 
-    A run of batch size 1 is that of every row.
+    A run of batch size 1 is shared by all rows.
     """
 
     def __init__(self, links: Sequence[Planes], rows: int) -> None:
@@ -141,7 +141,7 @@ class Chain(Planes):
 
 
 def part(planes: Planes, prefix: str) -> Planes:
-    """The planes of one encoded tensor: `k` and `k_*` for prefix "k", keyed by what follows it."""
+    """The planes of one encoded tensor, `k` and `k_*` for prefix "k", with the prefix removed."""
     return {
         name[len(prefix) :]: planes[name]
         for name in planes
@@ -153,7 +153,7 @@ Value = TypeVar("Value")
 
 
 def joined(planes: Mapping[str, Value], prefix: str) -> dict[str, Value]:
-    """The inverse of `part`: each plane's name with the prefix in front."""
+    """The inverse of `part`: adds the prefix to each plane's name."""
     return {prefix + name: plane for name, plane in planes.items()}
 
 
@@ -181,7 +181,8 @@ def marked(slots: Tensor, length: int) -> Tensor:
 
 
 def positions_of(slots: Tensor, planes: Planes) -> Tensor:
-    """Positions of slots (B, 1|H, n); of those that a bool (B, H, S) marks, with -1 elsewhere."""
+    """Positions (B, 1|H, n) of slots given by index; or, for a bool mask (B, H, S), the positions
+    of the marked slots with -1 elsewhere."""
     position = planes[POSITION]
     if slots.dtype == torch.bool:
         return position.masked_fill(~slots, -1)
@@ -189,8 +190,8 @@ def positions_of(slots: Tensor, planes: Planes) -> Tensor:
 
 
 def norms(x: Tensor) -> Tensor:
-    """Euclidean norms of vectors (..., D), fp32 (...). The order of additions depends on D only:
-    a vector has the same norm, to the last bit, in a batch and alone."""
+    """Euclidean norms of vectors (..., D), fp32 (...). The order of additions depends on D only, so
+    a vector has bitwise the same norm in a batch and alone."""
     found: Tensor = x.float().contiguous().norm(dim=-1)
     return found
 
@@ -205,14 +206,14 @@ def survivors(victims: Tensor, length: int) -> Tensor:
 
 
 def unsliced(planes: Planes) -> Planes:
-    """Planes of which these are the first slots: what is needed for types, strides and addresses,
+    """The planes of which these are the first slots: enough for dtypes, strides and addresses,
     without making views."""
     return planes.whole if type(planes) is Front else planes
 
 
 def slot_count(planes: Planes) -> int:
-    """S of a set of planes; 0 when there are none."""
-    if type(planes) is Front or type(planes) is Chain:  # isinstance asks an abstract class: slow
+    """S of a set of planes; 0 if there are none."""
+    if type(planes) is Front or type(planes) is Chain:  # faster than isinstance of an ABC
         return planes.length
     for plane in planes.values():
         return plane.shape[2]
@@ -220,5 +221,5 @@ def slot_count(planes: Planes) -> int:
 
 
 def plane_bytes(planes: Planes) -> int:
-    """Bytes of all slots in all rows, heads and planes together."""
+    """Bytes of all planes, including all rows, heads and slots."""
     return sum(plane.element_size() * plane.numel() for plane in planes.values())

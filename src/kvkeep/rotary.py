@@ -1,4 +1,4 @@
-"""Rotary embeddings: what a model does to queries and keys to say where they stand."""
+"""Rotary embeddings, by which a model encodes the positions of queries and keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rotary:
         return self.scaled(x, angle.cos(), angle.sin())
 
     def scaled(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`turn` by given cosines and sines (..., R/2), which may be averages."""
+        """`turn` with given cosines and sines (..., R/2), which may be averages."""
         half = self.inv_freq.shape[0]
         turning = x[..., : 2 * half].to(cos.dtype)
         if self.interleaved:

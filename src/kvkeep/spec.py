@@ -20,7 +20,7 @@ from kvkeep.storage import STORAGES, Concat, Growing, Storage
 Options = tuple[tuple[str, int | float], ...]
 
 ALIASES = {"streaming": ("window", {"sinks": 4})}
-"""Another name for a policy with some options set: StreamingLLM (arXiv 2309.17453) is a window with
+"""Other names for policies with some options set: StreamingLLM (arXiv 2309.17453) is a window with
 four sinks."""
 
 
@@ -30,29 +30,29 @@ _MOST_TEXTS = 1 << 16  # characters of several specs
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """A storage to be built once per layer."""
+    """A storage and its options, from which each layer's storage is built."""
 
     name: str = Growing.name
     options: Options = ()
 
     @property
     def limited(self) -> bool:
-        """Whether it holds a fixed number of slots, allocated once."""
-        return "capacity" in _parameters(STORAGES[self.name])
+        """Whether it has a fixed number of slots, given by its option `capacity`."""
+        return STORAGES[self.name].fixed_addresses
 
     def build(self, capacity: int | None) -> Storage:
-        """A new storage; `capacity` is what a fixed one takes when its spec names none."""
+        """A new storage; `capacity` is used if the storage needs one and its options lack it."""
         options = dict(self.options)
         if self.limited and "capacity" not in options:
             if capacity is None:
-                raise SpecError(f"@{self.name} of unknown capacity; write @{self.name}:4096")
+                raise SpecError(f"@{self.name} needs a capacity; write @{self.name}:4096")
             options["capacity"] = capacity
         return STORAGES[self.name](**options)
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a layer keeps, in what encoding, where. `str` and `CacheSpec.parse` are inverse."""
+    """A policy, codecs and a storage. `str` and `CacheSpec.parse` are inverses."""
 
     policy: Policy
     key_codec: Codec = dataclasses.field(default_factory=Plain)
@@ -67,8 +67,8 @@ class CacheSpec:
         """Read `keep_all`, `window:1024,sinks=4+plain@fixed:2048`, ...
 
         Raises:
-            SpecError: an unknown name or option (the nearest right one is named), or a value of
-                the wrong kind or range.
+            SpecError: a name or option is unknown (the message suggests the closest one), or a
+                value has the wrong type or range.
         """
         if len(text) > _MOST_TEXT:
             raise SpecError(f"a spec of {len(text)} characters; give at most {_MOST_TEXT}")
@@ -98,7 +98,7 @@ class CacheSpec:
         return f"{policy}+{codec}@{storage}"
 
     def differentiable(self) -> CacheSpec:
-        """This spec, with codecs and a storage that let gradients through."""
+        """This spec with codecs and a storage through which gradients flow."""
         key, value = (
             codec if codec.differentiable else StraightThrough(codec)
             for codec in (self.key_codec, self.value_codec)
@@ -117,11 +117,12 @@ class CacheSpec:
         """A new, empty layer.
 
         Args:
-            index, count: which of how many layers, for policies whose budget differs by layer.
-            rotary: the model's rotary embedding, for policies that ask.
+            index, count: the layer's index and the number of layers, for policies whose budget
+                differs by layer.
+            rotary: the model's rotary embedding, for policies that need it.
             window: the layer's own sliding window in tokens, if it has one.
-            capacity: slots of fixed storage whose spec names none; a policy with a budget takes
-                its budget instead.
+            capacity: slots of fixed storage if the spec gives none and the policy has no budget,
+                which is used otherwise.
 
         Raises:
             SpecError: the parts cannot work together.
@@ -140,7 +141,7 @@ class CacheSpec:
 
 class PerType(Mapping[str, CacheSpec]):
     """A spec for each type of layer of a model, by transformers' name for the type. `str` and
-    `parse_specs` are inverse."""
+    `parse_specs` are inverses."""
 
     def __init__(self, specs: Mapping[str, CacheSpec]) -> None:
         self._specs = dict(sorted(specs.items()))
@@ -168,7 +169,7 @@ def parse_specs(text: str) -> CacheSpec | PerType:
     `full_attention=keep_all+int8;sliding_attention=window:512`.
 
     Raises:
-        SpecError: see `CacheSpec.parse`; or a type that is given twice, or a spec without one.
+        SpecError: see `CacheSpec.parse`; or a type is given twice, or a spec has no type.
     """
     found = split_specs(text)
     if len(found) > 1:
@@ -183,8 +184,8 @@ def parse_specs(text: str) -> CacheSpec | PerType:
 
 
 def split_specs(text: str) -> list[str]:
-    """The texts of several specs, set off by semicolons. Specs of layer types that follow each
-    other are one; it ends where a type comes again, or a spec for all layers.
+    """Divide a list of specs, separated by semicolons. Consecutive specs of different layer types
+    form one entry, which ends where a type is repeated or a spec for all layers follows.
 
     Raises:
         SpecError: it is too long.
@@ -206,14 +207,14 @@ def split_specs(text: str) -> list[str]:
 
 
 _TYPED = re.compile(r"\s*(\w+)\s*=")
-"""How a spec for a type of layer begins."""
+"""The beginning of a spec for a type of layer."""
 
 
 def as_spec(spec: str | CacheSpec) -> CacheSpec:
-    """Text or object -> object.
+    """Convert text to a spec; a spec is returned as it is.
 
     Raises:
-        SpecError: neither, or text that is no spec.
+        SpecError: it is neither, or the text is not a valid spec.
     """
     if not isinstance(spec, str | CacheSpec):
         raise SpecError(f"spec {spec!r}; give text such as 'keep_all', or a CacheSpec")
@@ -223,9 +224,9 @@ def as_spec(spec: str | CacheSpec) -> CacheSpec:
 def _component(
     kind: str, text: str, registry: Mapping[str, type], whole: str
 ) -> tuple[str, Options]:
-    """Read `name:value,key=value`; a first value without a key is the first option."""
+    """Parse `name:value,key=value`; a first value without a key is that of the first option."""
     name, colon, rest = text.strip().partition(":")
-    # Options behind a wrong mark: `int4,affine=1`, `int4:32:affine=1`.
+    # Options after a wrong separator: `int4,affine=1`, `int4:32:affine=1`.
     head, comma, _ = name.partition(",")
     name, preset = ALIASES.get(head, (head, {}))
     if name not in registry:
@@ -264,7 +265,7 @@ def _component(
 
 
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
-    """A component's options: what its constructor takes, but for a policy that it wraps."""
+    """A component's options: the parameters of its constructor, except for a wrapped policy."""
     return {
         key: parameter
         for key, parameter in inspect.signature(component, eval_str=True).parameters.items()
@@ -274,12 +275,12 @@ def _parameters(component: type) -> dict[str, inspect.Parameter]:
 
 
 def _policy(text: str, whole: str) -> Policy:
-    """Read a policy; `name:options(other)` for one that wraps another."""
+    """Parse a policy, or `name:options(other)` for one that wraps another."""
     outer, bracket, inner = text.strip().partition("(")
     name = outer.partition(":")[0].partition(",")[0].strip()
     if not bracket or name not in POLICIES or not POLICIES[name].wraps:
         if name in POLICIES and POLICIES[name].wraps:
-            raise SpecError(f"policy {name} in {whole!r} lacks another; write {name}(h2o:1024)")
+            raise SpecError(f"policy {name} in {whole!r} wraps no other; write {name}(h2o:1024)")
         name, options = _component("policy", text, POLICIES, whole)
         return POLICIES[name](**dict(options))
     if not inner.endswith(")"):
@@ -303,8 +304,8 @@ _SWITCH = {"0": False, "1": True}
 
 
 def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
-    """An option's value: a whole number, a switch or a number, as its annotation says."""
-    kind = next(iter(get_args(kind)), kind)  # an option that may be None is not when it is given
+    """An option's value, parsed by its annotation: an integer, a float, or 0 or 1 for a bool."""
+    kind = next(iter(get_args(kind)), kind)  # the type of an optional value
     try:
         if kind is bool:
             return _SWITCH[value]
@@ -323,7 +324,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float]]:
-    """A component's options that are not the usual ones: their defaults, or those of another."""
+    """The options of a component that differ from the defaults, or from those of `usual`."""
     fields = [f for f in dataclasses.fields(component) if f.name in _parameters(type(component))]
     defaults = {field.name: getattr(usual, field.name, field.default) for field in fields}
     values = {field.name: getattr(component, field.name) for field in fields}

@@ -1,6 +1,6 @@
-"""For those who add a policy, codec, storage or backend: an oracle, and every legal combination.
+"""Tools to test a new policy, codec, storage or backend: an oracle, and all valid combinations.
 
-`check_policy("mine:8")` holds a policy to what every policy must do.
+`check_policy("mine:8")` checks what is required of every policy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep.codec import CODECS, Codec
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, PlaneSpec, Reach
 from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
@@ -35,32 +36,33 @@ EXAMPLES = {
     "adakv": "adakv:0.3(h2o:8,recent=2)",
     "pyramid": "pyramid:2(h2o:8,recent=2)",
 }
-"""A small spec of each policy; a new policy needs one here."""
+"""A small spec of each policy. A new policy needs an entry here."""
 
 
 CODEC_EXAMPLES = {
     "kivi": "kivi:4,together=4,recent=6",
 }
-"""A small spec of each codec that its name alone does not give."""
+"""A small spec of each codec whose defaults are too large for tests."""
 
 CODEC_ERRORS = {"plain": 0.0, "int8": 0.02, "fp8": 0.05, "int4": 0.2, "kivi": 0.25}
-"""How far each codec takes a token's key or value at most, relative to its length, where widths
-are small and elements normal; different tokens are 1.4 apart. A new codec needs one here."""
+"""The largest error of each codec for one token's key or value, relative to its norm, for small
+widths and normally distributed elements (the distance of two different tokens is then 1.4). A new
+codec needs an entry here."""
 
 
 def conformance_specs() -> Iterator[CacheSpec]:
-    """Every legal policy x codec x storage, with small options."""
+    """Every valid policy x codec x storage, with small options."""
     for policy in POLICIES:
         for codec in CODECS:
             for storage in STORAGES:
                 parts = f"{EXAMPLES[policy]}+{CODEC_EXAMPLES.get(codec, codec)}@{storage}"
                 spec = CacheSpec.parse(parts)
-                if storage == "fixed" and spec.policy.budget is None:
+                if spec.storage.limited and spec.policy.budget is None:
                     spec = CacheSpec.parse(f"{parts}:256")
                 try:
                     spec.layer()
                 except SpecError:
-                    continue  # these parts cannot work together, and say so
+                    continue  # these parts cannot be combined
                 yield spec
 
 
@@ -73,11 +75,11 @@ class _Token:
 
 @dataclass
 class OracleLayer:
-    """A layer that keeps every token ever fed, and looks at one query at a time, in float64.
+    """A simple layer that keeps all tokens and computes one query at a time, in float64.
 
-    It knows what a window may see, and nothing of slots, segments or eviction. For policies that
-    evict what a query could see, it is told which positions are live; for lossy codecs it is fed
-    what they make of a token.
+    It implements windows, but no slots, segments or eviction. For policies that evict visible
+    tokens, the caller passes the positions held; for lossy codecs, the caller feeds tokens that
+    were encoded and decoded.
     """
 
     reach: Reach | None = None
@@ -97,7 +99,7 @@ class OracleLayer:
         """As `LayerCache.step`, with positions (B, n).
 
         Args:
-            live: positions that were live before this chunk, by row and head; None: all.
+            live: positions that were held before this chunk, by row and head; None: all.
         """
         if not self.rows:
             self.rows = [[] for _ in range(k.shape[0])]
@@ -161,14 +163,14 @@ class OracleLayer:
 
 
 def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) -> None:
-    """Store and retrieve: what lives in `layer` is what `oracle` was fed.
+    """Check that `layer` holds what `oracle` was fed.
 
-    Every live slot decodes to its own position's key and value, within `atol` and the codec's
-    error; no position lives twice; what the policy must keep is there; and the bytes are slots
-    times the bytes that codec and policy promise of one.
+    Every live slot decodes to the key and value of its position, within `atol` and the codec's
+    error; no position is held twice; tokens that the policy must keep are held; and the bytes in
+    use are the number of slots times the bytes of one, as codec and policy state them.
 
     Raises:
-        AssertionError: it is not.
+        AssertionError: one of these does not hold.
     """
     budget = layer.policy.budget
     held = layer._slots
@@ -182,33 +184,34 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
         fed = {token.position: token for token in row if token is not None}
         now = len(fed) - 1
         for h, (place, keys, values) in enumerate(heads[b]):
-            assert len(set(place)) == len(place), "a position lives twice"
+            assert len(set(place)) == len(place), "a position is held twice"
             for x, name, codec in ((keys, "k", layer.key_codec), (values, "v", layer.value_codec)):
                 given = [getattr(fed[position], name)[h].double() for position in place]
                 if given:
                     exact = torch.stack(given)
                     error = (x - exact).norm(dim=-1)
                     allowed = CODEC_ERRORS.get(codec.name, 0.0) * exact.norm(dim=-1) + atol
-                    assert bool((error <= allowed).all()), f"{name} is {error.max()} off"
+                    assert bool((error <= allowed).all()), f"the error of {name} is {error.max()}"
             if budget is None or layer.policy.reach is not None:
                 needed = {p for p in fed if oracle._sees(now + 1, p)}
-                assert needed <= set(place), "a token that the next query sees was dropped"
+                assert needed <= set(place), "a token that the next query sees was evicted"
         if budget is not None and not layer.record_past:
             assert sum(len(place) for place, _, _ in heads[b]) <= budget * len(heads[b])
 
 
 def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
-    """What every policy must do, with every codec and storage it goes with, for two rows of which
-    one has padding: attend to what was kept and to the chunk, keep its budget, move each token's
-    planes together, and decide for each row as if it were alone.
+    """Check what is required of every policy, with each codec and storage it can be combined with,
+    for two rows of which one has padding: queries attend to the slots kept and to their chunk, the
+    budget is respected, the planes of a token move together, and decisions for a row do not depend
+    on other rows.
 
     Args:
         spec: the policy's part of a spec, with a budget of at most 16 tokens.
-        device: where the slots lie.
+        device: the device of the slots.
 
     Raises:
-        SpecError: no such policy, or it goes with no codec and storage.
-        AssertionError: it does something else.
+        SpecError: there is no such policy, or it cannot be combined with any codec and storage.
+        AssertionError: a requirement is not met.
     """
     CacheSpec.parse(spec)
     checked = 0
@@ -222,7 +225,7 @@ def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
             _check_rows(*layers, device=torch.device(device))
             checked += 1
     if not checked:
-        raise SpecError(f"{spec} goes with no codec and storage")
+        raise SpecError(f"{spec} cannot be combined with any codec and storage; use keep_all")
 
 
 def _check_rows(
@@ -248,7 +251,7 @@ def _check_rows(
         expected = oracle.step(
             q, k, v, position, scale=0.25, live=live if both.policy.reach is None else None
         )
-        if both.key_codec.packing == both.value_codec.packing == "plain":
+        if both.key_codec.layout == both.value_codec.layout == PLAIN:
             real = (position >= 0)[:, None, :, None]
             torch.testing.assert_close(out * real, expected.float() * real, atol=2e-5, rtol=1e-4)
         check_layer(both, oracle)
@@ -264,8 +267,8 @@ def _check_rows(
 
 
 def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]]]:
-    """Of each row and head: live positions, and their keys and values in float64 on the CPU, all
-    segments one after the other."""
+    """For each row and head: the positions held, with their keys and values in float64 on the CPU,
+    over all segments."""
     geometry = layer.ledger.geometry
     if geometry is None:
         return []
@@ -278,7 +281,7 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
         own = range(heads) if segment.head is None else [segment.head]
         held = range(rows) if segment.rows is None else segment.rows.tolist()
         for i, b in enumerate(held):
-            i = min(i, keys.shape[0] - 1)  # all rows may share one
+            i = min(i, keys.shape[0] - 1)  # all rows may share a segment
             for at, h in enumerate(own):
                 place = position[i, at % position.shape[1]]
                 live = place >= 0
@@ -292,7 +295,7 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tens
 
 
 def promised_bytes(layer: LayerCache) -> int:
-    """Bytes of a layer's slots as its codecs and policy state them, before anything is stored."""
+    """Bytes of a layer's slots, computed from the planes that its codecs and policy declare."""
     geometry = layer.ledger.geometry
     if geometry is None:
         return 0
@@ -313,7 +316,7 @@ def promised_bytes(layer: LayerCache) -> int:
 
 
 def example_planes(layer: LayerCache) -> dict[str, Tensor]:
-    """A copy of everything a layer holds, to see that a failed call changed nothing."""
+    """A copy of all planes of a layer, to check that a failed call changed nothing."""
     parts = layer.state().copy().parts
     return {f"{part}.{name}": planes[name] for part, planes in parts.items() for name in planes}
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvkeep.attention import Rotation, Segment, View, attend, backends, reference, sdpa
 from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Reach, joined
 
 BACKENDS = [b.name for b in backends() if b.available]
@@ -329,7 +330,7 @@ def test_segments_that_do_not_fit_never_reach_a_kernel(codec, ragged):
         else:
             others += [plane[:, :1], plane[0], plane[:1]]
             others += [] if name == "v" else [plane[..., :-1]]  # values may be of any width
-            others += [] if name in "kv" and codec.packing == "plain" else [plane.float()]
+            others += [] if name in "kv" and codec.layout == PLAIN else [plane.float()]
         for other in others:
             bad = unfit(fitting, **{name: other})
             wrong += [(q, bad), (q, bad._replace(segments=(*bad.segments, last)))]

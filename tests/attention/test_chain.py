@@ -61,9 +61,7 @@ def test_chain(seed, codec, dtype, slots, cuts, n, group, rows, shared, pads, re
     places = [int(x * (slots - n)) for x in cuts]
     chain = whole._replace(segments=cut(planes, places, key, value))
     options = Options(0.2, None, None, mass, None)
-    names = (
-        ["native"] if codec.packing != "fp8" else ["reference"] if mass else ["reference", "sdpa"]
-    )
+    names = ["native"] if codec.name != "fp8" else ["reference"] if mass else ["reference", "sdpa"]
     assume(available or "native" not in names)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

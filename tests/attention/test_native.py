@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Segment, View, attend, native
 from kvkeep.attention.options import Options
-from kvkeep.codec import Int4, Int8, Plain
+from kvkeep.codec import Codec, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import POSITION
 
 pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
@@ -44,10 +45,31 @@ if native.available:
 class Secret(Plain):
     """A codec whose planes only it can read."""
 
-    packing = None
+    layout = None
 
     def __repr__(self):
         return "Secret()"
+
+
+class Own(Codec):
+    """A codec of a user's, which declares a layout that kernels know and has no other attribute of
+    kvkeep's codecs."""
+
+    name = "own"
+    layout = KernelLayout("int8", 16, hadamard=True)
+    inner = Int8(16)
+
+    def planes(self, dim, dtype):
+        return self.inner.planes(dim, dtype)
+
+    def encode(self, x):
+        return self.inner.encode(x)
+
+    def decode(self, planes, dtype):
+        return self.inner.decode(planes, dtype)
+
+    def rotate(self, q):
+        return self.inner.rotate(q)
 
 
 @pytest.fixture(autouse=True, params=SETS)
@@ -63,12 +85,19 @@ def check(q, view, options):
     assert out.dtype == q.dtype
     error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
     codecs = [c for s in view.segments for c in (s.key_codec, s.value_codec)]
-    coded = any(c.packing != "plain" for c in codecs)
+    coded = any(c.layout != PLAIN for c in codecs)
     assert error <= max(TOLERANCE[q.dtype], CODED if coded else 0), f"{error:.2e}"
     if options.need_mass:
         rtol = CODED if coded else 1e-5
         torch.testing.assert_close(mass, expected_mass, atol=rtol / 3, rtol=rtol)
     return out
+
+
+def test_the_layout_alone_says_how_codes_are_read():
+    q, k, v = qkv(rows=2, slots=70, n=3)
+    view = dense(k, v, 3, key=Own())
+    assert native.refuses(q, view, Options(0.2)) is None
+    check(q, view, Options(0.2))
 
 
 @settings(max_examples=160, deadline=None)
@@ -109,7 +138,7 @@ def test_a_scale_that_is_not_a_number(key, value, n, plane):
     codec = key if plane == "k" else value
     q, k, v = qkv(rows=2, slots=200, n=n)
     view = dense(k, v, n, key=key, value=value)
-    name = plane + ("" if codec.packing == "plain" else "_scale")
+    name = plane + ("" if codec.layout == PLAIN else "_scale")
     view.segments[0].planes[name][0, 0, 130] = torch.nan
     out, _ = native.run(q, view, Options(0.2))
     expected, _ = exactly(q, view, Options(0.2))

@@ -8,10 +8,11 @@ from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, se
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.attention import Segment, View, attend, tiles, triton
+from kvkeep.attention import Segment, View, attend, reference, tiles, triton
 from kvkeep.attention.options import Options
-from kvkeep.codec import Fp8, Int4, Int8, Plain
+from kvkeep.codec import Codec, Fp8, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import Reach
 
 pytestmark = pytest.mark.skipif(bool(triton.reason()), reason=triton.reason())
@@ -102,7 +103,7 @@ def test_a_scale_that_is_not_a_number(key, value, plane):
     codec = key if plane == "k" else value
     q, k, v = qkv(rows=2, slots=140, n=2)
     view = dense(k, v, 2, key=key, value=value)
-    name = plane + ("" if codec.packing == "plain" else "_scale")
+    name = plane + ("" if codec.layout == PLAIN else "_scale")
     view.segments[0].planes[name][0, 0, 130] = torch.nan
     out, _ = triton.run(there(q), there(view), Options(0.2))
     expected, _ = exactly(q, view, Options(0.2))
@@ -173,10 +174,27 @@ def test_keys_and_values_of_another_type_than_the_queries():
 
 def test_what_no_kernel_reads_is_decoded():
     class Secret(Plain):
-        packing = None
+        layout = None
 
     q, k, v = qkv(slots=70, n=3)
     check(q, dense(k, v, 3, key=Secret(), value=Secret()), Options(0.2, need_mass=True))
+
+
+def test_the_layout_alone_says_how_codes_are_read(monkeypatch):
+    class Own(Codec):
+        name = "own"
+        layout = KernelLayout("int8", 16, hadamard=True)
+        planes, encode, rotate = Int8(16).planes, Int8(16).encode, Int8(16).rotate
+
+        def decode(self, planes, dtype):
+            return Int8(16).decode(planes, dtype)
+
+    q, k, v = qkv(slots=70, n=3)
+    view = dense(k, v, 3, key=Own())
+    expected, _ = reference.run(q, view, Options(0.2))
+    monkeypatch.setattr(Own, "decode", None)  # the codes are read, not what they stand for
+    out, _ = triton.run(there(q), there(view), Options(0.2))
+    torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=1e-3)
 
 
 def test_what_it_refuses():
@@ -185,7 +203,7 @@ def test_what_it_refuses():
     for bad, options, match in (
         (q.double(), {}, "float64"),
         (q.clone().requires_grad_(), {}, "gradients"),
-        (q, {"window": 3}, "limits of who sees what"),
+        (q, {"window": 3}, "at most 3 reaches, these are 4"),
     ):
         many = view._replace(reaches=(Reach(9), Reach(8), Reach(7)))
         with pytest.raises(UnsupportedError, match=match):

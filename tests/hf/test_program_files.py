@@ -294,7 +294,7 @@ def test_encrypted_parts(saved, tmp_path):
 
 def test_a_fifo_is_no_program(tmp_path):
     os.mkfifo(tmp_path / "a.pt2")
-    with pytest.raises(SavedCacheError, match="no regular file"):
+    with pytest.raises(SavedCacheError, match="not a regular file"):
         kvkeep.Program.load(tmp_path / "a.pt2")
 
 

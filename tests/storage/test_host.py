@@ -16,8 +16,8 @@ from kvkeep.cache import Cache
 from kvkeep.errors import OutOfMemoryError, SpecError, UnsupportedError
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import Growing, Host, copy_stream, prefetch
-from kvkeep.storage.copy_stream import Side
-from kvkeep.storage.prefetch import Lane
+from kvkeep.storage.copy_stream import CopyStream
+from kvkeep.storage.prefetch import StagingBuffers
 from kvkeep.store.layer_slices import require_keepable
 from kvkeep.testing import CODEC_EXAMPLES, EXAMPLES, example_planes, live_tokens
 
@@ -27,8 +27,8 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LAYERS, HEADS, DIM = 4, 2, 16
 
 
-class Late(Side):
-    """Copies are made when somebody waits for them, and not before."""
+class Late(CopyStream):
+    """Makes copies only when they are waited for."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -40,24 +40,24 @@ class Late(Side):
         assert (to.shape, to.dtype) == (x.shape, x.dtype)
         self.waiting.append((to, x))
 
-    def mark(self):
+    def record_event(self):
         return self.made + len(self.waiting)
 
-    def before_compute(self, mark):
-        for _ in range((mark or 0) - self.made):
+    def block_compute(self, event):
+        for _ in range((event or 0) - self.made):
             to, x = self.waiting.pop(0)
             to.copy_(x)
             self.made += 1
 
-    def finish(self, mark=None):
-        self.waits.append((mark, self.mark()))
-        self.before_compute(self.mark() if mark is None else mark)
+    def finish(self, event=None):
+        self.waits.append((event, self.record_event()))
+        self.block_compute(self.record_event() if event is None else event)
 
 
 @pytest.fixture(params=["at once", "late"])
 def copies(request, monkeypatch):
     if request.param == "late":
-        monkeypatch.setattr(prefetch, "Side", Late)
+        monkeypatch.setattr(prefetch, "CopyStream", Late)
     return request.param
 
 
@@ -238,13 +238,13 @@ def test_views_of_all_layers_at_once(copies):
 @pytest.fixture
 def fetches(monkeypatch):
     made = []
-    fetch = Lane._fetch
+    fetch = StagingBuffers._fetch
 
-    def recorded(self, storage, stage):
+    def recorded(self, storage, buffer):
         made.append(storage)
-        fetch(self, storage, stage)
+        fetch(self, storage, buffer)
 
-    monkeypatch.setattr(Lane, "_fetch", recorded)
+    monkeypatch.setattr(StagingBuffers, "_fetch", recorded)
     return made
 
 
@@ -269,19 +269,19 @@ def test_a_layer_alone_is_fetched_once(fetches):
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:16"])
 def test_steady_steps_wait_for_copies_of_the_step_before_only(spec, monkeypatch):
-    monkeypatch.setattr(prefetch, "Side", Late)
+    monkeypatch.setattr(prefetch, "CopyStream", Late)
     cache = cache_of(f"{spec}@host")
     for n in (40, 1, 1):
         feed(cache, n)
-    beside = cache.layers[0].storage._lane.side
+    stream = cache.layers[0].storage._buffers.copies
     for _ in range(5):
-        before, beside.waits = beside.mark(), []
+        before, stream.waits = stream.record_event(), []
         feed(cache, 1)
         # The last layer has the first one fetched, whose copies are as old as three layers are.
-        assert len(beside.waits) == (0 if spec == "keep_all" else LAYERS)
-        marks = [mark for mark, _ in beside.waits]
-        assert all(mark <= before for mark in marks[:-1])
-        assert all(mark < now for mark, now in beside.waits)
+        assert len(stream.waits) == (0 if spec == "keep_all" else LAYERS)
+        events = [event for event, _ in stream.waits]
+        assert all(mark <= before for mark in events[:-1])
+        assert all(event < now for event, now in stream.waits)
 
 
 class Unwaited(TorchDispatchMode):
@@ -302,11 +302,11 @@ class Unwaited(TorchDispatchMode):
 
 @pytest.mark.parametrize("spec", ["h2o:12+int8", "random:12", "keep_all", "window:9,sinks=2"])
 def test_copies_wait_for_what_they_copy(spec, monkeypatch):
-    """On a device a copy runs beside the computations that were asked for after its wait."""
+    """On a device a copy runs stream the computations that were asked for after its wait."""
     unwaited = Unwaited()
 
-    class Watched(Side):
-        def after_compute(self):
+    class Watched(CopyStream):
+        def wait_for_compute(self):
             unwaited.written.clear()
 
         def copy(self, to, x):
@@ -314,7 +314,7 @@ def test_copies_wait_for_what_they_copy(spec, monkeypatch):
             super().copy(to, x)
             unwaited.written.pop(to.untyped_storage().data_ptr(), None)
 
-    monkeypatch.setattr(prefetch, "Side", Watched)
+    monkeypatch.setattr(prefetch, "CopyStream", Watched)
     cache = cache_of(f"{spec}@host", layers=2)
     with unwaited:
         for n in (24, 1, 1, 7):
@@ -325,28 +325,28 @@ def test_two_layers_are_on_the_device_at_a_time():
     cache = cache_of("keep_all@host", layers=6)
     for _ in range(4):
         feed(cache, 100)
-    lane = cache.layers[0].storage._lane
-    assert len({id(layer.storage._lane) for layer in cache.layers}) == 1
-    sizes = [lane.nbytes(layer.storage) for layer in cache.layers]
+    buffers = cache.layers[0].storage._buffers
+    assert len({id(layer.storage._buffers) for layer in cache.layers}) == 1
+    sizes = [buffers.nbytes(layer.storage) for layer in cache.layers]
     assert sum(size > 0 for size in sizes) == 2
     largest = max(sum(p.slot_bytes for p in layer.storage.layout) * 400 for layer in cache.layers)
     assert max(sizes) <= 4 * largest  # as much as is spare on the CPU
     assert cache.nbytes >= cache.live_bytes + sum(sizes)
 
 
-def test_stages_shrink_after_a_long_prompt_was_evicted():
+def test_staging_buffers_shrink_after_a_long_prompt_was_evicted():
     cache = cache_of("random:12@host")
     feed(cache, 4000)
     for _ in range(3):
         feed(cache, 1)
     slot = sum(p.slot_bytes for p in cache.layers[0].storage.layout)
-    assert max(s.nbytes for s in _stages(cache)) <= 4 * (slot * 14 + 512)
+    assert max(s.nbytes for s in _staging(cache)) <= 4 * (slot * 14 + 512)
     assert all(layer.capacity <= 64 for layer in cache.layers)
 
 
-def _stages(cache):
-    lane = cache.layers[0].storage._lane
-    return lane._current, lane._other
+def _staging(cache):
+    buffers = cache.layers[0].storage._buffers
+    return buffers._current, buffers._other
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -365,7 +365,7 @@ def test_without_memory_a_layer_is_as_it_was(device, where, spec, monkeypatch):
         before = example_planes(layer)
         calls = []
         with monkeypatch.context() as patch:
-            owner, name = (where, "reserve") if where is prefetch else (Side, "_reserve")
+            owner, name = (where, "reserve") if where is prefetch else (CopyStream, "_reserve")
             reserve = getattr(owner, name)
 
             def scarce(*args, calls=calls, reserve=reserve, at=at):
@@ -457,19 +457,19 @@ def test_forks_have_copies_of_their_own():
     fork = cache.freeze().fork(rows=2)
     assert cache.stats().shared_bytes == 0
     assert fork.live_bytes == 2 * cache.live_bytes
-    lanes = {id(layer.storage._lane) for c in (cache, fork) for layer in c.layers}
-    assert len(lanes) == 2
+    found = {id(layer.storage._buffers) for c in (cache, fork) for layer in c.layers}
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("copied", [deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_copies_share_one_lane_among_their_layers(copied, copies):
+def test_copies_share_staging_buffers_among_their_layers(copied, copies):
     cache = cache_of("h2o:12@host")
     for n in (20, 1):
         feed(cache, n)
     if copies == "at once":
         other = copied(cache)
-        assert len({id(layer.storage._lane) for layer in other.layers}) == 1
-        assert other.layers[0].storage._lane is not cache.layers[0].storage._lane
+        assert len({id(layer.storage._buffers) for layer in other.layers}) == 1
+        assert other.layers[0].storage._buffers is not cache.layers[0].storage._buffers
         assert other.reallocations == cache.reallocations
         assert feed(other, 4).equal(feed(cache, 4))
 
@@ -482,10 +482,10 @@ def test_storages_are_freed_with_their_cache():
         for _ in range(3):
             feed(cache, 20)
         planes = [weakref.ref(p) for x in cache.layers for p in x.storage.host.values()]
-        stage = weakref.ref(_stages(cache)[0].arena)
+        buffer = weakref.ref(_staging(cache)[0].arena)
         del cache
         assert all(plane() is None for plane in planes)
-        assert stage() is None
+        assert buffer() is None
     finally:
         gc.enable()
 
@@ -496,7 +496,7 @@ def test_host_planes_are_pinned_and_small_ones_on_the_device():
     feed(cache, 20, "cuda")
     storage = cache.layers[0].storage
     assert all(plane.is_pinned() for plane in storage.host.values())
-    assert all(plane.is_cuda for plane in storage.near.read().values())
+    assert all(plane.is_cuda for plane in storage.small_planes.read().values())
     assert all(plane.is_cuda for plane in storage.read().values())
 
 

@@ -8,7 +8,11 @@ import weakref
 import pytest
 import torch
 
-from kvkeep.errors import CapacityError, ShapeError, SpecError
+from kvkeep.codec import Plain
+from kvkeep.errors import CapacityError, ShapeError, SpecError, UnsupportedError
+from kvkeep.graph.device_step import require_fitting
+from kvkeep.layer.layer import LayerCache
+from kvkeep.policy import KeepAll
 from kvkeep.storage import Concat, Fixed, Growing, Host, buffer
 
 STORAGES = {"concat": Concat, "growing": Growing, "fixed": lambda: Fixed(16), "host": Host}
@@ -250,6 +254,44 @@ def test_fixed_keeps_its_addresses_and_refuses_what_does_not_fit():
     assert storage.read()["k"].data_ptr() == address
     assert storage.capacity == 4
     assert storage.reallocations == 0
+
+
+def test_fixed_addresses_stay_where_they_are(storage):
+    storage.append(planes(*range(8)))
+    if storage.fixed_addresses:
+        assert storage.capacity == storage.limit
+        before = {name: plane.data_ptr() for name, plane in storage.read().items()}
+        storage.append(planes(8, 9))
+        storage.evict(torch.tensor([[[0, 3]]]))
+        storage.truncate(4)
+        storage.reset()
+        storage.append(planes(*range(16)))
+        assert {name: plane.data_ptr() for name, plane in storage.read().items()} == before
+    else:
+        assert not storage.limited
+        with pytest.raises(NotImplementedError):
+            storage.adopt(storage.read(), 8)
+
+
+def test_a_limit_promises_nothing_about_addresses():
+    """A step on the device asks for fixed addresses, and for slots that can be rewritten."""
+
+    class Limited(Growing):
+        limit = 64
+
+    class Dependent(Plain):
+        rewritable = False
+
+    def fed(codec, storage):
+        layer = LayerCache(KeepAll(), codec, codec, storage)
+        layer.extend(*torch.zeros(2, 1, 1, 4, 8))
+        return layer
+
+    require_fitting(fed(Plain(), Fixed(64)))
+    with pytest.raises(SpecError, match="growing storage can move its slots"):
+        require_fitting(fed(Plain(), Limited()))
+    with pytest.raises(UnsupportedError, match="codec plain needs the host"):
+        require_fitting(fed(Dependent(), Fixed(64)))
 
 
 def test_fixed_needs_a_slot():

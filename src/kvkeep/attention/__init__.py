@@ -1,4 +1,4 @@
-"""Attention over a view: one operation, several backends, chosen by an explicit table."""
+"""Attention over a view: one operation with several backends, chosen from an explicit table."""
 
 from __future__ import annotations
 
@@ -32,16 +32,22 @@ __all__ = [
 ]
 
 Attend = Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
-"""One way to compute attention: queries that fit a view -> out, mass."""
+"""An implementation of attention: (queries, view, options) -> (out, mass)."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of `attend`.
 
-    `missing` is about this machine: why the backend cannot run here, or nothing; `refuses` is about
-    one call: why the backend cannot do it, or None; `limits` sums that up. `device` is where it is
-    tried without being named; None: anywhere. `yields`: whether another does a call better.
+    Args:
+        run: the implementation.
+        refuses: why the backend cannot do a call, or None.
+        limits: a summary of what it refuses.
+        about: a short description.
+        device: the device type on which it is tried without being named; None: any.
+        differentiable: whether it has gradients.
+        missing: why the backend cannot run on this machine; empty if it can.
+        yields: whether a later backend of the table is faster for a call.
     """
 
     name: str
@@ -61,7 +67,7 @@ class Backend:
 
     @property
     def reason(self) -> str:
-        """Why it cannot, or what it is."""
+        """Why it cannot run on this machine, or else its description."""
         return self.missing() or self.about
 
 
@@ -105,7 +111,7 @@ _TABLE = (
 
 
 def backends() -> tuple[Backend, ...]:
-    """Every backend, in the order in which `attend` tries them."""
+    """All backends, in the order in which `attend` tries them."""
     return _TABLE
 
 
@@ -121,19 +127,19 @@ def attend(
     observed: int | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Grouped-query attention of a chunk over the slots where they lie.
+    """Grouped-query attention of a chunk over the slots of a view, without copying them.
 
     Args:
         q: queries (B, Hq, n, Dk); Hq a multiple of the view's H. Any strides.
-        view: the slots, with the positions that say who sees what.
+        view: the slots, with the positions that determine which slots each query sees.
         scale: factor on q.k, usually Dk ** -0.5.
-        window: a query also sees no slot `window` or more positions before it.
+        window: a query sees no slot `window` or more positions before its own.
         softcap: scores x become softcap * tanh(x / softcap).
-        sinks: logits (Hq,) that take part in the softmax and receive no value.
+        sinks: logits (Hq,) that are added to the softmax's denominator and have no value.
         need_mass: also return the mass.
-        observed: the mass counts only each row's newest `observed` real queries (position >= 0) of
-            the chunk; None: all.
-        backend: a name from `backends()`; None takes the first that can.
+        observed: the mass counts only the newest `observed` real queries (position >= 0) of each
+            row in the chunk; None: all.
+        backend: a name from `backends()`; None: the first that can do the call.
 
     Returns:
         out (B, Hq, n, Dv) in q's dtype, zero for padding; and the mass, fp32 (B, H, S): the
@@ -141,7 +147,7 @@ def attend(
         group, or None.
 
     Raises:
-        ShapeError: q does not fit the view, or a segment is not what it should be.
+        ShapeError: q does not fit the view, or a segment is malformed.
         UnsupportedError: the named backend cannot do this call.
     """
     check_call(q, view, sinks)
@@ -158,9 +164,9 @@ def dispatch(
     *,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` without `check_call`: for a view of a layer's own slots, and queries that were
-    checked with the chunk. `differentiable`: by a backend that gradients could go through, whether
-    they are wanted now or not."""
+    """`attend` without `check_call`, for a view that a layer has made of its own slots, and queries
+    that were checked with their chunk. `differentiable`: use only backends that have gradients,
+    even if none are required now."""
     if view.in_parts:
         return _each_part(q, view, options, backend, differentiable)
     for candidate in _TABLE:
@@ -182,7 +188,7 @@ def dispatch(
 def _each_part(
     q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """One call for each part, whose slots are its own."""
+    """Attention with one call for each part of the view."""
     first = view.segments[0]
     kv_heads = unsliced(first.planes)["k"].shape[1]
     if first.head is not None:

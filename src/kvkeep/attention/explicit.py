@@ -1,4 +1,4 @@
-"""Attention written out with all of its weights, for callers that want them or drop some out."""
+"""Attention that computes all of its weights, for callers that need them or apply dropout."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvkeep.attention.view import View
 def run(
     q: Tensor, view: View, options: Options, *, moved: bool, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What the reference backend computes, by the operations of a model's eager attention: the
-    weights are a tensor of q's dtype, in the order of positions, of which dropout zeroes some. So
-    the same seed drops the same weights.
+    """The result of the reference backend, by the operations of a model's eager attention: the
+    weights are a tensor in q's dtype, ordered by position, to which dropout is applied. So the same
+    seed drops the same weights as the model's own attention.
 
     Args:
         q: queries (B, Hq, n, Dk).
-        view: what they attend to.
-        moved: whether slots may lie in another order than that of their positions.
-        dropout: the share of weights that become zero; the others are scaled up.
+        view: the slots they attend to.
+        moved: whether slots may be out of the order of their positions.
+        dropout: the probability with which a weight becomes zero; the others are scaled up.
 
     Returns:
         out (B, Hq, n, Dv); the mass fp32 (B, H, S) in the order of the slots, before dropout, or

@@ -1,8 +1,8 @@
-"""Whether queries and a view fit each other, seen before anything is computed.
+"""Checks that queries fit a view, before anything is computed.
 
-Kernels take addresses and strides and look no further, so nothing that does not fit may reach them.
-`attend` asks this of every call; the views of a `LayerCache` are made of tensors that were checked
-when they came.
+Kernels take addresses and strides without further checks, so malformed input must not reach them.
+`attend` checks every call. The views of a `LayerCache` need no check: they consist of tensors that
+were checked when they were written.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from torch import Tensor
 from kvkeep.attention.view import Segment, View
 from kvkeep.checks import check_sinks
 from kvkeep.errors import ShapeError
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, joined, part
 
 
 def check_call(q: Tensor, view: View, sinks: Tensor | None) -> None:
-    """Queries (B, Hq, n, Dk) fit a view, and every segment of it is what it should be.
+    """Check that queries (B, Hq, n, Dk) fit a view, and that each of its segments is well formed.
 
     Raises:
-        ShapeError: something does not fit, with its name, its shape and what it should be.
+        ShapeError: they do not; names the tensor, its shape and the expected one.
     """
     if q.dim() != 4 or 0 in q.shape or not q.is_floating_point():
         raise ShapeError(f"queries {tuple(q.shape)} {q.dtype}; give floats (B, Hq, n, Dk)")
@@ -49,7 +50,8 @@ def check_call(q: Tensor, view: View, sinks: Tensor | None) -> None:
 
 
 def _check_parts(view: View, rows: int) -> None:
-    """Segments are all parts or none is; parts hold each row of each head once."""
+    """Check that either all segments are parts or none is, and that parts hold each row of each
+    head once."""
     segments = view.segments
     held: dict[int | None, list[int]] = {}
     for segment in segments:
@@ -89,9 +91,11 @@ def _check_segment(
     k = _tensor(segment, "k")
     rows, slots = k.shape[0], k.shape[2]
     if rows not in (1, own_rows):
-        raise ShapeError(f"{what} holds {rows} rows for {own_rows} of queries; give 1 or as many")
+        raise ShapeError(f"{what} holds {rows} rows, the queries {own_rows}; give 1 or as many")
     if segment.key_codec.block != segment.value_codec.block:
-        raise ShapeError(f"{what} has keys and values in blocks of different lengths")
+        raise ShapeError(
+            f"{what}: keys and values are in blocks of different lengths; use one codec"
+        )
     for name, codec, dim in (
         ("k", segment.key_codec, width),
         ("v", segment.value_codec, value_width),
@@ -102,10 +106,10 @@ def _check_segment(
             found = _tensor(segment, plane)
             shape = (rows, heads, slots, *spec.shape)
             typed = (
-                found.is_floating_point() if codec.packing == "plain" else found.dtype == spec.dtype
+                found.is_floating_point() if codec.layout == PLAIN else found.dtype == spec.dtype
             )
             if tuple(found.shape) != shape or not typed:
-                kind = "floats" if codec.packing == "plain" else spec.dtype
+                kind = "floats" if codec.layout == PLAIN else spec.dtype
                 raise ShapeError(
                     f"{what}: plane {plane!r} is {tuple(found.shape)} {found.dtype}, but queries "
                     f"{tuple(q.shape)} and the other planes need {shape} {kind}"
@@ -114,8 +118,8 @@ def _check_segment(
     _check_places(what, segment, rows, heads, slots, q)
     if segment.slots < own:
         raise ShapeError(
-            f"{what} holds {segment.slots} slots, fewer than the chunk's own {own}, with which the "
-            "last segment ends"
+            f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk, with which "
+            "the last segment must end"
         )
     if segment.used is not None and segment.used.numel() != 1:
         raise ShapeError(f"{what}: used is {tuple(segment.used.shape)}; give one number, int32 ()")
@@ -142,7 +146,7 @@ def _check_places(
 
 
 def _tensor(segment: Segment, name: str) -> Tensor:
-    """A plane that must be there."""
+    """A required plane of a segment."""
     found = segment.planes.get(name)
     if found is None or found.dim() < 3:
         there = {n: tuple(segment.planes[n].shape) for n in segment.planes}

@@ -1,20 +1,20 @@
-"""The native CPU backend: one pass of C++ over the slots where they lie.
+"""The native CPU backend: one pass of C++ over the slots, without copying them.
 
 It reads keys and values of float32, bfloat16 and float16, and codes of 8 and 4 bits, through
-pointers and strides (see `native/abi.h`), shares torch's OpenMP threads, and takes the best of
-AVX-512, AVX2 and portable code. An install without a C++ compiler lacks it and works all the same.
+pointers and strides (see `native/abi.h`). It shares torch's OpenMP threads and uses the best of
+AVX-512, AVX2 and portable code. Without a C++ compiler kvkeep installs without this backend, and
+the others are used.
 """
 
 from __future__ import annotations
 
 from struct import Struct
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention.options import Options
-from kvkeep.attention.view import Decoder, Segment, View
+from kvkeep.attention.view import Segment, View
 from kvkeep.checks import wants_gradients
 from kvkeep.native_library import (  # noqa: F401 - tests and tools look for them here
     LIBRARY,
@@ -24,10 +24,11 @@ from kvkeep.native_library import (  # noqa: F401 - tests and tools look for the
     reason,
     use_instructions,
 )
+from kvkeep.packing import CODES, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
-_CODES = {"int8": 3, "int4": 4}
-"""Packings that the kernel reads besides "plain" -> KvType."""
+_READABLE = ("plain", "int8", "int4")
+"""The packings that the kernel reads."""
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
@@ -42,16 +43,16 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if q.dtype not in TYPES:
         return f"the native kernel computes in float32, which is too little for {q.dtype}"
     if torch.compiler.is_compiling():
-        return "the native kernel reads pointers, which tracing does not have"
+        return "the native kernel reads pointers, which do not exist while tracing"
     for segment in view.segments:
         planes = unsliced(segment.planes)
         k, v = planes["k"], planes["v"]
         for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
-            if codec.packing == "plain":
-                if plane.dtype not in TYPES:
-                    return f"the native kernel reads no {plane.dtype}"
-            elif codec.packing not in _CODES:
+            layout = codec.layout
+            if layout is None or layout.packing not in _READABLE:
                 return f"the native kernel cannot read what {codec} encodes"
+            if layout.packing == "plain" and plane.dtype not in TYPES:
+                return f"the native kernel reads no {plane.dtype}"
         if wants_gradients(q, k, v):
             return "the native kernel has no gradients"
     return None
@@ -63,9 +64,10 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     rows, query_heads, n, key_width = q.shape
     last = view.segments[-1]
     _, heads, _, value_width = unsliced(last.planes)["v"].shape
-    if last.value_codec.packing == "int4":
+    layout = last.value_codec.layout
+    if layout is not None and layout.packing == "int4":
         value_width *= 2
-    # As (B, n, Hq, Dv), which is how models want it next; one token lies the same either way.
+    # Stored as (B, n, Hq, Dv), as models use it next; for one token both layouts are the same.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
     else:
@@ -75,7 +77,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
         observed = view.observed(options.observed)
     dense = view.dense
-    kept: list[Tensor] = []  # what the kernel reads and nobody else holds
+    kept: list[Tensor] = []  # keeps temporary tensors alive during the call
     before: list[Segment | None] = [None, *view.segments]
     segments = b"".join(
         [
@@ -121,17 +123,21 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def _first(observed: Tensor) -> int:
-    """The first query that is observed in any row; n when there is none."""
+    """The index of the first query that is observed in any row; n if there is none."""
     some = observed.any(dim=0)
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
 
 
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
     planes = unsliced(segment.planes)
+    key, value = segment.key_codec.layout, segment.value_codec.layout
+    assert key is not None  # `refuses` lets no other codec through
+    assert value is not None
+    rotates = key.hadamard and q.shape[3] <= _MOST_WIDTH  # the kernel rotates the queries itself
     shared = planes["k"].shape[0] != q.shape[0]
-    # Turned queries stay in float32, so that a rotary offset costs no precision.
+    # Rotated queries stay in float32, so that a rotary offset costs no precision.
     turned = q if segment.rotation is None else segment.queries(q.float())
-    if not _rotated_inside(segment.key_codec, q):
+    if not rotates:
         turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
     if not dense:
@@ -140,9 +146,9 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
     return _SEGMENT.pack(
-        *_encoded(planes, "k", segment.key_codec, shared, kept),
-        _rotated_inside(segment.key_codec, q),
-        *_encoded(planes, "v", segment.value_codec, shared, kept),
+        *_encoded(planes, "k", key, shared, kept),
+        rotates,
+        *_encoded(planes, "v", value, shared, kept),
         0,
         *position,
         *_plane(turned, False, kept),
@@ -155,37 +161,19 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
 _ABSENT = (0, 0, 0, 0, 0)
 
 
-class Coded(Decoder, Protocol):
-    """A codec whose packing is in `_CODES`."""
-
-    @property
-    def group(self) -> int:
-        """How many neighbouring elements share a scale."""
-
-    @property
-    def hadamard(self) -> bool:
-        """Whether keys are rotated by a Hadamard matrix before they are encoded."""
-
-
-def _rotated_inside(codec: Decoder, q: Tensor) -> bool:
-    """Whether the kernel rotates the queries itself."""
-    return codec.packing in _CODES and cast(Coded, codec).hadamard and q.shape[3] <= _MOST_WIDTH
-
-
 def _encoded(
-    planes: Planes, name: str, codec: Decoder, shared: bool, kept: list[Tensor]
+    planes: Planes, name: str, layout: KernelLayout, shared: bool, kept: list[Tensor]
 ) -> tuple[int, ...]:
     """A KvEncoded."""
     plane = planes[name]
-    kind = _CODES.get(codec.packing or "")
-    if kind is None:
+    if layout.packing == "plain":
         return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0)
     zero = planes.get(name + "_zero")
     return (
-        *_plane(plane, shared, kept, kind),
+        *_plane(plane, shared, kept, CODES[layout.packing]),
         *_plane(planes[name + "_scale"], shared, kept),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
-        cast(Coded, codec).group,
+        layout.group,
     )
 
 

@@ -1,4 +1,4 @@
-"""What `attend` was asked for, checked once and handed to the backend."""
+"""The options of a call of `attend`, which are checked once and passed to the backend."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 class Options(NamedTuple):
     """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits.
 
-    The mass counts each row's newest `observed` real queries (position >= 0) of the chunk; None:
-    all.
+    The mass counts the newest `observed` real queries (position >= 0) of each row in the chunk;
+    None: all.
     """
 
     scale: float

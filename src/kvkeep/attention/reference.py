@@ -1,4 +1,4 @@
-"""The readable backend: every feature, on any device, float64 when given float64."""
+"""The reference backend: simple, with every feature, on every device, and float64-capable."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvkeep.attention.options import Options
 from kvkeep.attention.view import View
 
 _SCORES_PER_BLOCK = 1 << 24
-"""Most scores held at once; longer chunks are computed in blocks of queries."""
+"""The most scores in memory at once; longer chunks are computed in blocks of queries."""
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
-    """None: the reference does every call."""
+    """Returns None: the reference backend can do every call."""
     return None
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention over all segments at once, as written in the textbooks.
+    """Softmax attention over all segments at once, computed as it is defined.
 
     Scores and sums are float32 (float64 for float64 input). Source: arXiv 1706.03762; grouped
     queries arXiv 2305.13245; soft capping Gemma 2 (arXiv 2408.00118); sink logits gpt-oss
@@ -85,8 +85,8 @@ def scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis; all zero where everything is -inf. `sinks` (Hq,) are logits that
-    take part in the sum and receive nothing."""
+    """Softmax over the last axis; all zero if every logit is -inf. `sinks` (Hq,) are logits that
+    are added to the denominator only."""
     if sinks is not None:
         heads, group = logits.shape[1:3]
         logit = sinks.to(logits.dtype).reshape(1, heads, group, 1, 1)

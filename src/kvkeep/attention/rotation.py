@@ -1,4 +1,4 @@
-"""Rotary offsets: attend to keys at shifted positions by rotating the few queries instead."""
+"""Rotary offsets: attention to keys at shifted positions, by rotating the few queries instead."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from kvkeep.rotary import Rotary
 
 @dataclass(frozen=True)
 class Rotation:
-    """A segment whose keys were rotated for positions `offset` before those they now stand at.
+    """The offset between the positions for which a segment's keys were rotated and those at which
+    they are used.
 
-    q . R(d)k = (R(-d)q) . k, so `turn` gives the query that sees such keys `offset` later.
+    q . R(d)k = (R(-d)q) . k, so queries rotated by `turn` attend to the keys as if these were
+    rotated for positions `offset` later.
 
     Args:
-        offset: d, in positions; may be negative.
+        offset: d, in positions: used position minus rotated position; may be negative.
         inv_freq: (R/2,) angular frequencies of the model's rotary embedding; see `Rotary`.
         interleaved: how dimensions are paired; see `Rotary`.
     """
@@ -32,20 +34,22 @@ class Rotation:
         return self._turned(q, -self.offset)
 
     def turned_keys(self, k: Tensor) -> Tensor:
-        """R(offset) applied to k (..., D): the keys as they are where they now stand; a copy."""
+        """R(offset) applied to k (..., D): the keys, rotated for the positions of use; a copy."""
         return self._turned(k, self.offset)
 
     def _turned(self, x: Tensor, by: int) -> Tensor:
         frequencies = _there(self.inv_freq, x.device)
-        distance = torch.full((), by, dtype=torch.int64, device=x.device)  # written there, not sent
+        distance = torch.full(
+            (), by, dtype=torch.int64, device=x.device
+        )  # filled on the device, not copied to it
         return Rotary(frequencies, self.interleaved).turn(x, distance)
 
 
-_moved = WeakTensorKeyDictionary()  # frequencies -> the same by device
+_moved = WeakTensorKeyDictionary()  # frequencies -> their copies by device
 
 
 def _there(inv_freq: Tensor, device: torch.device) -> Tensor:
-    """Frequencies on a device; sent once, for each step would wait for it."""
+    """Frequencies on a device. They are copied once, because each step would wait for the copy."""
     if inv_freq.device == device:
         return inv_freq
     if inv_freq not in _moved:

@@ -1,11 +1,11 @@
-"""The torch backend: scaled_dot_product_attention's fused kernels; no key or value is expanded.
+"""The torch backend: the fused kernels of scaled_dot_product_attention, without expanded keys.
 
-On the CPU each part of the slots gives a partial result with its log-sum-exp, and the parts are
-merged exactly; elsewhere one segment goes to torch's own choice of kernel. The queries of a group
-are folded into the query axis, so a key is read once for all of them; a segment shared by all rows
-is read once for all rows. Given the merged result and its log-sum-exp, the kernel's backward finds
-each part's gradient by itself, so no scores are kept. Source: FlashAttention (arXiv 2205.14135),
-Flash-Decoding.
+On the CPU each part of the slots gives a partial result with its log-sum-exp, and the results are
+merged exactly. On other devices a single segment goes to the kernel of torch's choice. The queries
+of a group are folded into the query axis, so a key is read once for all of them; a segment shared
+by all rows is read once for all rows. Given the merged result and its log-sum-exp, the kernel's
+backward computes the gradient of each part separately, so no scores are saved. Source:
+FlashAttention (arXiv 2205.14135), Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvkeep.checks import wants_gradients
 from kvkeep.planes import POSITION
 
 _MASKED_SCORES = 1 << 22
-"""Most mask elements built at once; longer chunks are computed in blocks of queries."""
+"""The most mask elements in memory at once; longer chunks are computed in blocks of queries."""
 
 
 class Partial(NamedTuple):
@@ -38,9 +38,9 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
-    parts = view.in_runs() if q.is_cpu else view  # off the CPU, decoded as a whole
+    parts = view.in_runs() if q.is_cpu else view  # on other devices it is decoded as a whole
     if not _gives_lse(q, view) and (len(parts.segments) > 1 or options.sinks is not None):
-        return "torch gives a log-sum-exp to merge by on the CPU, for Dk = Dv"
+        return "torch returns a log-sum-exp, which merging needs, only on the CPU for Dk = Dv"
     return None
 
 
@@ -75,8 +75,8 @@ def _attended(
     sinks: Tensor | None,
     inputs: Iterable[tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, (B, Hq, n, D) and fp32 (B, Hq, n, 1), of queries, keys and
-    values as each segment needs them."""
+    """Attention and its log-sum-exp, (B, Hq, n, D) and fp32 (B, Hq, n, 1). `inputs` are the rotated
+    queries, the keys and the values of each segment."""
     parts = []
     for segment, (q, k, v) in zip(view.segments, inputs, strict=True):
         rows, query_heads, n, dim = q.shape
@@ -99,15 +99,15 @@ def _attended(
 
 
 def _split(view: View, segment: Segment) -> tuple[int, int]:
-    """How many of its slots every query of a dense view sees, and how many see each other causally:
-    the chunk's own. One query sees its own slot too."""
+    """The slots of a segment in a dense view: how many all queries see, and how many are the
+    chunk's own, for which attention is causal. A single query sees its own slot like the others."""
     own = view.chunk if view.chunk > 1 and segment is view.segments[-1] else 0
     return segment.slots - own, own
 
 
 class _Recorded(torch.autograd.Function):
-    """`_attended`, with gradients for queries, keys, values and sinks: the kernel's backward finds
-    those of a part from the whole's result and log-sum-exp."""
+    """`_attended` with gradients for queries, keys, values and sinks: the kernel's backward
+    computes those of a part from the merged result and log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -124,7 +124,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, sinks, *inputs = ctx.saved_tensors
         view, count = ctx.view, len(ctx.view.segments)
-        # A query that sees nothing has no weights: exp(x - inf) = 0.
+        # A query that sees nothing has weights of zero: exp(x - inf) = 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         found: list[list[Tensor]] = [[], [], []]
         for index, segment in enumerate(view.segments):
@@ -145,8 +145,8 @@ class _Recorded(torch.autograd.Function):
 def _gradients(
     view: View, segment: Segment, of_queries: list[Tensor], k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q (B, H, G, n, D), k and v (B, H, s, D) of a segment; `of_queries`: q, the gradient of the
-    whole's result, that result and its log-sum-exp, all (B, H, G, n, ...)."""
+    """The gradients of q (B, H, G, n, D), k and v (B, H, s, D) of a segment. `of_queries`: q, the
+    gradient of the merged result, that result and its log-sum-exp, all (B, H, G, n, ...)."""
     q = of_queries[0]
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     rows, heads, group, n, _ = q.shape
@@ -180,8 +180,8 @@ def _kernel_gradients(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q (B, H, m, D), k and v (B, H, s, D); `of_queries`: q, the result's gradient, the result
-    and its log-sum-exp."""
+    """The gradients of q (B, H, m, D), k and v (B, H, s, D). `of_queries`: q, the result's
+    gradient, the result and its log-sum-exp."""
     q, grad, out, lse, k, v = (x.contiguous() for x in (*of_queries, k, v))
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse.squeeze(-1), 0.0, causal, attn_mask=mask, scale=scale
@@ -190,7 +190,7 @@ def _kernel_gradients(
 
 
 def _whole(q: Tensor, view: View, scale: float) -> Tensor:
-    """One segment through the public function, which picks a kernel for the device."""
+    """Attention over one segment by torch's public function, which chooses a kernel."""
     (segment,) = view.segments
     k, v = segment.keys(q.dtype), segment.values(q.dtype)
     rows, query_heads, n, dim = q.shape
@@ -219,8 +219,8 @@ def _whole(q: Tensor, view: View, scale: float) -> Tensor:
 def _kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m); the public function keeps the lse."""
-    # The kernel reads along the width as if its stride were 1, and does not look.
+    """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m); the public function returns no lse."""
+    # The kernel assumes a stride of 1 along the width, without a check.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -229,8 +229,8 @@ def _kernel(
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Every query sees every slot, so queries of a group (and of all rows, if the slots are
-    shared) are one run of queries to the kernel."""
+    """Attention of queries that see every slot: the queries of a group (and of all rows, if the
+    slots are shared) are one run of queries for the kernel."""
     rows, heads, group, n, _ = q.shape
     if k.shape[0] == rows:
         out, lse = _kernel(q.reshape(rows, heads, group * n, -1), k, v, scale)
@@ -242,7 +242,8 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Query i sees slots 0..i: one call per query of the group, so that nothing is expanded."""
+    """Causal attention, query i sees slots 0..i: one call per query of the group, so that keys and
+    values are not expanded."""
     rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     calls = [_kernel(q[:, :, g], k, v, scale, causal=True) for g in range(group)]
@@ -253,13 +254,14 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale: float) -> Partial:
-    """Visibility from positions, a block of queries at a time; the mask is shared by the group."""
+    """Attention with a mask made from positions, a block of queries at a time; the queries of a
+    group share the mask."""
     rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     outs, lses = [], []
     for queries, mask in _masks(q, view, segment):
         calls = [_kernel(q[:, :, g, queries], k, v, scale, mask) for g in range(group)]
-        # The kernel gives an empty row the lse 0 and NaN-free output; its weight must be none.
+        # For a fully masked row the kernel returns a log-sum-exp of 0; its weight must be zero.
         empty = (mask == -torch.inf).all(dim=-1, keepdim=True)
         lse = torch.stack([lse for _, lse in calls], dim=2).unsqueeze(-1)
         outs.append(torch.stack([out for out, _ in calls], dim=2))
@@ -268,7 +270,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale
 
 
 def _masks(q: Tensor, view: View, segment: Segment) -> Iterator[tuple[slice, Tensor]]:
-    """What to add to the scores of a segment, (B|1, 1|H, m, s), a block of queries at a time."""
+    """Additive masks for the scores of a segment, (B|1, 1|H, m, s), by blocks of queries."""
     n = view.chunk
     block = max(1, _MASKED_SCORES // max(1, len(q) * segment.position.shape[1] * segment.slots))
     for start in range(0, n, block):
@@ -279,7 +281,7 @@ def _masks(q: Tensor, view: View, segment: Segment) -> Iterator[tuple[slice, Ten
 
 
 def _merge(parts: list[Partial]) -> Partial:
-    """The parts' outputs, each weighted by its share of the probability."""
+    """The sum of the parts' outputs, each weighted by its share of the probability."""
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part.lse for part in parts])

@@ -1,4 +1,4 @@
-"""How the Triton kernels cut a call into programs."""
+"""How a call of the Triton kernels is divided into programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-_TILES_BYTES = 96 << 10  # of the smallest shared memory of a server, so that more programs fit
+_TILES_BYTES = 96 << 10  # of shared memory, so that several programs fit a multiprocessor
 _MOST_STAGES = 3
 _FEWEST_TILES = 4
 _MOST_SPLITS = 128
@@ -15,21 +15,22 @@ _SMALL_SHARED = 150 << 10
 
 
 def power_of_two(x: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two that is at least x."""
     return 1 << max(0, x - 1).bit_length()
 
 
 def stages(block: int, k: Tensor, v: Tensor) -> int:
-    """Tiles of `block` slots under way at once, as far as they fit a processor's shared memory."""
+    """How many tiles of `block` slots are loaded at once, limited by the shared memory."""
     tile = block * sum(x.shape[3] * x.element_size() for x in (k, v))
     return max(2, min(_MOST_STAGES, _TILES_BYTES // max(1, tile)))
 
 
 @lru_cache(maxsize=4096)
 def splits(pairs: int, tiles: int, at_once: int) -> int:
-    """Splits that keep all processors equally busy, each with a few tiles at least.
+    """The number of splits that keeps all multiprocessors busy, each with at least a few tiles.
 
-    Programs run in waves of `at_once`; the time is that of the waves, and each program's own start.
+    Programs run in waves of `at_once`. The time is modelled as that of the waves, plus one tile's
+    time for the start of each program.
     """
     most = max(1, min(tiles // _FEWEST_TILES, -(-4 * at_once // pairs), _MOST_SPLITS))
 
@@ -42,7 +43,7 @@ def splits(pairs: int, tiles: int, at_once: int) -> int:
 
 @cache
 def small(device: torch.device) -> bool:
-    """Whether a program may have only 100 KB of shared memory, as on GPUs for desktops."""
+    """Whether a program has only about 100 KB of shared memory, as on desktop GPUs."""
     if device.type != "cuda":
         return False
     found = torch.cuda.get_device_properties(device)
@@ -51,7 +52,7 @@ def small(device: torch.device) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors there are."""
+    """The number of multiprocessors of a device."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

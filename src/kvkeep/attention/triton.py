@@ -1,7 +1,8 @@
-"""The Triton backend, for CUDA: every slot is read once, encoded as it is, where it lies.
+"""The Triton backend, for CUDA: every slot is read once, in its encoded form, without a copy.
 
-A call is one launch for each segment, over splits of its slots, and one that joins their results.
-Nothing waits for the device, and lengths may be tensors, so that a CUDA graph can hold a call.
+A call is one launch for each segment, over splits of its slots, and one launch that merges their
+results. Nothing waits for the device, and lengths may be tensors, so a CUDA graph can capture a
+call.
 """
 
 from __future__ import annotations
@@ -10,45 +11,42 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import tiles
-from kvkeep.attention.native import Coded
 from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.checks import wants_gradients
+from kvkeep.packing import CODES, KernelLayout
 from kvkeep.planes import POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-CODES = {"plain": 0, "int8": 1, "int4": 2, "fp8": 3}
-"""Packing -> how `kvkeep.kernels.codes` calls it; keys and values of others are decoded."""
-
 _MOST_WIDTH = 256
 _MOST_REACHES = 3
 _MOST_PAIRS = 65535
 _OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
-_SHARED_WEIGHTS = 64
-"""Most queries of a group (n * G) whose weights are written down for the mass, instead of being
-computed again: those of a decode step."""
+_STORED_WEIGHTS = 64
+"""The most queries of a kv head (n * G) whose weights are written to memory for the mass, as in
+decode steps; with more queries they are computed again."""
 
-_MOST_ROWS = 128  # of one product
+_MOST_ROWS = 128  # rows of one matrix product
 _PROGRAMS = 2
-"""Programs on a multiprocessor at once. Codes mean fewer bytes in flight and more arithmetic, so
-they take more programs to keep the memory busy: see `_coded_tile`."""
+"""Programs on a multiprocessor at once. Codes have fewer bytes in flight and more arithmetic, so
+more programs are needed to use the memory bandwidth: see `_coded_tile`."""
 
 _CODED_TILE = 8 << 10
-"""Bytes of codes in a tile of keys."""
+"""The bytes of codes in a tile of keys."""
 
 _NO_REACH = Reach(2**31 - 1)
 
 
 @cache
 def reason() -> str:
-    """Why the kernels cannot run here; empty when they can."""
+    """Why the kernels cannot run on this machine; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton, or a torch that brings it"
     if interpreted():
@@ -56,7 +54,7 @@ def reason() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.version.hip is not None:
-        return "the kernels hold instructions of NVIDIA's processors, and this is ROCm"
+        return "the kernels contain NVIDIA PTX instructions, and this is ROCm"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
         found, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
@@ -65,7 +63,7 @@ def reason() -> str:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    """Whether Triton's interpreter runs the kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -74,11 +72,11 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if not q.is_cuda and not (q.is_cpu and interpreted()):
         return "the Triton kernels run on CUDA"
     if torch.compiler.is_compiling():
-        return "the Triton kernels are launched from a step that is not traced"
+        return "the Triton kernels cannot be traced, only called by a custom operation"
     if q.dtype not in _TYPES:
         return f"the Triton kernels compute in float32, which is too little for {q.dtype}"
     if len(view.reaches) > _MOST_REACHES:
-        return f"the Triton kernels know {_MOST_REACHES} limits of who sees what, not more"
+        return f"the kernels take at most {_MOST_REACHES} reaches, these are {len(view.reaches)}"
     pairs = q.shape[0] * unsliced(view.segments[-1].planes)["k"].shape[1]
     if pairs > _MOST_PAIRS:
         return f"a CUDA launch takes {_MOST_PAIRS} rows x kv heads, these are {pairs}"
@@ -92,14 +90,20 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     return None
 
 
+def readable(codec: Decoder) -> KernelLayout | None:
+    """The layout of a codec's planes if the kernels can read it; None: they are decoded first."""
+    layout = codec.layout
+    return layout if layout is not None and layout.packing in CODES else None
+
+
 def yields(q: Tensor, view: View, options: Options) -> bool:
-    """Whether torch's fused attention is exact, and so better: for a prompt's first chunk."""
+    """Whether torch's fused attention can do the call: it is faster for a prompt's first chunk."""
     plain = options.softcap is None and options.sinks is None and not options.need_mass
     return plain and view.square
 
 
 class _Coded(NamedTuple):
-    """A plane of keys or values as a kernel reads it."""
+    """A plane of keys or values, as a kernel reads it."""
 
     plane: Tensor
     scale: Tensor
@@ -114,33 +118,32 @@ class _Coded(NamedTuple):
 
     @classmethod
     def plain(cls, plane: Tensor) -> _Coded:
-        """Of numbers as they are."""
+        """A plane of floats."""
         plane, width = _along_width(plane), plane.shape[3]
         return cls(plane, plane, plane, 0, 1, width, width, False)
 
     @classmethod
-    def of(cls, planes: Planes, name: str, codec: Decoder, width: int) -> _Coded:
-        """Of a packing that the kernels know."""
-        if codec.packing == "plain":
+    def of(cls, planes: Planes, name: str, layout: KernelLayout, width: int) -> _Coded:
+        """Planes of a layout that the kernels know."""
+        if layout.packing == "plain":
             return cls.plain(planes[name])
         plane, parts = _in_words(_along_width(planes[name]), width)
         scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
         if zero is not None and zero.stride() != scale.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        code = CODES[codec.packing or ""]
-        size = cast(Coded, codec).group
-        # A scale's own width needs no stride, so it must be 1.
+        code, size = CODES[layout.packing], layout.group
+        # The kernels assume a stride of 1 along the groups.
         scale = _along_width(scale)
         own_zero = scale if zero is None else _along_width(zero)
         return cls(plane, scale, own_zero, code, parts, width, size, zero is not None)
 
     @property
     def groups(self) -> int:
-        """Groups of elements with a scale of their own."""
+        """The number of groups of elements that have a scale each."""
         return -(-self.width // self.size)
 
     def shape(self, name: str) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """The constants with which a kernel is compiled."""
         return {
             f"{name}_CODE": self.code, f"{name}_PARTS": self.parts, f"{name}_SIZE": self.size,
             f"{name}_COUNT": self.groups, f"{name}_GROUPS": power_of_two(self.groups),
@@ -150,7 +153,7 @@ class _Coded(NamedTuple):
         }  # fmt: skip
 
     def strides(self, shared: bool) -> tuple[int, ...]:
-        """Row, head and slot, of the codes and of the scales."""
+        """Strides of row, head and slot, of the codes and of the scales."""
         rows = 0 if shared else 1
         codes, scales = self.plane.stride(), self.scale.stride()
         return (rows * codes[0], *codes[1:3], rows * scales[0], *scales[1:3])
@@ -163,7 +166,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Where Triton is to launch: it takes the current device's stream."""
+    """A context in which x's device is current, because Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -195,13 +198,13 @@ def _run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None
 
 
 class _Piece(NamedTuple):
-    """One segment and how it is cut."""
+    """One segment and how it is divided."""
 
     segment: Segment
     q: Tensor
     k: _Coded
     v: _Coded
-    place: Tensor
+    position: Tensor
     shared: bool
     slots: int
     before: int
@@ -210,12 +213,12 @@ class _Piece(NamedTuple):
     block_n: int
     splits: int
     first: int
-    """Where its slots begin among all."""
+    """The index of its first slot among all slots."""
     first_tile: int
 
 
 class _Call:
-    """What all launches of one call have in common."""
+    """The state shared by all launches of one call."""
 
     def __init__(self, q: Tensor, view: View, options: Options) -> None:
         self.q, self.view, self.options = q, view, options
@@ -224,8 +227,8 @@ class _Call:
         self.group = self.query_heads // self.heads
         used = any(segment.used is not None for segment in view.segments)
         self.dense = view.dense and not used
-        self.where = view.position.to(torch.int32).contiguous()
-        self.apart = options.need_mass and self.group * self.n > _SHARED_WEIGHTS
+        self.q_position = view.position.to(torch.int32).contiguous()
+        self.second_pass = options.need_mass and self.group * self.n > _STORED_WEIGHTS
         self.pieces: list[_Piece] = []
         first = first_tile = 0
         for index, segment in enumerate(view.segments):
@@ -233,35 +236,37 @@ class _Call:
             self.pieces.append(piece)
             first += piece.slots
             first_tile += -(-piece.slots // piece.block_n)
-        self.share = self.top = q
-        if options.need_mass and not self.apart:
+        self.weights = self.tops = q
+        if options.need_mass and not self.second_pass:
             lines = (self.rows, self.heads, self.n * self.group)
-            # In half precision where all else is: the weights are written and read once more.
+            # In half precision unless q is float32: the weights are written and read once.
             half = q.dtype != torch.float32
-            self.share = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
-            self.top = q.new_empty((*lines, first_tile), dtype=torch.float32)
+            self.weights = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
+            self.tops = q.new_empty((*lines, first_tile), dtype=torch.float32)
 
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = unsliced(segment.planes)
         q = self.q if segment.rotation is None else segment.queries(self.q)
-        if segment.key_codec.packing in CODES:
+        layout = readable(segment.key_codec)
+        if layout is not None:
             q = segment.key_codec.rotate(q)
-            k = _Coded.of(planes, "k", segment.key_codec, q.shape[3])
+            k = _Coded.of(planes, "k", layout, q.shape[3])
         else:
             k = _Coded.plain(segment.keys(q.dtype))
-        if segment.value_codec.packing in CODES:
-            v = _Coded.of(planes, "v", segment.value_codec, segment.value_width)
+        layout = readable(segment.value_codec)
+        if layout is not None:
+            v = _Coded.of(planes, "v", layout, segment.value_width)
         else:
             v = _Coded.plain(segment.values(q.dtype))
         q = _along_width(q)
         slots = segment.slots
         shared = k.plane.shape[0] != self.rows
-        place = segment.position if segment.key_codec.block > 1 else planes[POSITION]
+        position = segment.position if segment.key_codec.block > 1 else planes[POSITION]
         plain = {x.plane.dtype for x in (k, v) if not x.code}
         kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
         lines = self.n * self.group * (self.rows if shared else 1)  # queries of a kv head
         few, many = sorted((power_of_two(k.groups), power_of_two(v.groups)))
-        exact = kind == torch.float32  # on no tensor core, so by few queries at a time
+        exact = kind == torch.float32  # without tensor cores, so with few queries at a time
         most = min(16 if exact else 64, _MOST_ROWS // many)
         block_m = max(16 // few, min(power_of_two(lines), most), 1)
         coded = bool(k.code and v.code) and block_m * many <= 16
@@ -273,14 +278,14 @@ class _Call:
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
         at_once = programs * tiles.processors(self.q.device)
         return _Piece(
-            segment, q, k, v, place, shared, slots,
+            segment, q, k, v, position, shared, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
             tiles.splits(pairs, -(-slots // block_n), at_once),
             first, first_tile,
         )  # fmt: skip
 
     def _shape(self, piece: _Piece) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """The constants with which a kernel is compiled."""
         return {
             "HEADS": self.heads, "GROUP": self.group, "DENSE": self.dense,
             "REACHES": len(self.view.reaches), "SOFTCAP": self.options.softcap is not None,
@@ -288,19 +293,19 @@ class _Call:
         }  # fmt: skip
 
     def _limits(self) -> tuple[int, ...]:
-        """The reaches, as numbers."""
+        """The reaches as integers, padded to `_MOST_REACHES`."""
         reaches = [*self.view.reaches, _NO_REACH, _NO_REACH, _NO_REACH][:_MOST_REACHES]
         return tuple(min(x, 2**31 - 1) for reach in reaches for x in reach)
 
-    def _where_row(self) -> int:
-        return self.n if self.where.dim() == 2 and self.where.shape[0] > 1 else 0
+    def _q_position_row(self) -> int:
+        return self.n if self.q_position.dim() == 2 and self.q_position.shape[0] > 1 else 0
 
-    def _place_strides(self, piece: _Piece) -> tuple[int, int, int]:
-        row, head, slot = piece.place.stride()
-        return 0 if piece.shared else row, head if piece.place.shape[1] > 1 else 0, slot
+    def _position_strides(self, piece: _Piece) -> tuple[int, int, int]:
+        row, head, slot = piece.position.stride()
+        return 0 if piece.shared else row, head if piece.position.shape[1] > 1 else 0, slot
 
     def attend(self, piece: _Piece, out: Tensor, lse: Tensor, part: int, *, first: bool) -> None:
-        """The parts of one segment."""
+        """Launch the splits of one segment, which write their partial results."""
         from kvkeep.kernels import attend
 
         k, v, options = piece.k, piece.v, self.options
@@ -311,21 +316,23 @@ class _Call:
             self.heads * (1 if piece.shared else self.rows),
         )
         attend.attend[grid](
-            piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero, piece.place, self.where,
-            piece.segment.used, options.sinks if first else None, out, lse, self.share, self.top,
+            piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
+            piece.position, self.q_position, piece.segment.used,
+            options.sinks if first else None, out, lse, self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
-            *self._place_strides(piece), self._where_row(),
+            *self._position_strides(piece), self._q_position_row(),
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
-            self.share.shape[-1], piece.first, piece.first_tile, self.top.shape[-1],
+            self.weights.shape[-1], piece.first, piece.first_tile, self.tops.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
-            SHARED=piece.shared, MASS=options.need_mass and not self.apart, BLOCK_M=piece.block_m,
+            SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
+            BLOCK_M=piece.block_m,
             num_warps=4 if piece.block_m * power_of_two(k.groups) <= 64 else 8,
             num_stages=tiles.stages(piece.block_n, k.plane, v.plane),
             **self._shape(piece), **v.shape("V"),
         )  # fmt: skip
 
     def mass(self, lse: Tensor) -> Tensor:
-        """The mass (B, H, S), once the whole of the probability is known."""
+        """The mass (B, H, S), given the log-sum-exp of the whole call."""
         from kvkeep.kernels import merge, weigh
 
         slots = sum(piece.slots for piece in self.pieces)
@@ -334,19 +341,20 @@ class _Call:
         seen_row = 0 if seen is None or seen.shape[0] == 1 else self.n
         pairs = self.rows * self.heads
         for piece in self.pieces:
-            if not self.apart:
+            if not self.second_pass:
                 merge.receive[(-(-piece.slots // 256), pairs)](
-                    self.share, self.top, lse, seen, piece.segment.used, mass, self.n,
-                    piece.slots, slots, piece.first, piece.first_tile, self.top.shape[-1],
+                    self.weights, self.tops, lse, seen, piece.segment.used, mass, self.n,
+                    piece.slots, slots, piece.first, piece.first_tile, self.tops.shape[-1],
                     seen_row, HEADS=self.heads, GROUP=self.group, TILE=piece.block_n, BLOCK=256,
                 )  # fmt: skip
                 continue
             groups = power_of_two(piece.k.groups)
             block_m = max(16 // groups, min(64, _MOST_ROWS // groups))
             weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
-                piece.q, piece.k.plane, piece.k.scale, piece.k.zero, piece.place, self.where,
-                piece.segment.used, lse, seen, mass, *piece.q.stride()[:3],
-                *piece.k.strides(piece.shared), *self._place_strides(piece), self._where_row(),
+                piece.q, piece.k.plane, piece.k.scale, piece.k.zero,
+                piece.position, self.q_position, piece.segment.used, lse, seen, mass,
+                *piece.q.stride()[:3], *piece.k.strides(piece.shared),
+                *self._position_strides(piece), self._q_position_row(),
                 0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,
                 seen_row, float(self.options.scale), float(self.options.softcap or 1.0),
                 *self._limits(), BLOCK_M=block_m, **self._shape(piece), num_warps=4, num_stages=2,
@@ -355,10 +363,11 @@ class _Call:
 
 
 def _coded_tile(k: _Coded, v: _Coded, mass: bool) -> tuple[int, int]:
-    """Slots of a tile whose keys and values are codes, and programs at once; measured on an H100.
+    """For keys and values that are codes: slots of a tile, and programs at once, measured on an
+    H100.
 
-    With the mass, kernels over codes of a byte need so many registers that three programs fit a
-    multiprocessor: two waves of them.
+    With the mass, kernels over 8-bit codes need so many registers that only three programs fit a
+    multiprocessor; two waves of them are used.
     """
     widest = max(x.plane.shape[3] * x.plane.element_size() for x in (k, v))
     bytewise = widest >= max(k.width, v.width)
@@ -372,8 +381,8 @@ def _along_width(x: Tensor) -> Tensor:
 
 
 def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
-    """A plane of 8-bit integers as 16-bit ones where it can be, which tensor cores load as they
-    need them; and how many of `width` elements are in each."""
+    """A plane of 8-bit integers viewed as 16-bit words if strides allow it, which tensor cores can
+    load directly; and how many elements each word holds, of `width` per token."""
     each = width // plane.shape[3]
     places = (plane.storage_offset(), *plane.stride()[:3], plane.shape[3])
     if any(x % 2 for x in places):

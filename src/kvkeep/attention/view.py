@@ -1,4 +1,4 @@
-"""What attention reads: a view is a list of segments, and facts about who may see what."""
+"""The input of attention: a view is a list of segments, with what determines visibility."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.rotation import Rotation
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import (
     POSITION,
     Chain,
@@ -23,37 +24,37 @@ from kvkeep.planes import (
 
 
 class Decoder(Protocol):
-    """What attention needs of a codec."""
+    """The part of a codec that attention uses."""
 
     @property
-    def packing(self) -> str | None:
-        """The layout by which a kernel may read the planes itself; None: only `decode` does."""
+    def layout(self) -> KernelLayout | None:
+        """The memory layout, for kernels that read the planes directly; None: no kernel can."""
 
     @property
     def block(self) -> int:
-        """Tokens in a slot; their planes have a token axis when it is more than one."""
+        """Tokens in a slot; the planes have a token axis if this is more than one."""
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
-        """What one slot of a tensor of width `dim` is in each plane."""
+        """The planes of one slot, for a tensor of width `dim`."""
 
     def width(self, planes: Planes) -> int:
-        """D of the tensor that these planes hold."""
+        """D of the tensor that is encoded in these planes."""
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""
 
     def rotate(self, q: Tensor) -> Tensor:
-        """Queries (..., D) as the encoded keys need them; decoded keys need them as they are."""
+        """Queries (..., D) to multiply with encoded keys; decoded keys use unchanged queries."""
 
 
 _DECODED_AT_ONCE = 2048
-"""Tokens whose keys and values are decoded together by backends that cannot read them encoded."""
+"""How many tokens are decoded at a time, for backends that cannot read encoded planes."""
 
 
 class Segment(NamedTuple):
     """A run of slots with one encoding: owned by one cache, or frozen and shared.
 
-    `planes` holds `k*`, `v*` and `position`, batch size B, or 1 when all rows share the segment.
+    `planes` holds `k*`, `v*` and `position`, with batch size B, or 1 if all rows share the segment.
     """
 
     planes: Planes
@@ -61,18 +62,19 @@ class Segment(NamedTuple):
     value_codec: Decoder
     rotation: Rotation | None = None
     head: int | None = None
-    """The one kv head it holds, where heads differ in length; None: all of them."""
+    """The kv head it holds, if heads have different lengths; None: all heads."""
     rows: Tensor | None = None
-    """The rows it holds, int64 (b,), where rows differ in length; None: all of them."""
+    """The rows it holds, int64 (b,), if rows have different lengths; None: all rows."""
     part: bool = False
-    """Whether it is all that its rows and head attend to, and others are other rows' or heads'."""
+    """Whether its rows and head attend to this segment only, and the others are of other rows or
+    heads."""
     used: Tensor | None = None
-    """How many of its slots, from the first, may not be empty, int32 () where they are: what
-    lies behind need not be read. None: any of them."""
+    """An upper bound of the slots in use, int32 () on the slots' device: all slots from this index
+    on are empty and need not be read. None: unknown."""
 
     @property
     def slots(self) -> int:
-        """Tokens in it."""
+        """The number of tokens it has room for, including empty slots."""
         return slot_count(self.planes) * self.key_codec.block
 
     @property
@@ -82,7 +84,7 @@ class Segment(NamedTuple):
 
     @property
     def position(self) -> Tensor:
-        """Positions int32 (B|1, 1|H, S); -1 marks an empty slot, which nobody sees."""
+        """Positions int32 (B|1, 1|H, S); -1 marks an empty slot, which no query sees."""
         return self.planes[POSITION].flatten(2)
 
     def keys(self, dtype: torch.dtype) -> Tensor:
@@ -90,7 +92,7 @@ class Segment(NamedTuple):
         return self.key_codec.decode(part(self.planes, "k"), dtype)
 
     def placed_keys(self, dtype: torch.dtype) -> Tensor:
-        """`keys`, rotated for where they stand."""
+        """`keys`, rotated for the positions at which they are used."""
         keys = self.keys(dtype)
         return keys if self.rotation is None else self.rotation.turned_keys(keys)
 
@@ -99,17 +101,17 @@ class Segment(NamedTuple):
         return self.value_codec.decode(part(self.planes, "v"), dtype)
 
     def queries(self, q: Tensor) -> Tensor:
-        """The queries as this segment's decoded keys need them."""
+        """The queries, rotated for this segment's decoded keys."""
         return q if self.rotation is None else self.rotation.turn(q)
 
     @property
     def plain(self) -> bool:
-        """Whether nothing has to be decoded."""
-        return self.key_codec.packing == self.value_codec.packing == "plain"
+        """Whether keys and values are stored as floats, so nothing has to be decoded."""
+        return self.key_codec.layout == self.value_codec.layout == PLAIN
 
     def follows(self, previous: Segment | None) -> bool:
-        """Whether this and the segment before it are read as one: a result is then the same, to the
-        last bit, as if their slots lay in one place."""
+        """Whether this segment and the one before it are read as one: the result is then the same,
+        bit for bit, as for a single segment with the slots of both."""
         if previous is None or previous.rotation is not None or self.rotation is not None:
             return False
         a, b = unsliced(previous.planes), unsliced(self.planes)
@@ -123,8 +125,8 @@ class Segment(NamedTuple):
         )
 
     def runs(self, own: int = 0) -> list[Segment]:
-        """This segment in runs short enough to decode at once, of which the last holds at least
-        its newest `own` tokens; itself, when nothing has to be decoded."""
+        """This segment divided into runs that are short enough to decode at once; the last holds at
+        least the newest `own` tokens. Not divided if nothing has to be decoded."""
         block = self.key_codec.block
         slots, step = slot_count(self.planes), max(1, _DECODED_AT_ONCE // block)
         last = slots - -(-own // block)
@@ -139,12 +141,12 @@ class Segment(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Keys (B, H, S, Dk), values (B, H, S, Dv) and their positions, int32 (B, 1|H, S), -1 where a
-    slot is empty: decoded, the oldest first.
+    """Decoded keys (B, H, S, Dk), values (B, H, S, Dv) and their positions, int32 (B, 1|H, S), with
+    -1 for empty slots; the oldest first.
 
-    They are views of the slots where nothing had to be decoded or moved: read them before the next
-    change, and write to none. `order` says which slot each came from, (B, 1|H, S); None: they stand
-    as the slots do.
+    They are views of the slots if nothing had to be decoded or reordered: read them before the next
+    change of the cache, and do not write to them. `order` (B, 1|H, S) is the slot that each token
+    came from; None: they are in the order of the slots.
     """
 
     keys: Tensor
@@ -154,8 +156,8 @@ class Held(NamedTuple):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Held], segments: Sequence[Segment]) -> Held:
-        """Parts of some rows or one head each side by side, the shorter ones with empty slots in
-        front."""
+        """Parts, which hold some rows or one head each, as one; shorter parts are padded with empty
+        slots in front."""
         longest = max(part.position.shape[2] for part in parts)
 
         def front(x: Tensor, empty: int = 0) -> Tensor:
@@ -163,7 +165,7 @@ class Held(NamedTuple):
                 x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0), value=empty
             )
 
-        # A part's own slots come first in the order of the slots, the empty ones behind them.
+        # In the order of slots, a part's own slots come first, then the padding.
         orders = []
         for held in parts:
             assert held.order is not None
@@ -179,14 +181,14 @@ class Held(NamedTuple):
         )
 
     def as_slots(self, x: Tensor) -> Tensor:
-        """A number for each of these, (B, H, S), in the order of the slots."""
+        """Reorder x (B, H, S), one number per token, to the order of the slots."""
         if self.order is None:
             return x
         return torch.empty_like(x).scatter_(2, self.order.expand_as(x), x)
 
 
 def joined_parts(pieces: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
-    """Pieces (b, h, ...) of a view's parts, alike but for rows and heads, as one (B, H, ...)."""
+    """Tensors (b, h, ...), one for each part of a view, as one tensor (B, H, ...)."""
     if all(segment.rows is None for segment in segments):
         return torch.cat(list(pieces), dim=1)
     own, first = pieces[0].shape[1], segments[0].head
@@ -203,18 +205,18 @@ def joined_parts(pieces: Sequence[Tensor], segments: Sequence[Segment]) -> Tenso
 
 
 class View(NamedTuple):
-    """The slots that one chunk of queries attends to. Nothing in it is a copy of the past.
+    """The slots that one chunk of queries attends to, without a copy of the past.
 
-    A query at position t sees a slot at position p when 0 <= p <= t and every `reach` allows it.
+    A query at position t sees a slot at position p if 0 <= p <= t and every `reach` allows it.
     A query at position -1 sees nothing and its output is zero.
 
     Args:
-        segments: in any order of positions, except that the chunk's own n slots are the last of
-            the last segment, in the order of the queries.
-        position: the queries' positions, (n,) when all rows share them or (B, n).
-        ragged: whether any slot may be empty or any query see nothing. False promises that every
-            slot is live and that the slots before the chunk's own are older than all queries.
-        reaches: the limits that matter; one that excludes nothing need not be named.
+        segments: the slots, in any order of positions, except that the last n slots of the last
+            segment are the chunk's own, in the order of the queries.
+        position: the queries' positions, (n,) if all rows share them, else (B, n).
+        ragged: whether any slot may be empty or any query may see nothing. False asserts that every
+            slot is live and that all slots before the chunk's own are older than all queries.
+        reaches: the limits of what a query sees; a limit that excludes nothing may be left out.
     """
 
     segments: tuple[Segment, ...]
@@ -229,19 +231,19 @@ class View(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """S over all segments; of the longest part, where heads or rows differ."""
+        """S over all segments, or of the longest part if heads or rows differ in length."""
         if self.in_parts:
             return max(segment.slots for segment in self.segments)
         return sum(segment.slots for segment in self.segments)
 
     @property
     def in_parts(self) -> bool:
-        """Whether each segment holds a head or some rows of its own."""
+        """Whether each segment holds one head or some rows."""
         return self.segments[0].part
 
     def in_runs(self) -> View:
-        """The same view, with encoded segments in runs short enough to decode at once, which do not
-        depend on where one segment ends and the next goes on."""
+        """The same view, with encoded segments divided into runs that are short enough to decode at
+        once. The division does not depend on where segments of one encoding end."""
         chains: list[list[Segment]] = []
         for segment in self.segments:
             if chains and not segment.plain and segment.follows(chains[-1][-1]):
@@ -261,7 +263,7 @@ class View(NamedTuple):
         return self._replace(segments=tuple(run for some in runs for run in some))
 
     def in_order(self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool) -> Held:
-        """Everything, decoded; by position if slots were `moved`, or parts differ in length."""
+        """All slots, decoded; sorted by position if slots were `moved` or the view is in parts."""
         if self.in_parts:
             parts = [
                 self._replace(segments=(s._replace(head=None, rows=None, part=False),)).in_order(
@@ -291,11 +293,12 @@ class View(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether causality within the chunk is all that limits what a query sees."""
+        """Whether queries see all slots, except for causality within the chunk."""
         return not (self.ragged or self.reaches)
 
     def observed(self, newest: int | None) -> Tensor | None:
-        """Whose mass counts: bool (B|1, n), the `newest` real queries of each row; None: all."""
+        """The queries whose mass counts, bool (B|1, n): the `newest` real ones of each row; None:
+        all."""
         if newest is None or newest >= self.chunk:
             return None
         position = self.position.reshape(-1, self.chunk)
@@ -303,17 +306,17 @@ class View(NamedTuple):
 
     @property
     def square(self) -> bool:
-        """Whether these are the first tokens, as they were given, and nothing else limits them."""
+        """Whether the chunk holds all tokens, stored as floats, with causal attention only."""
         if not self.dense or len(self.segments) > 1 or self.in_parts:
             return False
         return self.segments[0].plain and self.segments[0].slots == self.chunk > 1
 
     def visible(self, segment: Segment, queries: slice) -> Tensor:
-        """Who sees what: bool (B|1, 1|H, len(queries), S of the segment)."""
+        """Which slots of a segment each query sees: bool (B|1, 1|H, len(queries), S)."""
         return self.sees(segment.position, queries)
 
     def sees(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
-        """Which queries see slots at some positions, int32 (B|1, 1|H, S): bool (B|1, 1|H,
+        """Which of the slots at `position`, int32 (B|1, 1|H, S), each query sees: bool (B|1, 1|H,
         len(queries), S)."""
         slot = position[:, :, None, :]
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]

@@ -281,7 +281,7 @@ def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> 
         return f"{windows}, and what stands there moves"
     if any(layer.policy.budget is not None for layer in cache.layers):
         return "the spec evicts, and would take what is computed again for the newest; use keep_all"
-    if any(layer.limit is not None for layer in cache.layers):
+    if any(layer.storage.limited for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
     try:
         moving(model)

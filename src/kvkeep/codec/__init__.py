@@ -1,4 +1,4 @@
-"""How a slot is encoded. One file each; `base.Codec` is the contract."""
+"""Codecs, which encode keys and values. One file each; `base.Codec` is the contract."""
 
 from kvkeep.codec.base import Codec, caution
 from kvkeep.codec.fp8 import Fp8

@@ -1,93 +1,96 @@
-"""The contract of a codec: how one slot's key or value is encoded. Pure functions on planes."""
+"""The contract of a codec: how keys or values are encoded, as pure functions on planes."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import PrecisionWarning
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Stateless; fields are the options of its spec.
+    """A stateless encoding. The dataclass fields are the options of its spec.
 
-    Plane names are what follows `k` or `v`: "" is the main plane, "_scale" another.
+    Plane names here lack the leading `k` or `v`: "" is the main plane, "_scale" another.
     """
 
     name: ClassVar[str]
-    packing: ClassVar[str | None] = None
-    """The layout of its planes, by which a kernel may read them as they are: "plain", "int8",
-    "int4", "fp8"; None: only `decode` reads them."""
-
     differentiable: ClassVar[bool] = False
-    """Whether gradients flow through what was encoded."""
+    """Whether gradients flow through encoding and decoding."""
 
     @property
     def block(self) -> int:
-        """Tokens that are encoded together, in one slot; their planes have a token axis then. 1:
-        each token has a slot of its own, which may be rewritten."""
+        """How many tokens are encoded together, in one slot, whose planes then have a token axis.
+        1: each token has a slot of its own."""
         return 1
 
     @property
     def tail(self) -> int:
-        """How many of the newest tokens stay as they were given, at least."""
+        """How many of the newest tokens, at least, are kept unencoded."""
         return 0
+
+    @cached_property
+    def layout(self) -> KernelLayout | None:
+        """The memory layout, for kernels that read the planes directly; None: no kernel can, so the
+        planes are decoded first."""
+        return None
 
     @property
     def rewritable(self) -> bool:
-        """Whether one token may be rewritten without touching its neighbours."""
+        """Whether the slot of one token can be overwritten without changing other tokens."""
         return self.block == 1
 
     @property
     def caution(self) -> str | None:
-        """What speaks against this codec for keys, and what to use; None: nothing that is known."""
+        """A warning against this codec for keys, with an alternative; None: none is known."""
         return None
 
     @abstractmethod
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
-        """The planes that hold one slot of a tensor of width `dim` given in `dtype`."""
+        """The planes of one slot, for a tensor of width `dim` and type `dtype`."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Planes:
-        """Encode x (B, H, n, D); may be a view of it. n is a multiple of `block`."""
+        """Encode x (B, H, n, D), where n is a multiple of `block`; the result may be views of x."""
 
     def encode_into(self, x: Tensor, planes: Planes, prefix: str) -> None:
-        """Encode x into planes of its n slots, whose names begin with `prefix`."""
+        """Encode x into existing planes of its n slots, whose names begin with `prefix`."""
         for name, plane in self.encode(x).items():
             planes[prefix + name].copy_(plane)
 
     @abstractmethod
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
-        """Decode to (B, H, S, D) in `dtype`; may be a view of the planes."""
+        """Decode to (B, H, S, D) in `dtype`; the result may be a view of the planes."""
 
     def width(self, planes: Planes) -> int:
-        """D of the tensor that these planes hold."""
+        """D of the tensor that is encoded in these planes."""
         return planes[""].shape[-1]
 
     def for_values(self) -> Codec:
-        """This codec for values, where it serves them otherwise than keys."""
+        """The codec to use for values, if values are encoded differently from keys."""
         return self
 
     def rotate(self, q: Tensor) -> Tensor:
-        """Queries (..., D) as keys under this codec need them: encoded keys may stand for R k with
-        an orthonormal R, and q . k = R q . R k. In at least float32 where it is not q itself."""
+        """Queries (..., D) to multiply with encoded keys: the keys may be encoded as R k with an
+        orthonormal R, and q . k = R q . R k. The result is q itself or in at least float32."""
         return q
 
 
 def caution(codec: Codec) -> None:
-    """Give the PrecisionWarning of a codec that is to encode keys, if it has one."""
+    """Issue the PrecisionWarning of a codec that will encode keys, if it has one."""
     if codec.caution is not None:
         _warn_once(codec.caution)
 
 
-@cache  # once in a process, not once for each of a model's layers
+@cache  # once per process, not once per layer
 def _warn_once(text: str) -> None:
     warnings.warn(text, PrecisionWarning, stacklevel=4)

@@ -1,8 +1,9 @@
-"""8-bit floating point, a scale for each token and group."""
+"""8-bit floating point, with one scale per token and group of elements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -17,6 +18,7 @@ from kvkeep.codec.groups import (
     rounded_half,
     ungrouped,
 )
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 _MOST = 448.0
@@ -28,16 +30,20 @@ class Fp8(Codec):
     """x = code * scale, codes in E4M3 (4 bits of exponent, 3 of fraction), largest 448.
 
     Planes: "" uint8 (D,), the bits of float8_e4m3fn; "_scale" float16 (groups,). Source: FP8
-    formats (arXiv 2209.05433). Decoded by every backend; no kernel reads it as it is yet.
+    formats (arXiv 2209.05433). Read by the Triton
+    kernels; the other backends decode it.
     """
 
     group: int = 64
 
     name: ClassVar[str] = "fp8"
-    packing: ClassVar[str | None] = "fp8"
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return KernelLayout(self.name, self.group)
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         scale = PlaneSpec((group_count(dim, self.group),), torch.float16)

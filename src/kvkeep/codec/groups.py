@@ -1,9 +1,10 @@
-"""What codecs share: groups of elements with one scale in half precision, and packed bits."""
+"""Shared by codecs: groups of elements with a float16 scale each, and packed bits."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from struct import Struct
 from typing import ClassVar
 
@@ -14,25 +15,28 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
 from kvkeep.native_library import LIBRARY, TYPES
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes
 
 _MOST_HALF = 65504.0  # the largest float16
 
 
 def check_group(codec: str, group: int) -> None:
-    """Raise SpecError for a group of no elements, or one that a kernel cannot take at a time."""
+    """Raise SpecError unless a group is a positive multiple of 8 elements, as kernels need."""
     if group < 8 or group % 8:
-        raise SpecError(f"{codec} group of {group} elements: a multiple of 8, e.g. {codec}:64")
+        raise SpecError(
+            f"{codec} group of {group} elements: it must be a multiple of 8; use {codec}:64"
+        )
 
 
 def group_count(dim: int, group: int) -> int:
-    """Groups of a token of width `dim`; the last may be shorter."""
+    """The number of groups in a token of width `dim`; the last may be shorter."""
     return -(-dim // group)
 
 
 def grouped(x: Tensor, group: int) -> Tensor:
-    """x (..., D) in float32 (float64 stays) as (..., groups, group); a short last group is filled
-    with its own first element, which changes no smallest and no largest one."""
+    """x (..., D) as (..., groups, group), in float32 or float64. A short last group is padded with
+    its own first element, which changes neither its minimum nor its maximum."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     width, groups = x.shape[-1], group_count(x.shape[-1], group)
     missing = groups * group - width
@@ -48,13 +52,14 @@ def ungrouped(x: Tensor, dim: int) -> Tensor:
 
 
 def rounded_half(x: Tensor) -> Tensor:
-    """A scale or zero as float16, within its range; what is not finite becomes NaN, to show."""
+    """A scale or zero as float16, clamped to its range; a non-finite input becomes NaN, so that it
+    stays visible."""
     finite = x.where(x.isfinite(), torch.nan)
     return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)
 
 
 def divided(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, and 0 where the scale is 0 or not a number."""
+    """x / scale, and 0 where the scale is 0 or NaN."""
     return torch.nan_to_num(x / scale.to(x.dtype), nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -75,13 +80,18 @@ def unpacked(planes: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Grouped(Codec):
-    """Codes of 8 or 4 bits in groups, which compiled code writes on the CPU, one call for a tensor.
-    Its code may differ by one from that of tensor operations where x lies halfway between two.
+    """Codes of 8 or 4 bits with scales per group. On the CPU the native library encodes a tensor in
+    one call; its codes may differ by one from those of tensor operations if x lies halfway between
+    two codes.
     """
 
     bits: ClassVar[int]
     group: int
     hadamard: bool
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return KernelLayout(self.name, self.group, self.hadamard)
 
     def encode(self, x: Tensor) -> Planes:
         planes = self.planes(x.shape[3], x.dtype)
@@ -122,7 +132,7 @@ class Grouped(Codec):
 
     @abstractmethod
     def encode_in_steps(self, x: Tensor) -> Planes:
-        """`encode` by tensor operations, on any device and of any floating-point type."""
+        """`encode` by tensor operations, on any device and for any floating-point type."""
 
     def for_values(self) -> Codec:
         return replace(self, hadamard=False)
@@ -136,7 +146,7 @@ _ABSENT = (0, 0, 0, 0)
 
 
 def _compiled(x: Tensor) -> bool:
-    """Whether compiled code can encode x."""
+    """Whether the native library can encode x."""
     here = LIBRARY is not None and x.is_cpu and x.dtype in TYPES
     return here and not torch.compiler.is_compiling()
 

@@ -1,4 +1,4 @@
-"""The Hadamard rotation: spreads an outlying channel over all, so that few bits hold a key."""
+"""The Hadamard rotation, which spreads an outlier channel over all channels before quantisation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rotate x (..., D) by the orthonormal Walsh-Hadamard matrix; twice gives x back.
+    """Rotate x (..., D) by the orthonormal Walsh-Hadamard matrix, which is its own inverse.
 
-    A width that is no power of two is rotated in blocks of the largest power of two that divides
+    A width that is not a power of two is rotated in blocks of the largest power of two that divides
     it. Returns at least float32. Source: QuaRot (arXiv 2404.00456).
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.to(dtype) @ _matrix(x.shape[-1], dtype, x.device)
 
 
-@cache  # for good: CUDA graphs hold its address
+@cache  # never freed: CUDA graphs hold its address
 def _matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     block = width & -width
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""4 bits an element, a scale for each token and group."""
+"""4 bits per element, with one scale per token and group of elements."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Int4(Grouped):
     """x = (code - 8) * scale, or code * scale + zero when `affine`; codes 0..15.
 
     Planes: "" uint8 (D / 2,), element 2i in the low half of byte i; "_scale" float16
-    (groups,), and "_zero" likewise when affine. The symmetric scale has the sign that puts the
-    largest element on code 0, as llama.cpp's Q4_0 does. Keys are rotated first unless `hadamard`
-    is False; values, which have no outlying channels, are not. The rotation spreads what a large
-    channel costs over all of them and does not undo it: 4 bits are meant for values.
+    (groups,), and "_zero" likewise when affine. The symmetric scale has the sign that maps the
+    element of largest magnitude to code 0, as llama.cpp's Q4_0 does. Keys are rotated by a Hadamard
+    matrix first, unless `hadamard` is False; values are not, because they have no outlier channels.
+    The rotation spreads the error of a large channel over all channels but does not reduce it: 4
+    bits are meant for values.
     """
 
     group: int = 32
@@ -40,7 +41,6 @@ class Int4(Grouped):
     hadamard: bool = True
 
     name: ClassVar[str] = "int4"
-    packing: ClassVar[str | None] = "int4"
     bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
@@ -49,13 +49,15 @@ class Int4(Grouped):
     @property
     def caution(self) -> str:
         return (
-            "codec int4 leaves too little of keys where a model has a few large key channels "
+            "codec int4 loses too much precision of keys in models with a few large key channels "
             "(Qwen2.5: a KL of 1.8 nats); use +int8/int4, or +kivi with keep_all"
         )
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         if dim % 2:
-            raise ShapeError(f"int4 packs two elements in a byte, but the width is {dim}")
+            raise ShapeError(
+                f"int4 packs two elements into a byte, but the width is {dim}; use int8"
+            )
         scale = PlaneSpec((group_count(dim, self.group),), torch.float16)
         planes = {"": PlaneSpec((dim // 2,), torch.uint8), "_scale": scale}
         return planes | ({"_zero": scale} if self.affine else {})

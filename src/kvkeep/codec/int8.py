@@ -1,4 +1,4 @@
-"""8 bits an element, a scale for each token and group."""
+"""8 bits per element, with one scale per token and group of elements."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class Int8(Grouped):
-    """x = code * scale, codes -127..127, for each token and `group` elements of it.
+    """x = code * scale, codes -127..127, with one scale per token and `group` elements.
 
     Planes: "" int8 (D,), "_scale" float16 (groups,). Absolute-maximum quantisation, as in LLM.int8
-    (arXiv 2208.07339). Keys are rotated first unless `hadamard` is False; values, which have no
-    outlying channels, are not.
+    (arXiv 2208.07339). Keys are rotated by a Hadamard matrix first, unless `hadamard` is False;
+    values are not, because they have no outlier channels.
     """
 
     group: int = 64
     hadamard: bool = True
 
     name: ClassVar[str] = "int8"
-    packing: ClassVar[str | None] = "int8"
     bits: ClassVar[int] = 8
 
     def __post_init__(self) -> None:

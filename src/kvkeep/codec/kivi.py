@@ -1,4 +1,4 @@
-"""Keys by channel, in blocks of tokens; values by token; the newest tokens as they are."""
+"""Keys quantised by channel over blocks of tokens, values by token; the newest tokens plain."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class Kivi(Codec):
-    """x = code * scale + zero, in 4 or 2 bits. A channel of keys shares a scale over `together`
-    tokens, because some channels are large in all of them; `group` elements of a value share one.
-    The newest `recent` tokens, and those that wait for a block to be full, are kept plain.
+    """x = code * scale + zero, in 4 or 2 bits. Each channel of keys has one scale for `together`
+    tokens, because some channels are large in all tokens; `group` elements of a value share one.
+    The newest `recent` tokens, and those whose block is not full yet, are kept plain.
 
-    Planes of a slot, which holds `together` tokens: "" uint8 (together, D * bits / 8), first
+    A slot holds `together` tokens. Its planes: "" uint8 (together, D * bits / 8), the first
     elements in the low bits; "_scale" and "_zero" float16, (1, D) for keys, (together, groups) for
     values. Source: KIVI (arXiv 2402.02750).
     """
@@ -62,7 +62,8 @@ class Kivi(Codec):
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         if dim % (8 // self.bits):
             raise ShapeError(
-                f"kivi packs {8 // self.bits} elements in a byte, but the width is {dim}"
+                f"kivi packs {8 // self.bits} elements into a byte, but the width is "
+                f"{dim}; use int8"
             )
         values = (self.together, group_count(dim, self.group))
         scale = PlaneSpec((1, dim) if self.by_channel else values, torch.float16)

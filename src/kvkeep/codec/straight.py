@@ -1,34 +1,35 @@
-"""What a lossy codec makes of keys and values, with the gradient of the identity."""
+"""The result of a lossy codec, with the gradient of the identity."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from kvkeep.codec.base import Codec
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 
 @final
 @dataclass(frozen=True)
 class StraightThrough(Codec):
-    """Slots hold what `inner` would decode, at the precision it was given; going backward, encoding
-    changes nothing. For training only: it saves no memory. Source: the straight-through estimator
-    (arXiv 1308.3432).
+    """Slots hold keys and values that `inner` has encoded and decoded, in the input's dtype; the
+    backward pass ignores the encoding. For training only: it saves no memory. Source: the
+    straight-through estimator (arXiv 1308.3432).
     """
 
     inner: Codec
 
     name: ClassVar[str] = "straight_through"
     differentiable: ClassVar[bool] = True
-    packing: ClassVar[str | None] = "plain"
 
-    def __post_init__(self) -> None:
-        if self.block > 1:  # a slot of several tokens is none that a kernel could read
-            object.__setattr__(self, "packing", None)
+    @cached_property
+    def layout(self) -> KernelLayout | None:
+        return PLAIN if self.block == 1 else None  # no kernel reads slots of several tokens
 
     @property
     def block(self) -> int:

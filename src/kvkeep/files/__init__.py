@@ -1,1 +1,1 @@
-"""Files: whole or not at all, with headers that are checked before memory is taken."""
+"""Files: written atomically, with headers that are validated before memory is allocated."""

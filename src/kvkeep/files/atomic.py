@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, and read whatever lies in their place."""
+"""Atomic writing of files, and reading that tolerates anything at the path."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from io import FileIO
 from pathlib import Path
 
 PARTIAL = ".kvkeep-partial"
-"""How the name of what is not whole yet ends."""
+"""The suffix of files that are still being written."""
 
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
-"""The modes of what only its owner may see."""
+"""The modes of files and directories that only their owner may read."""
 
 _WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second over larger writes to new files
 
 
 class NoFileError(OSError):
-    """Something else than a file lies in its place: a link, a directory, a FIFO."""
+    """The path is not a regular file, but a link, a directory or a FIFO."""
 
 
 class CutShortError(ValueError):
-    """A file ended before the bytes that it was to have."""
+    """A file is shorter than expected."""
 
 
 @contextmanager
 def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[FileIO]:
-    """A file beside `path`, renamed to it at the end, so that nobody ever sees half of it there.
-    A file that is replaced keeps its mode, also while the new one is being written.
+    """A temporary file in the directory of `path`, renamed to `path` at the end, so that readers
+    never see a partial file. It has the mode of the file it replaces from the start.
 
     Args:
-        sync: wait until the disk has it, before and after it is renamed.
-        private: only its owner may read a new file; otherwise the umask says who may.
+        sync: flush to disk (fsync) before and after the file is renamed.
+        private: only the owner may read a new file; otherwise the umask applies.
 
     Raises:
-        OSError: it cannot be written; what was at `path` is as it was.
+        OSError: it cannot be written; the file at `path` is unchanged.
     """
     _sweep(path.parent)
     handle, partial = _new_partial(path, private)
@@ -48,7 +48,7 @@ def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[Fil
             yield file
             if sync:
                 os.fsync(handle)
-            partial.replace(path)  # while it is locked, or it would be taken for an abandoned one
+            partial.replace(path)  # still locked, so that it is not removed as abandoned
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -57,14 +57,14 @@ def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[Fil
 
 
 def write_all(descriptor: int, data: bytes | memoryview[int]) -> None:
-    """Write all of some bytes; `os.write` may write fewer than it is given."""
+    """Write all bytes; a single `os.write` may write fewer."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view[:_WRITTEN_AT_ONCE]) :]
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until the disk has a file, or what a directory lists."""
+    """Flush a file, or the entries of a directory, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,36 +74,36 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a regular file for reading; returns its descriptor. Anything else, such as a FIFO
-    without a writer, is refused at once.
+    """Open a regular file for reading; returns its descriptor. Anything else is refused without
+    blocking, such as a FIFO without a writer.
 
     Args:
-        follow: whether the file may be a symbolic link to another.
+        follow: whether the path may be a symbolic link.
 
     Raises:
         OSError: it cannot be opened.
-        NoFileError: something else lies there.
+        NoFileError: it is not a regular file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise NoFileError(error.errno, "it is no regular file", str(path)) from error
+            raise NoFileError(error.errno, "it is not a regular file", str(path)) from error
         raise
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise NoFileError(errno.EINVAL, "it is no regular file", str(path))
+            raise NoFileError(errno.EINVAL, "it is not a regular file", str(path))
         yield handle
     finally:
         os.close(handle)
 
 
 def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> None:
-    """Fill a buffer from some place of a file.
+    """Fill a buffer with the bytes of a file from `offset` on.
 
     Raises:
-        CutShortError: the file ends before.
+        CutShortError: the file ends too early.
         OSError: it cannot be read.
     """
     view = memoryview(data)
@@ -115,8 +115,8 @@ def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> No
 
 
 def _new_partial(path: Path, private: bool) -> tuple[int, Path]:
-    """A new file beside a path, with the mode of what lies there; open and locked, as long as it is
-    written."""
+    """A new temporary file in the directory of `path`, with the mode of the file there; open, and
+    locked while it is being written."""
     before = None
     with suppress(FileNotFoundError):
         before = stat.S_IMODE(path.stat().st_mode) & 0o777
@@ -134,11 +134,11 @@ def _new_partial(path: Path, private: bool) -> tuple[int, Path]:
             os.close(handle)
             partial.unlink(missing_ok=True)
             raise
-        os.close(handle)  # taken for an abandoned one before it was locked
+        os.close(handle)  # another process removed it as abandoned before it was locked
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what killed processes left half-written: what nobody has locked."""
+    """Remove partial files that killed processes left behind: those that are not locked."""
     for partial in directory.glob(f".*{PARTIAL}"):
         with suppress(OSError), opened(partial, follow=False) as handle:
             if _locked(handle):
@@ -146,7 +146,7 @@ def _sweep(directory: Path) -> None:
 
 
 def _locked(handle: int) -> bool:
-    """Whether a file can be locked, which it then is until it is closed."""
+    """Try to lock a file until it is closed; returns whether that succeeded."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a saved cache says of itself, and the bounds of what is believed of it."""
+"""The header of a saved cache, and the bounds on the values that are accepted from a file."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvkeep.errors import SavedCacheError
 from kvkeep.files.headers import require_seal, typed
 
 FORMAT = 1
-"""The version of the format that is written, and the newest that is read."""
+"""The version of the file format that is written, and the newest that can be read."""
 
 HEADER = "kvkeep"
-"""The name of the header in the metadata of a file."""
+"""The key of the header in the metadata of a file."""
 
 _MOST_LAYERS = 1 << 12
 _MOST = {"rows": 1 << 20, "heads": 1 << 20, "key_width": 1 << 20, "value_width": 1 << 20}
 MOST_TOKENS = 1 << 31
-"""No larger numbers are read from a header, whatever it says."""
+"""The upper bounds of numbers that are accepted from a header."""
 
 
 @dataclass(frozen=True)
 class LayerHeader:
-    """One layer: what it holds, and how it stands; see `kvkeep.layer.history.Ledger`."""
+    """The state and geometry of one layer; see `kvkeep.layer.history.Ledger`."""
 
     kind: str
     columns: int
@@ -40,15 +40,15 @@ class LayerHeader:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """The header of a saved cache.
 
     Args:
-        specs: of each layer, as text.
+        specs: the spec of each layer, as text.
         capacity: slots of fixed storage, or None.
         fingerprint: what the keys and values depend on, by name.
         routed: see `kvkeep.cache.Cache.routed`.
-        notes: text that whoever saved it wanted to go with it, by name.
-        checksums: XXH3 of each tensor's bytes, by its name.
+        notes: text that the caller saved with the cache, by name.
+        checksums: the XXH3 checksum of each tensor's bytes, by its name.
     """
 
     format: int
@@ -63,10 +63,10 @@ class Header:
 
 
 def header_of(metadata: Mapping[str, str], path: Path) -> Header:
-    """The header in the metadata of a file.
+    """Read the header in the metadata of a file.
 
     Raises:
-        SavedCacheError: it is none, of a newer version, or says what no cache is.
+        SavedCacheError: it is malformed, of a newer version, or has values out of bounds.
     """
     try:
         require_seal(HEADER, metadata)
@@ -87,21 +87,23 @@ def header_of(metadata: Mapping[str, str], path: Path) -> Header:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, SavedCacheError):
             raise
-        raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error
+        raise SavedCacheError(f"{path}: its header is not valid: {error}; save it again") from error
 
 
 def _require_bounds(header: Header) -> None:
-    """Raise ValueError for numbers in a header that no cache has."""
+    """Raise ValueError if a number in a header is out of the bounds of any cache."""
     count = len(header.layers)
     if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
-        raise ValueError(f"{count} layers with {len(header.specs)} specs")
+        raise ValueError(f"it has {count} layers and {len(header.specs)} specs")
     if header.capacity is not None and not 1 <= header.capacity < MOST_TOKENS:
-        raise ValueError(f"a capacity of {header.capacity} slots")
+        raise ValueError(f"its capacity is {header.capacity} slots")
     for index, layer in enumerate(header.layers):
         for name, most in _MOST.items():
             if not 1 <= getattr(layer, name) <= most:
-                raise ValueError(f"layer {index} with {name} of {getattr(layer, name)}")
+                raise ValueError(
+                    f"{name} of layer {index} is {getattr(layer, name)}, not 1 to {most}"
+                )
         if not 0 <= layer.floor <= layer.columns or not 1 <= layer.columns < MOST_TOKENS:
             raise ValueError(
-                f"layer {index} of {layer.columns} columns, {layer.floor} at its last eviction"
+                f"layer {index} was fed {layer.columns} columns, {layer.floor} by its last eviction"
             )

@@ -1,4 +1,4 @@
-"""Headers of files: JSON that may be anything, with a checksum of itself."""
+"""Headers of files: untrusted JSON with a checksum."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 import xxhash
 
 DTYPES = {str(t): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
-"""The types that keys and values may have, by what headers call them."""
+"""The types that keys and values may have, by their names in headers."""
 
 _CHECKSUM = "kvkeep_checksum"
 
 
 def sealed(name: str, header: Mapping[str, Any]) -> dict[str, str]:
-    """A header, and its checksum, as metadata of a file."""
+    """A header and its checksum, as metadata of a file."""
     text = json.dumps(header)
     return {name: text, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
 
 
 def require_seal(name: str, metadata: Mapping[str, str]) -> None:
-    """Raise ValueError if a header has another checksum than when it was sealed."""
+    """Raise ValueError if a header does not match the checksum written by `sealed`."""
     if metadata.get(_CHECKSUM) != xxhash.xxh3_128_hexdigest(metadata.get(name, "").encode()):
-        raise ValueError("its header has another checksum")
+        raise ValueError("the checksum of its header does not match")
 
 
 Described = TypeVar("Described")
 
 
 def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
-    """A header, of fields of the types it declares; those with a default may be missing."""
+    """Build a header from fields of the declared types; those with defaults are optional."""
     inner: tuple[Any, ...]
     if not isinstance(fields, dict):
-        raise TypeError(f"{str(fields)[:50]!r} is no {kind.__name__}")
+        raise TypeError(f"{str(fields)[:50]!r} is not a {kind.__name__}")
     for name, declared in get_type_hints(kind).items():
         if name not in fields and hasattr(kind, name):
             continue
@@ -53,5 +53,5 @@ def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a string can be encoded: JSON may spell half of a surrogate pair."""
+    """Whether a string can be encoded as UTF-8: JSON may contain half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

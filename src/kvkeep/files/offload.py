@@ -1,4 +1,4 @@
-"""Tensors that wait off the device: in host memory, and beyond a limit in a file."""
+"""Offloading of tensors to host memory and, beyond a limit, to a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.errors import StateError
 
 
 class Spilled(NamedTuple):
-    """A tensor in the file."""
+    """A tensor in the spill file."""
 
     offset: int
     shape: torch.Size
@@ -24,20 +24,20 @@ class Spilled(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that waits, and the device it belongs on."""
+    """An offloaded tensor and its original device."""
 
     place: Tensor | Spilled
     device: torch.device
 
 
 class Offload:
-    """Holds tensors until they are taken back.
+    """Keeps tensors in host memory or in a file until they are needed again.
 
     Args:
-        host_bytes: what may lie in host memory; what comes beyond that goes to a file. None: half
-            of what is available now.
-        directory: where that file lies, without a name; None: the system's directory for
-            temporary files.
+        host_bytes: the most bytes in host memory; further tensors go to a file. None: half of the
+            memory available now.
+        directory: where the file is created, unnamed; None: the system's directory for temporary
+            files.
     """
 
     def __init__(self, host_bytes: int | None = None, directory: str | None = None) -> None:
@@ -47,14 +47,17 @@ class Offload:
         self.host_bytes = self.file_bytes = self.peak_bytes = 0
         self._directory = directory
         self._file: Any = None
-        self._free: dict[int, list[int]] = defaultdict(list)  # gaps in the file by their length
+        self._free: dict[int, list[int]] = defaultdict(
+            list
+        )  # offsets of free gaps in the file, by length
         self._end = 0
 
     def put(self, x: Tensor) -> Kept:
-        """Keep a copy of x, or x itself if it is in host memory and nobody writes to it.
+        """Offload a tensor. A contiguous x in host memory that is not a view is kept without a
+        copy, so the caller must not write to it.
 
         Raises:
-            StateError: there is no room for it on the disk.
+            StateError: the disk is full.
         """
         x, count = x.detach(), x.numel() * x.element_size()
         if self.host_bytes + count > self.host_limit:
@@ -70,12 +73,12 @@ class Offload:
         return Kept(place, x.device)
 
     def get(self, kept: Kept) -> Tensor:
-        """The tensor, on its device; not to be written to."""
+        """The tensor on its original device; the caller must not write to it."""
         place = kept.place
         return (self._read(place) if isinstance(place, Spilled) else place).to(kept.device)
 
     def drop(self, kept: Kept) -> None:
-        """Give up its room."""
+        """Free the space of a tensor."""
         place = kept.place
         count = place.shape.numel() * place.dtype.itemsize
         if isinstance(place, Spilled):
@@ -91,8 +94,8 @@ class Offload:
         return x
 
     def put_tree(self, tree: Any, known: dict[int, Kept]) -> Any:
-        """Nested tuples, lists and dicts, with their floating tensors kept; those of `known`, by
-        identity, once."""
+        """Offload the floating-point tensors in nested tuples, lists and dicts. `known` maps the
+        ids of tensors that are already offloaded to their entries, so that each is kept once."""
 
         def keep(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -112,7 +115,7 @@ class Offload:
         )
 
     def close(self) -> None:
-        """Free the file, and be as new, but for `peak_bytes`."""
+        """Free the file and reset everything except `peak_bytes`."""
         if self._file is not None:
             self._file.close()
             self._file = None

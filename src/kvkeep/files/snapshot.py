@@ -1,9 +1,9 @@
-"""Save a cache to a file, and load it again: safetensors, with a versioned JSON header.
+"""Saves a cache to a safetensors file with a versioned JSON header, and loads it again.
 
-Planes are written as they are encoded, so a cache that was loaded goes on to the last bit like one
-that was never saved. Tensors are named `layer.part.plane`. The header, the metadata `kvkeep` of the
-file, says what they are and has a checksum of each; `kvkeep_checksum` is that of the header.
-Nothing is unpickled.
+Planes are written in their encoded form, so a loaded cache gives bitwise the same results as one
+that was never saved. Tensors are named `layer.part.plane`. The header is the file's metadata entry
+`kvkeep`: it describes the tensors and has a checksum of each. The entry `kvkeep_checksum` is the
+checksum of the header. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -48,20 +48,23 @@ def save(
     sync: bool = True,
     private: bool = False,
 ) -> None:
-    """Write a cache to a file, which is replaced as a whole or not at all.
+    """Write a cache to a file atomically.
 
     Args:
-        tokens: the token ids that were fed, integers (B, columns), to go with it.
-        notes: text to go with it, by name.
-        sync: wait until the disk has it, so that it outlives a loss of power too.
-        private: only its owner may read a new file.
+        specs: the spec of each layer, as text.
+        fingerprint: what the keys and values depend on, by name.
+        capacity: slots of fixed storage, or None.
+        tokens: the token ids that were fed, integers (B, columns), to save with the cache.
+        notes: text to save with the cache, by name.
+        sync: flush to disk, so that the file survives a loss of power.
+        private: only the owner may read a new file.
 
     Raises:
         StateError: the cache is empty, or a forward is under way.
-        SavedCacheError: the file cannot be written; what was there before is untouched.
+        SavedCacheError: the file cannot be written; the previous file is unchanged.
     """
     if not cache.fed:
-        raise StateError("this cache is empty; feed it something before it is saved")
+        raise StateError("this cache is empty; feed it tokens before it is saved")
     states = cache.states("save")
     tensors: dict[str, Tensor] = {}
     for index, state in enumerate(states):
@@ -85,21 +88,22 @@ def save(
     except (OSError, tensor_file.HeaderError) as error:
         size = sum(x.nbytes for x in tensors.values())
         raise SavedCacheError(
-            f"cannot save {size} bytes to {path}: {error}; what was there is as it was"
+            f"cannot save {size} bytes to {path}: {error}; the previous file is unchanged"
         ) from error
 
 
 class Saved:
-    """A file that was opened and found to be whole. What was read of it is in memory of its own, so
-    that nobody changes it, or ends the process, by cutting the file short. `nbytes` is its size.
+    """A saved cache that was opened and validated. Tensors are read into memory, not mapped, so
+    that a truncation of the file can neither change them nor end the process. `nbytes` is the size
+    of the file.
 
     Args:
-        verify: compare all checksums, which reads the file once. Without it only the header is
-            read, until the tensors are needed.
+        verify: compare all checksums, which reads the whole file. Otherwise only the header is read
+            until the tensors are needed.
 
     Raises:
-        SavedCacheError: it is not a saved cache, not whole, or of a newer version; or there is no
-            memory for it.
+        SavedCacheError: it is not a saved cache, is incomplete or of a newer version; or there is
+            too little memory for it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -112,14 +116,14 @@ class Saved:
             if set(layout.entries) != set(self.header.checksums):
                 odd = sorted(set(layout.entries) ^ set(self.header.checksums))[:3]
                 raise SavedCacheError(
-                    f"{self.path} is not whole: its header and data differ in {odd}"
+                    f"{self.path} is incomplete: its header and data differ in {odd}; save it again"
                 )
             if verify:
                 self._tensors = self._read(handle, layout, list(layout.entries))
 
     @property
     def tokens(self) -> Tensor | None:
-        """The token ids that were saved with it, int64 (B, columns)."""
+        """The token ids saved with it, int64 (B, columns), or None."""
         if _TOKENS not in self.header.checksums:
             return None
         tokens = (self._tensors or self._read_again([_TOKENS]))[_TOKENS]
@@ -129,20 +133,20 @@ class Saved:
                 "was expected"
             )
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < MOST_TOKENS:
-            raise SavedCacheError(f"{self.path}: its tokens are no token ids")
+            raise SavedCacheError(f"{self.path}: its tokens are not token ids")
         return tokens.clone()
 
     def restore_to(self, cache: Cache, device: torch.device | None = None) -> None:
-        """Fill an empty cache of the same specs, or one whose contents are given up.
+        """Load into a cache of the same specs, replacing its contents.
 
         Raises:
-            SavedCacheError: the file does not fit it; nothing was changed then.
+            SavedCacheError: the file does not fit the cache; nothing was changed.
         """
         if len(cache.layers) != len(self.header.layers):
             raise SavedCacheError(
                 f"{self.path} holds {len(self.header.layers)} layers, the cache {len(cache.layers)}"
             )
-        # Each layer's tensors are freed once it has its copy.
+        # Each layer's tensors are freed once they were copied to the cache.
         tensors = self._tensors or self._read_again(list(self.header.checksums))
         self._tensors = None
         of_layers = _by_layer(tensors, len(cache.layers))
@@ -159,7 +163,7 @@ class Saved:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[int, Layout]]:
-        """The file and its layout, in which all that follows may go wrong."""
+        """Open the file and parse its header; errors in the body become SavedCacheErrors too."""
         try:
             with opened(self.path) as handle:
                 size = os.fstat(handle).st_size
@@ -169,12 +173,14 @@ class Saved:
                 read_into(handle, head, 0)
                 layout = Layout.read(head, MOST_HEADER)
                 if HEADER not in layout.metadata:
-                    raise SavedCacheError(f"{self.path} is no saved cache: it has no kvkeep header")
+                    raise SavedCacheError(
+                        f"{self.path} is not a saved cache: it has no kvkeep header"
+                    )
                 if layout.nbytes != size:
                     raise ValueError(f"it has {size} bytes of {layout.nbytes}")
                 yield handle, layout
         except FileNotFoundError as error:
-            raise SavedCacheError(f"no file {self.path}; see where it was saved") from error
+            raise SavedCacheError(f"no file {self.path}; check the path it was saved to") from error
         except SavedCacheError:
             raise
         except (OSError, ValueError, MemoryError) as error:
@@ -182,7 +188,7 @@ class Saved:
             raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
 
     def _read_again(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors of the file, if it is the same."""
+        """Read tensors from the file again; it must be unchanged."""
         with self._opened() as (handle, layout):
             if layout.metadata != self._metadata or not set(names) <= set(layout.entries):
                 raise SavedCacheError(f"{self.path} was changed meanwhile; load it again")
@@ -203,22 +209,22 @@ class Saved:
             x = found[name] = entry.tensor(data)
             if self._verify and tensor_file.checksum(x) != self.header.checksums[name]:
                 raise SavedCacheError(
-                    f"{self.path} is damaged: tensor {name} has another checksum than when it "
-                    "was saved; save it again"
+                    f"{self.path} is damaged: the checksum of tensor {name} does not match; save "
+                    "it again"
                 )
         return found
 
     def _state(
         self, index: int, layer: LayerCache, header: LayerHeader, tensors: Planes
     ) -> LayerState:
-        """A layer's state, of tensors that are known to fit it."""
+        """A layer's state, built from tensors after checking that they fit the layer."""
         if header.kind != layer.kind:
             raise SavedCacheError(
                 f"{self.path}, layer {index}: saved as {header.kind}, loaded as {layer.kind}"
             )
         dtype = DTYPES.get(header.dtype)
         if dtype is None:
-            raise SavedCacheError(f"{self.path}, layer {index}: no cache is of {header.dtype:.50}")
+            raise SavedCacheError(f"{self.path}, layer {index}: unknown dtype {header.dtype:.50}")
         ledger, parts = Ledger(), dict[str, dict[str, Tensor]]()
         ledger.columns, ledger.floor = header.columns, header.floor
         ledger.apart = header.apart
@@ -230,7 +236,7 @@ class Saved:
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
                 if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
                     raise SavedCacheError(
-                        f"{self.path}, layer {index}: paddings of {x.tolist()[:8]} in "
+                        f"{self.path}, layer {index}: padding counts {x.tolist()[:8]} do not fit "
                         f"{header.columns} columns"
                     )
             elif part == "memory":
@@ -242,7 +248,7 @@ class Saved:
             raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
         if layer.policy.ragged and header.heads > len(tensors):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: {header.heads} heads of {len(tensors)} tensors"
+                f"{self.path}, layer {index}: {header.heads} heads, but only {len(tensors)} tensors"
             )
         known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
         if (
@@ -251,14 +257,14 @@ class Saved:
             or known - parts.keys() - {"slots"}
         ):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: parts {sorted(parts)}, but it has {sorted(known)}"
+                f"{self.path}, layer {index}: parts {sorted(parts)}, but specs have {sorted(known)}"
             )
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
         block = {"bulk": layer.key_codec.block}
         counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
         held = counts if layer.policy.ragged else [sum(counts)]
-        # Nothing was ever evicted, nor did a padded row leave its empty slots.
+        # Whether all tokens are held: nothing was evicted, and no empty slots were freed.
         whole = not header.floor or (layer.policy.budget is None and ledger.pads is None)
         if max(held) > header.columns or (whole and min(held) < header.columns):
             raise SavedCacheError(
@@ -330,7 +336,7 @@ def _geometry(header: LayerHeader, dtype: torch.dtype) -> Geometry:
 def _plane_specs(
     layer: LayerCache, part: str, header: LayerHeader, dtype: torch.dtype
 ) -> dict[str, PlaneSpec]:
-    """The planes a part of a layer has."""
+    """The planes of a part of a layer."""
     codecs = (layer.key_codec, layer.value_codec)
     if layer.key_codec.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
@@ -338,7 +344,7 @@ def _plane_specs(
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer, by what follows its number."""
+    """The tensors of each layer, with the layer's number removed from their names."""
     found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     numbers = {str(index): index for index in range(layers)}
     for name, x in tensors.items():

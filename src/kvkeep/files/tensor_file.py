@@ -1,7 +1,8 @@
-"""Tensors to a safetensors file, straight from where they lie: a cache that fills half of the
-memory can be saved, for none of it is copied. And back, from bytes that may be anything: a header
-is read within limits, and describes every byte that follows it, or the file is refused before
-memory is taken for it.
+"""Reading and writing of safetensors files.
+
+Tensors are written without a copy, so a cache that fills half of the memory can be saved. Files are
+read as untrusted input: the header is parsed within limits and must describe every byte that
+follows it, or the file is refused before memory is allocated for it.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -33,16 +34,16 @@ _TYPES = {
 }
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 MOST_HEADER = 1 << 24
-"""The longest header that is written, and read where nobody says less."""
+"""The longest header that is written, in bytes, and the default limit for reading."""
 
 _ALIGNED = 8
-_PART_BYTES = 16  # a list or an object of a header takes more, which bounds the time to read it
+_PART_BYTES = 16  # each list or object of a valid header takes more; this bounds the parsing time
 _MOST_AXES = 8
-_MOST_BYTES = 1 << 48  # of a file
+_MOST_BYTES = 1 << 48  # more than any file has
 
 
 class Entry(NamedTuple):
-    """A tensor, and where its bytes lie behind the header."""
+    """A tensor's dtype, shape and byte range, relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,28 +51,27 @@ class Entry(NamedTuple):
     stop: int
 
     def tensor(self, data: bytearray, place: int = 0) -> Tensor:
-        """The tensor whose bytes begin at some place; it shares their memory.
+        """The tensor whose bytes begin at offset `place` of `data`; it shares their memory.
 
         Raises:
-            ValueError: that is amidst a number.
+            ValueError: the offset is not aligned to the dtype.
         """
         if self.start == self.stop:
             return torch.empty(self.shape, dtype=self.dtype)
         if place % self.dtype.itemsize:
-            raise ValueError(f"a tensor of {self.dtype} begins at byte {place}, amidst a number")
+            raise ValueError(f"a tensor of {self.dtype} begins at byte {place}, not aligned")
         count = math.prod(self.shape)
         found = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
         return found.view(self.shape)
 
 
 class HeaderError(ValueError):
-    """A header that would be too long to be read."""
+    """A header is too long to be read again."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the header of a file says: its tensors, its metadata, and where the first tensor
-    begins."""
+    """The content of a file's header: tensors, metadata, and the offset of the first tensor."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -84,31 +84,31 @@ class Layout:
 
     @classmethod
     def read(cls, data: bytes | bytearray | memoryview[int], most: int) -> Layout:
-        """The layout of a file, of its first bytes.
+        """Parse the first bytes of a file.
 
         Args:
-            most: bytes that its header may have.
+            most: the longest header that is accepted, in bytes.
 
         Raises:
-            ValueError: they are no such header, or fewer than it has.
+            ValueError: they are not a valid header, or the header is incomplete.
         """
         stop = _ALIGNED + header_bytes(data, most)
         if stop > len(data):
             raise ValueError(f"its header ends at {stop}, the file at {len(data)}")
         text = bytes(data[_ALIGNED:stop])
         if text.count(b"[") + text.count(b"{") > most // _PART_BYTES:
-            raise ValueError("its header has more parts than one of its length describes")
+            raise ValueError("its header has more lists and objects than a valid one of its length")
         try:
             fields = json.loads(text)
         except RecursionError as error:
             raise ValueError("its header is nested too deeply") from error
         if not isinstance(fields, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
         metadata = fields.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(
             isinstance(text, str) for text in metadata.values()
         ):
-            raise ValueError("its metadata is not text by name")
+            raise ValueError("its metadata does not map names to text")
         entries = {name: _entry(name, field) for name, field in fields.items()}
         end = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
@@ -118,29 +118,29 @@ class Layout:
         return cls(entries, metadata, stop)
 
     def tensor(self, name: str, data: bytearray) -> Tensor:
-        """A tensor of a whole file; it shares the file's memory.
+        """A tensor of a file that is in memory as `data`, which it shares.
 
         Raises:
-            ValueError: it lies where no such number can.
+            ValueError: its bytes are not aligned to its dtype.
         """
         entry = self.entries[name]
         return entry.tensor(data, self.start + entry.start)
 
 
 def header_bytes(data: bytes | bytearray | memoryview[int], most: int) -> int:
-    """How long the header is behind the first eight bytes of a file.
+    """The length of a header, from the first eight bytes of a file.
 
     Raises:
-        ValueError: there are fewer bytes, or the header is longer than `most`.
+        ValueError: there are fewer than eight bytes, or the header is longer than `most`.
     """
     found = int.from_bytes(data[:_ALIGNED], "little")
     if len(data) < _ALIGNED or found > most:
-        raise ValueError(f"a header of {found} bytes in a file of tensors, which has up to {most}")
+        raise ValueError(f"its header would have {found} bytes, at most {most} are read")
     return found
 
 
 def checksum(x: Tensor) -> str:
-    """XXH3 of a tensor's bytes, as if it were contiguous."""
+    """The XXH3 checksum of a tensor's bytes in contiguous order."""
     found = xxhash.xxh3_128()
     for piece in _pieces(x):
         found.update(piece)
@@ -156,14 +156,14 @@ def write(
     sync: bool,
     private: bool = False,
 ) -> None:
-    """Write a file, which is replaced as a whole or not at all; see `whole_file`."""
+    """Write a file atomically; see `whole_file`."""
     with whole_file(path, sync=sync, private=private) as file:
         for piece in _file(tensors, metadata):
             write_all(file.fileno(), piece)
 
 
 def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """What `write` writes, as bytes."""
+    """The content of the file that `write` would write."""
     return b"".join(_file(tensors, metadata))
 
 
@@ -199,20 +199,22 @@ def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[s
 
 
 def _entry(name: str, field: Any) -> Entry:
-    """A tensor's entry in a header that may say anything."""
+    """Parse a tensor's entry in an untrusted header."""
     if not isinstance(field, dict) or field.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {name[:50]!r} is not described as one")
+        raise ValueError(f"the entry of tensor {name[:50]!r} lacks or adds fields")
     kind, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None or not _counts(shape, _MOST_AXES) or not _counts(offsets, 2):
-        raise ValueError(f"tensor {name[:50]!r} is of {str(field)[:80]}")
+        raise ValueError(f"tensor {name[:50]!r} has an invalid entry {str(field)[:80]}")
     if len(offsets) != 2 or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise ValueError(f"tensor {name[:50]!r} of {kind} {shape} cannot lie at {offsets}")
+        raise ValueError(
+            f"tensor {name[:50]!r} of {kind} {shape} does not have the bytes {offsets}"
+        )
     return Entry(dtype, tuple(shape), *offsets)
 
 
 def _counts(numbers: Any, most: int) -> bool:
-    """Whether these are a few whole numbers, none of which is beyond any file."""
+    """Whether `numbers` is a list of at most `most` integers within the size of any file."""
     return (
         isinstance(numbers, list)
         and len(numbers) <= most
@@ -221,7 +223,7 @@ def _counts(numbers: Any, most: int) -> bool:
 
 
 def _pieces(x: Tensor) -> Iterator[memoryview[int]]:
-    """A tensor's bytes, in runs that lie side by side."""
+    """A tensor's bytes, in contiguous pieces."""
     x = x.detach().cpu()
     if x.is_contiguous() or x.dim() < 2 or x[0].numel() * x.element_size() < 1 << 12:
         if x.numel():

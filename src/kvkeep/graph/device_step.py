@@ -198,7 +198,7 @@ def _slots_of(layer: LayerCache) -> int:
 def require_fitting(layer: LayerCache) -> None:
     """Raise what `DeviceStep` raises, before anything is changed."""
     policy: Any = layer.policy
-    if layer.limit is None:
+    if not layer.storage.fixed_addresses:
         raise SpecError(
             f"{layer.storage.name} storage can move its slots; a step on the device needs fixed "
             "storage, such as keep_all@fixed:4096"
@@ -207,15 +207,15 @@ def require_fitting(layer: LayerCache) -> None:
         raise StateError("the cache holds no prompt of its own: feed one before")
     if layer.record_past or layer.slots.aside is not None:
         raise StateError("the cache waits for a crop; crop() or reset() it before")
-    blocks = layer.key_codec.block > 1
+    blocks = not layer.key_codec.rewritable
     if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.evicted is not None:
         what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
         raise UnsupportedError(
             f"{what} needs the host between steps; take another, such as h2o:1024+int8@fixed:2048"
         )
     slots = _slots_of(layer)
-    if slots > layer.limit:
+    if slots > layer.storage.capacity:
         raise SpecError(
             f"policy {policy.name} needs {slots} slots for a step, but the storage is fixed at "
-            f"{layer.limit}; use @fixed:{slots} or more"
+            f"{layer.storage.capacity}; use @fixed:{slots} or more"
         )

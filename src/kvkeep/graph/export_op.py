@@ -69,7 +69,7 @@ class LayerTensors(nn.Module):
     def __init__(self, description: Description, like: LayerCache) -> None:
         super().__init__()
         layer = description.build()
-        if layer.limit is None or Need.ROTARY in layer.policy.needs:
+        if not layer.storage.fixed_addresses or Need.ROTARY in layer.policy.needs:
             raise UnsupportedError(
                 f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
                 "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
@@ -80,7 +80,7 @@ class LayerTensors(nn.Module):
         self.text = json.dumps(asdict(description) | {"planes": list(specs)})
         for name, spec in specs.items():
             heads = 1 if spec.shared else known.heads
-            shape = (known.rows, heads, layer.limit, *spec.shape)
+            shape = (known.rows, heads, layer.limit or 0, *spec.shape)
             self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=known.device))
         self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
         self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))

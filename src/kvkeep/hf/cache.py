@@ -392,7 +392,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return is_routed(self.config)
         plain = is_routed(self.config) and not self.written_out
-        return plain and all(layer.limit is not None for layer in self.layers)
+        return plain and all(layer.storage.fixed_addresses for layer in self.layers)
 
     @property
     def is_initialized(self) -> bool:

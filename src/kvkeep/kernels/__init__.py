@@ -1,4 +1,4 @@
-"""Triton kernels, for CUDA; Triton's interpreter runs them on the CPU (TRITON_INTERPRET=1).
+"""Triton kernels for CUDA. With TRITON_INTERPRET=1 Triton's interpreter runs them on the CPU.
 
-Nothing here is imported before a kernel is needed, so that Triton may be missing.
+These modules are imported only when a kernel is needed, so that kvkeep works without Triton.
 """

@@ -1,4 +1,4 @@
-"""Encode new tokens and write them to their slots, all in one launch."""
+"""Encodes new tokens and writes them to their slots in one launch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PLAIN, _INT8, _INT4, _FP8 = (tl.constexpr(x) for x in (PLAIN, INT8, INT4, FP8))
 
 @triton.jit
 def _of_groups(x, d, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The number (COUNT,) of each element's group, for every element d."""
+    """Gathers x (COUNT,), one number per group, for every element d."""
     own = (d // SIZE)[None, :] == tl.arange(0, COUNT)[:, None]
     return tl.sum(tl.where(own, x[:, None], 0.0), axis=0)
 
 
 @triton.jit
 def _extreme(x, d, D: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The greatest element (COUNT,) of each group."""
+    """The largest element of each group, (COUNT,)."""
     own = ((d // SIZE)[None, :] == tl.arange(0, COUNT)[:, None]) & (d < D)[None, :]
     return tl.max(tl.where(own, x[None, :], -float("inf")), axis=1)
 
@@ -27,7 +27,7 @@ def _extreme(x, d, D: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def _codes(x, scale, zero, d, CODE: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
            SIZE: tl.constexpr):  # fmt: skip
-    """Codes int32 of x, an element each; 0, or what stands for it, where a scale is none."""
+    """Codes int32 of x, one per element; the code of 0 where the scale is 0 or NaN."""
     if AFFINE:
         x -= _of_groups(zero, d, COUNT, SIZE)
     by = _of_groups(scale, d, COUNT, SIZE)
@@ -39,7 +39,7 @@ def _codes(x, scale, zero, d, CODE: tl.constexpr, AFFINE: tl.constexpr, COUNT: t
         if not AFFINE:
             q += 8.0
         return rounded(tl.minimum(tl.maximum(q, 0.0), 15.0)).to(tl.int32)
-    # E4M3: its bits are those of float32 with fewer behind; below 2**-6 steps of 2**-9.
+    # E4M3 has the bits of float32 with a shorter mantissa; below 2**-6 its step is 2**-9.
     q = tl.minimum(tl.maximum(q, -448.0), 448.0)
     bits = tl.abs(q).to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -50,10 +50,10 @@ def _codes(x, scale, zero, d, CODE: tl.constexpr, AFFINE: tl.constexpr, COUNT: t
 
 @triton.jit
 def _rotated(X, at, d, ROTATION, D: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr):
-    """Elements d of a token in float32, rotated by ROTATION (D, D) if there is one."""
+    """Elements d of a token in float32, multiplied by ROTATION (D, D) if ROTATED."""
     if ROTATED:
         y = tl.zeros((WIDE,), tl.float32)
-        for first in range(0, D, 16):  # as many rows as registers hold
+        for first in range(0, D, 16):  # rows at a time, limited by registers
             i = first + tl.arange(0, 16)
             x = tl.load(X + at + i, mask=i < D, other=0.0).to(tl.float32)
             mask = (i < D)[:, None] & (d < D)[None, :]
@@ -68,7 +68,7 @@ def _rotated(X, at, d, ROTATION, D: tl.constexpr, WIDE: tl.constexpr, ROTATED: t
 def _write(X, PLANE, SCALE, ZERO, ROTATION, at, to, to_scale, CODE: tl.constexpr,
            AFFINE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
            COUNT: tl.constexpr, WHOLE: tl.constexpr, ROTATED: tl.constexpr):  # fmt: skip
-    """One token's key or value."""
+    """Encodes and writes one token's key or value."""
     if CODE == _PLAIN:
         d = tl.arange(0, WHOLE)
         tl.store(PLANE + to + d, tl.load(X + at + d, mask=d < D), mask=d < D)
@@ -109,7 +109,7 @@ def _write(X, PLANE, SCALE, ZERO, ROTATION, at, to, to_scale, CODE: tl.constexpr
 
 @triton.jit
 def _of_groups_bad(x, odd, d, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Which groups (COUNT,) hold a number that is not finite."""
+    """Which groups hold a number that is not finite, bool (COUNT,)."""
     own = (d // SIZE)[None, :] == tl.arange(0, COUNT)[:, None]
     good = (tl.abs(x) < float("inf")) & (tl.abs(odd) < float("inf"))
     return tl.max(tl.where(own & (good == 0)[None, :], 1, 0), axis=1) > 0
@@ -127,9 +127,9 @@ def append(
     V_GROUPS: tl.constexpr, V_COUNT: tl.constexpr, WIDE_V: tl.constexpr, V_ROTATED: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write token i of each row and head to slot CURSOR + `first` + i of all planes.
+    """Writes token i of each row and head to slot CURSOR + `first` + i of all planes.
 
-    Grid: (n, H, B). CURSOR int64 (B|1, H|1), or None for 0; PLACES: heads of the plane of positions.
+    Grid: (n, H, B). CURSOR int64 (B|1, H|1), or None for 0; PLACES: heads of the position plane.
     """
     token, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

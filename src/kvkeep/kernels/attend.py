@@ -1,5 +1,5 @@
-"""Attention over one segment's slots where they lie: a tile of them at a time, for all the queries
-of a key's group, in splits of the slots whose results `merge` joins.
+"""Attention over the slots of one segment, a tile at a time, for all queries of a kv head. The
+slots are divided into splits, whose results `merge` combines.
 
 Source: online softmax arXiv 1805.02867; tiles FlashAttention-2 (arXiv 2307.08691); splits over the
 keys Flash-Decoding (2023).
@@ -14,14 +14,14 @@ from kvkeep.kernels.codes import INT4, PLAIN, numbers, product, within
 
 _PLAIN, _INT4 = tl.constexpr(PLAIN), tl.constexpr(INT4)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_CENTRE = tl.constexpr(24.0)  # of 4-bit codes that come 16 too large
+_CENTRE = tl.constexpr(24.0)  # the middle of 4-bit codes (8) plus the 16 that `numbers` adds
 
 
 @triton.jit
-def _places(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
-            BLOCK_M: tl.constexpr):  # fmt: skip
-    """Of the queries of a tile: row, token, query head, and which of them exist. A tile enumerates
-    (row,) token and group, the group fastest."""
+def _query_indices(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr,
+                   SHARED: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """The row, token and query head of each query of a tile, and which of them exist. A tile
+    enumerates (row,) token and query of the group, the latter fastest."""
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = m // GROUP
     if SHARED:
@@ -38,8 +38,8 @@ def _places(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr, SHAR
 def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl.constexpr,
              SIZE: tl.constexpr, DK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
              FIRST: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Queries (GROUPS * BLOCK_M, WIDE): once for each group of elements with a scale, with zeros in
-    all other groups, so that one product gives the part of each group."""
+    """Queries (GROUPS * BLOCK_M, WIDE): repeated for each group of elements with a scale, with
+    zeros in all other groups, so that one product gives the contribution of each group."""
     d = FIRST + STEP * tl.arange(0, WIDE)
     at = row * q_row + query_head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
     q = tl.load(Q + at[:, None] + d[None, :], mask=real[:, None] & (d < DK)[None, :], other=0.0)
@@ -52,7 +52,7 @@ def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl
 
 @triton.jit
 def _tile(X, slot, here, x_slot, D: tl.constexpr, WIDE: tl.constexpr):
-    """Words (slots, WIDE) as they lie."""
+    """Loads words (slots, WIDE)."""
     d = tl.arange(0, WIDE)
     at = X + slot[:, None].to(tl.int64) * x_slot + d[None, :]
     if D == WIDE:
@@ -62,7 +62,7 @@ def _tile(X, slot, here, x_slot, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _scales(X, slot, here, x_slot, COUNT: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales (GROUPS, slots) in float32."""
+    """Loads scales (GROUPS, slots) as float32."""
     g = tl.arange(0, GROUPS)
     at = X + slot[None, :].to(tl.int64) * x_slot + g[:, None]
     return tl.load(at, mask=here[None, :] & (g < COUNT)[:, None], other=0.0).to(tl.float32)
@@ -73,7 +73,7 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale
             CODE: tl.constexpr, PARTS: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
             GROUPS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Scores (BLOCK_M, BLOCK_N), in units of log 2."""
+    """Scores (BLOCK_M, BLOCK_N) in base-2 logarithmic units."""
     words = _tile(K, slot, here, k_slot, WORDS, WIDE)
     s = product(q0, tl.trans(numbers(words, CODE, 0, TYPE)), TYPE)
     if PARTS > 1:
@@ -101,8 +101,8 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale
 def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: tl.constexpr,
                  PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Queries as the words of keys need them, up to four parts, and of 4-bit keys the sum of each
-    group (GROUPS, BLOCK_M)."""
+    """Queries in up to four parts, one for each element of a word of keys; and for 4-bit keys the
+    sum of each group (GROUPS, BLOCK_M)."""
     q0 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK, WIDE,
                   PARTS, 0, BLOCK_M, TYPE)  # fmt: skip
     q1, q2, q3 = q0, q0, q0
@@ -124,14 +124,14 @@ def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: 
 
 
 @triton.jit
-def _seen(slot, here, place, where, token, before, real, n,
+def _seen(slot, here, position, q_position, token, before, real, n,
           size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
           DENSE: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
-    """Who sees what: bool (queries, slots)."""
+    """Which slots each query sees: bool (queries, slots)."""
     seen = here[None, :] & real[:, None]
     if DENSE:
         return seen & (slot[None, :] <= before + token[:, None])
-    p, t = place[None, :], where[:, None]
+    p, t = position[None, :], q_position[:, None]
     seen = seen & (p >= 0) & (p <= t)
     if REACHES > 0:
         seen = seen & within(t, p, size0, first0, from0, to0)
@@ -146,8 +146,8 @@ def _seen(slot, here, place, where, token, before, real, n,
 def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
            CODE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr,
            WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Every STEP-th element from FIRST on of acc (GROUPS * BLOCK_M, WIDE) + more, of which each
-    group of elements has its own rows."""
+    """Stores acc (GROUPS * BLOCK_M, WIDE) + more to every STEP-th element from FIRST on; each group
+    of elements has its own rows of acc."""
     d = FIRST + STEP * tl.arange(0, WIDE)
     if CODE == _INT4:
         acc += more[:, None]
@@ -162,9 +162,10 @@ def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def attend(
-    Q, K, KS, KZ, V, VS, VZ, PLACE, WHERE, USED, SINKS, OUT, LSE, SHARE, TOP,
+    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, USED, SINKS, OUT, LSE, SHARE, TOP,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
-    v_row, v_head, v_slot, vs_row, vs_head, vs_slot, place_row, place_head, place_slot, where_row,
+    v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
+    position_row, position_head, position_slot, q_position_row,
     rows, n, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
@@ -176,17 +177,20 @@ def attend(
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr, MASS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """One split of the slots, for one tile of queries.
+    """Computes one split of the slots for one tile of queries.
 
-    Grid: (tiles of queries, splits, B * H; or H when the segment is SHARED by all rows). Codes lie
-    in words of PARTS elements, which are as many products: a word is never taken apart in memory.
+    Grid: (tiles of queries, splits, B * H, or H if the segment is SHARED by all rows). Codes are
+    packed in words of PARTS elements; there is one product for each element of a word, so words are
+    not unpacked in memory.
 
-    Writes OUT (parts, B, n, Hq, DV) and LSE (parts, B, n, Hq), in units of log 2, of its part; with
-    MASS also the weights SHARE (B, H, n * GROUP, mass_slots), each relative to the greatest score so
-    far, which is TOP (B, H, n * GROUP, tops).
+    Writes the partial results OUT (parts, B, n, Hq, DV) and LSE (parts, B, n, Hq), in base 2. With
+    MASS it also writes the weights SHARE (B, H, n * GROUP, mass_slots), relative to the largest
+    score so far, which goes to TOP (B, H, n * GROUP, tops).
     """
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, token, query_head, real = _places(block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M)
+    row, token, query_head, real = _query_indices(
+        block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M
+    )
     q0, q1, q2, q3, q_sum = _query_parts(
         Q, row, token, query_head, real, q_row, q_head, q_token, K_CODE, K_PARTS, K_GROUPS, K_SIZE,
         DK, WIDE_K, BLOCK_M, TYPE,
@@ -199,16 +203,16 @@ def attend(
     KZ += owner * ks_row + head * ks_head
     VS += owner * vs_row + head * vs_head
     VZ += owner * vs_row + head * vs_head
-    where = token
+    q_position = token
     if not DENSE:
-        PLACE += owner * place_row + head * place_head
-        where = tl.load(WHERE + row * where_row + token, mask=real, other=-1)
+        POSITION += owner * position_row + head * position_head
+        q_position = tl.load(Q_POSITION + row * q_position_row + token, mask=real, other=-1)
     if USED is not None:
         slots = tl.minimum(slots, tl.load(USED).to(tl.int32))
     each = tl.cdiv(tl.cdiv(slots, BLOCK_N), splits) * BLOCK_N
     start = split * each
     stop = tl.minimum(start + each, slots)
-    if DENSE and not MASS and not SHARED:  # later slots are seen by none of these queries
+    if DENSE and not MASS and not SHARED:  # none of these queries sees later slots
         last = tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
         stop = tl.minimum(stop, before + last + 1)
 
@@ -220,7 +224,8 @@ def attend(
         total = tl.where(split == 0, 1.0, total)
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    weight = tl.zeros((V_GROUPS * BLOCK_M,), tl.float32)  # of 4-bit values, for what is too large
+    # Sums of the weights, to correct the offset of 4-bit values.
+    weight = tl.zeros((V_GROUPS * BLOCK_M,), tl.float32)
     middles = tl.zeros((V_GROUPS, BLOCK_M), tl.float32)
     at_mass = ((row * HEADS + head) * n + token) * GROUP + query_head % GROUP
 
@@ -230,12 +235,12 @@ def attend(
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
                     K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, DK // K_PARTS, WIDE_K, SOFTCAP,
                     BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
-        place = slot
+        position = slot
         if not DENSE:
-            place = tl.load(PLACE + slot.to(tl.int64) * place_slot, mask=here, other=-1)
-        seen = _seen(slot, here, place, where, token, before, real, n, size0, first0, from0, to0,
-                     size1, first1, from1, to1, size2, first2, from2, to2,
-                     DENSE, REACHES)  # fmt: skip
+            position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
+        seen = _seen(slot, here, position, q_position, token, before, real, n,
+                     size0, first0, from0, to0, size1, first1, from1, to1,
+                     size2, first2, from2, to2, DENSE, REACHES)  # fmt: skip
         s = tl.where(seen, s, -float("inf"))
         higher = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(higher == -float("inf"), 0.0, higher)
@@ -270,7 +275,7 @@ def attend(
             middle = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS) + 8.0 * vs
             middles = middles * fade[None, :] + tl.sum(p[None, :, :] * middle[:, None, :], axis=2)
 
-    some = total != 0  # NaN goes on
+    some = total != 0  # NaN is propagated
     norm = tl.where(some, 1.0 / total, 0.0)
     at = (((first_part + split) * rows + row) * n + token) * (HEADS * GROUP) + query_head
     tl.store(LSE + at, tl.where(some, top + tl.log2(total), -float("inf")), mask=real)

@@ -1,15 +1,17 @@
-"""What the kernels share: encoded numbers, and who sees what."""
+"""Shared by the kernels: conversion of codes to numbers, and visibility."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether these kernels are run by Triton's interpreter, on the CPU: TRITON_INTERPRET=1."""
+from kvkeep.packing import CODES
 
-PLAIN, INT8, INT4, FP8 = 0, 1, 2, 3
-"""How a plane is encoded."""
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton's interpreter runs these kernels on the CPU (TRITON_INTERPRET=1)."""
+
+PLAIN, INT8, INT4, FP8 = (CODES[name] for name in ("plain", "int8", "int4", "fp8"))
+"""How a plane is encoded, as constants of kernels."""
 
 _INTERPRETED, _TRANSLATED = tl.constexpr(INTERPRETED), tl.constexpr(not INTERPRETED)
 _PLAIN_CODE, _INT8_CODE, _FP8_CODE = tl.constexpr(PLAIN), tl.constexpr(INT8), tl.constexpr(FP8)
@@ -19,13 +21,13 @@ _FP8_BIAS = tl.constexpr(2.0**120)  # between the exponents of E4M3 and float32
 @triton.jit
 def product(a, b, TYPE: tl.constexpr):
     """a @ b in float32, of operands in TYPE."""
-    if _INTERPRETED:  # which takes bfloat16 for integers there
+    if _INTERPRETED:  # whose dot reads bfloat16 as integers
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
 
 
-# Two words of 16 bits at once, in PTX: their codes of one part, as two numbers. A shift moves bits
-# from one word into the other too, of which the mask leaves none.
+# PTX that converts one code of each of two 16-bit words to two numbers. A shift also moves bits
+# from one word into the other; the mask removes them.
 
 _INT8_BF16 = """{{ .reg .b32 x, a, b;
 xor.b32 x, $1, 0x80808080;
@@ -33,13 +35,13 @@ prmt.b32 a, x, 0x4B000000, 0x754{low};
 prmt.b32 b, x, 0x4B000000, 0x754{high};
 sub.f32 a, a, 0f4B000080;
 sub.f32 b, b, 0f4B000080;
-cvt.rn.bf16x2.f32 $0, b, a; }}"""  # behind the bits of 2**23, which are exact in float32
+cvt.rn.bf16x2.f32 $0, b, a; }}"""  # codes in the low mantissa bits of 2**23, then subtracted
 
 _INT8_FP16 = """{{ .reg .b32 x, c;
 mov.b32 c, 0x64806480;
 shr.b32 x, $1, {down};
 lop3.b32 x, x, 0x00FF00FF, 0x64806480, 0x6A;
-sub.f16x2 $0, x, c; }}"""  # behind those of 1024
+sub.f16x2 $0, x, c; }}"""  # codes in the low mantissa bits of 1024, then subtracted
 
 _FP8_BF16 = """{{ .reg .b32 x, y, c, z;
 mov.b32 c, 0x7B807B80;
@@ -48,7 +50,7 @@ mov.b32 z, 0x80008000;
 shl.b32 y, $1, {up};
 and.b32 x, x, 0x07F007F0;
 lop3.b32 x, y, 0x80008000, x, 0xEA;
-fma.rn.bf16x2 $0, x, c, z; }}"""  # exponents moved by 120
+fma.rn.bf16x2 $0, x, c, z; }}"""  # multiplied by 2**120, to correct the exponent bias
 
 _FP8_FP16 = """{{ .reg .b32 x, y, c;
 mov.b32 c, 0x5C005C00;
@@ -56,11 +58,11 @@ mov.b32 c, 0x5C005C00;
 shl.b32 y, $1, {up};
 and.b32 x, x, 0x3F803F80;
 lop3.b32 x, y, 0x80008000, x, 0xEA;
-mul.f16x2 $0, x, c; }}"""  # exponents moved by 8
+mul.f16x2 $0, x, c; }}"""  # multiplied by 2**8, to correct the exponent bias
 
 _INT4 = """{{ .reg .b32 x;
 {shift}.b32 x, $1, {by};
-lop3.b32 $0, x, {mask}, {sixteen}, 0xEA; }}"""  # behind the bits of 16
+lop3.b32 $0, x, {mask}, {sixteen}, 0xEA; }}"""  # codes in the mantissa bits of 16
 
 
 def _int4(part: int, lowest: int, mask: str, sixteen: str) -> str:
@@ -79,10 +81,12 @@ PTX = {
     (INT4, "bf16"): [_int4(p, 3, "0x00780078", "0x41804180") for p in range(4)],
     (INT4, "fp16"): [_int4(p, 6, "0x03C003C0", "0x4C004C00") for p in range(4)],
 }
-"""What makes codes into numbers, by how they are encoded and the type wanted, for each part."""
+"""(code, type of the result) -> the instructions for each part of a word."""
 
 
-_WRITTEN = tl.constexpr(repr(sorted(PTX.items())))  # for the key of compiled kernels: see `numbers`
+_WRITTEN = tl.constexpr(
+    repr(sorted(PTX.items()))
+)  # part of the key of compiled kernels: see `numbers`
 
 
 @triton.constexpr_function
@@ -92,15 +96,17 @@ def _ptx(code, part, wanted):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
-    """Numbers of TYPE, to be scaled: the PART-th code of each word, the first in its low bits.
+    """Numbers of TYPE, not scaled yet: the PART-th code of each word, counted from the low bits.
 
-    Codes are made into numbers by their bits, which takes fewer instructions than conversions. Those
-    of 4 bits come 16 too large.
+    Codes are converted by placing their bits in those of a float, which takes fewer instructions
+    than a conversion. The numbers of 4-bit codes are too large by 16.
     """
     if CODE == _PLAIN_CODE:
         return words.to(TYPE)
     if _TRANSLATED:
-        tl.static_assert(_WRITTEN != "")  # so that other instructions make another kernel
+        tl.static_assert(
+            _WRITTEN != ""
+        )  # so that a change of the instructions compiles a new kernel
         if words.dtype == tl.int16:
             if TYPE == tl.bfloat16:
                 return tl.inline_asm_elementwise(
@@ -131,12 +137,12 @@ def within(query, slot, size, first, keep_from, keep_to):
 
 @triton.jit
 def rounded(x):
-    """The nearest whole number of a float32 below 2**22 in magnitude, to even ones from halfway."""
+    """A float32 below 2**22 in magnitude, rounded to the nearest integer, ties to even."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def half_precision(x):
-    """A scale in float16, within its range; what is not finite becomes NaN, to show."""
+    """A scale as float16, clamped to its range; a non-finite one becomes NaN, to stay visible."""
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     return tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x).to(tl.float16)

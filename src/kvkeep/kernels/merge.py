@@ -1,4 +1,4 @@
-"""Join what splits and segments found, and what each slot received."""
+"""Merges the results of splits and segments, and adds up the mass of each slot."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["parts"])
 def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """One query's parts, each weighted by its share of the probability.
+    """Adds up one query's partial results, each weighted by its share of the probability.
 
-    Grid: (queries,), of PART (parts, queries, DV) and PART_LSE (parts, queries); writes OUT
-    (queries, DV) and LSE (queries,), in units of log 2.
+    Grid: (queries,). Reads PART (parts, queries, DV) and PART_LSE (parts, queries); writes OUT
+    (queries, DV) and LSE (queries,), in base 2.
     """
     query = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDE)
@@ -33,7 +33,7 @@ def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.c
         acc = acc * fade + tl.sum(x * share[:, None], axis=0)
         total = total * fade + tl.sum(share, axis=0)
         top = higher
-    some = total != 0  # NaN goes on
+    some = total != 0  # NaN is propagated
     acc = tl.where(some, acc / tl.where(some, total, 1.0), 0.0)
     tl.store(OUT + query * DV + d, acc, mask=d < DV)
     tl.store(LSE + query, tl.where(some, top + tl.log2(total), -float("inf")))
@@ -44,9 +44,9 @@ def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.c
 def receive(SHARE, TOP, LSE, SEEN, USED, MASS, n, slots, mass_slots, mass_first, top_first, tops,
             seen_row, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
-    """The mass of one segment's slots, from the weights that `attend` wrote.
+    """Computes the mass of one segment's slots from the weights that `attend` wrote.
 
-    Grid: (blocks of slots, B * H). SEEN says which queries count, (B|1, n); None: all. Writes MASS
+    Grid: (blocks of slots, B * H). SEEN (B|1, n): the queries that count; None: all. Writes MASS
     (B, H, mass_slots) from `mass_first` on.
     """
     pair = tl.program_id(1).to(tl.int64)

@@ -1,31 +1,32 @@
-"""The mass of long chunks: a second pass over the keys, which holds no scores."""
+"""Computes the mass of long chunks by a second pass over the keys, without storing scores."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.attend import _places, _query_parts, _scores, _seen
+from kvkeep.kernels.attend import _query_indices, _query_parts, _scores, _seen
 
 
 @triton.jit(do_not_specialize=["n", "slots", "before", "mass_slots", "mass_first", "seen_row",
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def weigh(
-    Q, K, KS, KZ, PLACE, WHERE, USED, LSE, SEEN, MASS,
+    Q, K, KS, KZ, POSITION, Q_POSITION, USED, LSE, SEEN, MASS,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
-    place_row, place_head, place_slot, where_row, owned,
+    position_row, position_head, position_slot, q_position_row, owned,
     n, slots, before, mass_slots, mass_first, seen_row, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, WIDE_K: tl.constexpr,
     K_CODE: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
-    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr,
+    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr,
+    DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of slots, for all queries of one row and kv head.
+    """Computes one tile of slots, for all queries of one row and kv head.
 
-    Grid: (tiles of slots, B * H). `owned`: 0 when the segment is shared by all rows, else 1. LSE
-    (B, n, Hq), in units of log 2. Writes MASS (B, H, mass_slots) from `mass_first` on.
+    Grid: (tiles of slots, B * H). `owned`: 0 if the segment is shared by all rows, else 1. LSE
+    (B, n, Hq) is in base 2. Writes MASS (B, H, mass_slots) from `mass_first` on.
     """
     pair = tl.program_id(1)
     row, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
@@ -37,29 +38,31 @@ def weigh(
     start = tl.program_id(0) * BLOCK_N
     slot = start + tl.arange(0, BLOCK_N)
     here = slot < slots
-    place = slot
+    position = slot
     if not DENSE:
-        PLACE += row * owned * place_row + head * place_head
-        place = tl.load(PLACE + slot.to(tl.int64) * place_slot, mask=here, other=-1)
+        POSITION += row * owned * position_row + head * position_head
+        position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     begin = 0
     if DENSE:  # earlier queries see none of these slots
         begin = tl.maximum(0, start - before) * GROUP // BLOCK_M
     for block in range(begin, tl.cdiv(n * GROUP, BLOCK_M)):
-        rows_, token, query_head, real = _places(block, pair, 0, n, HEADS, GROUP, False, BLOCK_M)
+        rows_, token, query_head, real = _query_indices(
+            block, pair, 0, n, HEADS, GROUP, False, BLOCK_M
+        )
         q0, q1, q2, q3, q_sum = _query_parts(
             Q, rows_, token, query_head, real, q_row, q_head, q_token, K_CODE, K_PARTS, K_GROUPS,
             K_SIZE, DK, WIDE_K, BLOCK_M, TYPE,
         )  # fmt: skip
-        where = token
+        q_position = token
         if not DENSE:
-            where = tl.load(WHERE + rows_ * where_row + token, mask=real, other=-1)
+            q_position = tl.load(Q_POSITION + rows_ * q_position_row + token, mask=real, other=-1)
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
                     K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, DK // K_PARTS, WIDE_K, SOFTCAP,
                     BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
-        seen = _seen(slot, here, place, where, token, before, real, n, size0, first0, from0, to0,
-                     size1, first1, from1, to1, size2, first2, from2, to2,
-                     DENSE, REACHES)  # fmt: skip
+        seen = _seen(slot, here, position, q_position, token, before, real, n,
+                     size0, first0, from0, to0, size1, first1, from1, to1,
+                     size2, first2, from2, to2, DENSE, REACHES)  # fmt: skip
         at = (rows_ * n + token) * (HEADS * GROUP) + query_head
         lse = tl.load(LSE + at, mask=real, other=-float("inf"))
         seen = seen & (lse > -float("inf"))[:, None]

@@ -34,7 +34,7 @@ class BlockEncoded(LayerSlots):
 
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
         names = f"{codecs.key.name}/{codecs.value.name}"
-        if storage.limit is not None:
+        if storage.limited:
             raise SpecError(
                 f"codecs {names} encode a prompt after it was attended to, for which "
                 f"{storage.name} storage has no room; use @growing"

@@ -116,7 +116,7 @@ class ByHead(Parted):
     """
 
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
-        if storage.limit is not None:
+        if storage.limited:
             raise SpecError(
                 f"heads of different lengths need storage that grows, and {storage.name} does not; "
                 "use @growing"

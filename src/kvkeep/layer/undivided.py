@@ -148,7 +148,7 @@ class Undivided(LayerSlots):
     def pack(self) -> LayerSlots | None:
         """Not with frozen runs, nor in storage that is fixed, or whose slots must keep their order
         for gradients."""
-        steady = self.limit is not None or self._blank.differentiable
+        steady = self._blank.fixed_addresses or self._blank.differentiable
         if steady or self.frozen.runs or not self._storage.length:
             return None
         split = parted(self._storage.read(), self._blank, by_head=False)

@@ -1,23 +1,22 @@
-"""New tokens into their slots on CUDA: encoded and written by one launch, at a cursor that may be a
-tensor."""
+"""Writes new tokens to their slots; on CUDA one launch encodes and writes them, at a cursor that
+may be a tensor."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import triton
-from kvkeep.attention.native import Coded
 from kvkeep.attention.tiles import power_of_two
-from kvkeep.attention.triton import CODES
 from kvkeep.codec import Codec
+from kvkeep.packing import CODES
 from kvkeep.planes import POSITION, Planes, along_slots, joined
 
 _MOST_WIDTH = 512
-_DEVICES = ("cuda",)  # where the kernel is the better way
+_DEVICES = ("cuda",)  # where the kernel is faster than tensor operations
 
 
 def write(
@@ -29,12 +28,13 @@ def write(
     value_codec: Codec,
     cursor: Tensor | None = None,
 ) -> None:
-    """Encode n new tokens and write them, with the planes `own` beside keys and values.
+    """Encode n new tokens and write them to their slots.
 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
-        own: (B, H|1, n, ...), the positions among them.
-        planes: changed in place; the tokens' own slots (B, H|1, n, ...), or with a `cursor` all.
+        own: the planes other than keys and values, (B, H|1, n, ...), including positions.
+        planes: changed in place: the slots of these tokens, (B, H|1, n, ...), or with a `cursor`
+            all slots.
         cursor: the slot of a single token, int64 (B|1, H|1, 1).
     """
     if k.device.type in _DEVICES and able(k, v, key_codec, value_codec) and _side_by_side(planes):
@@ -56,9 +56,9 @@ def write(
 
 
 def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
-    """Whether the kernel can write these tokens."""
+    """Whether the Triton kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
-    known = key_codec.packing in CODES and value_codec.packing in CODES
+    known = None not in (triton.readable(key_codec), triton.readable(value_codec))
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
@@ -73,14 +73,14 @@ def append(
     key_codec: Codec,
     value_codec: Codec,
 ) -> None:
-    """Write n tokens, and their positions, into planes whose codecs the kernel knows.
+    """Write n tokens and their positions by the Triton kernel, which must know the codecs' layouts.
 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
         position: int32 (n,) or (B, n), or expanded over heads (B, 1|H, n).
         planes: (B, H|1, S, ...), changed in place.
-        cursor: the slot of the first token; int64 (B|1, H|1, 1) on the device where it differs or
-            changes from step to step.
+        cursor: the slot of the first token: an int, or int64 (B|1, H|1, 1) on the device if it
+            differs between rows or changes in a captured graph.
     """
     from kvkeep.kernels.append import append as kernel  # noqa: PLC0415 - Triton may be missing
 
@@ -109,7 +109,7 @@ def append(
 
 
 def _side_by_side(planes: Planes) -> bool:
-    """Whether zeros lie as their scales do, and every slot in one piece."""
+    """Whether zeros have the strides of their scales, and the elements of a slot a stride of 1."""
     return all(
         plane.stride(-1) == 1 or plane.shape[-1] == 1
         for name, plane in planes.items()
@@ -122,7 +122,7 @@ def _side_by_side(planes: Planes) -> bool:
 
 
 class _Plane(NamedTuple):
-    """Where one encoded tensor goes."""
+    """The planes of one encoded tensor, as the kernel takes them."""
 
     code: Tensor
     scale: Tensor
@@ -132,14 +132,15 @@ class _Plane(NamedTuple):
     group: int
     affine: bool
     rotation: Tensor | None
-    """What it is rotated by before, float32 (D, D)."""
+    """The matrix to rotate tokens by before encoding, float32 (D, D), or None."""
 
     @classmethod
     def of(cls, planes: Planes, name: str, codec: Codec, width: int) -> _Plane:
         codes = planes[name]
         scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
-        packing = CODES[codec.packing or ""]
-        group = cast(Coded, codec).group if packing else width
+        layout = codec.layout
+        assert layout is not None  # `able` has seen to that
+        packing, group = CODES[layout.packing], layout.group or width
         own = scale if zero is None else zero
         rotation = _rotation(codec, width, codes.device)
         return cls(codes, scale, own, packing, width, group, zero is not None, rotation)
@@ -163,9 +164,9 @@ class _Plane(NamedTuple):
         }  # fmt: skip
 
 
-@cache  # for good: graphs hold its address
+@cache  # never freed: CUDA graphs hold its address
 def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor | None:
-    """What this codec rotates by, float32 (D, D); None if it does not."""
+    """The rotation matrix of a codec, float32 (D, D); None if it does not rotate."""
     with torch.inference_mode(False):
         unrotated = torch.eye(width, device=device)
         rotated = codec.rotate(unrotated)

@@ -1,4 +1,4 @@
-"""Which slots stay. One file each; `base.Policy` is the contract."""
+"""Policies, which choose the slots to evict. One file each; `base.Policy` is the contract."""
 
 from kvkeep.policy.adakv import AdaKV
 from kvkeep.policy.base import Arrivals, Need, Observation, Policy

@@ -1,4 +1,4 @@
-"""Another policy, with more of the budget for heads that need it."""
+"""A wrapper that divides the budget of a layer unevenly among its heads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvkeep.policy.scored import Scored
 @final
 @dataclass(frozen=True)
 class AdaKV(Policy):
-    """`inner`'s scores, compared over all heads of a layer at once: a head keeps more than the
-    budget where others keep less, but at least `floor` of it. Heads have lengths of their own, so
-    what one does not need is freed. Source: AdaKV (arXiv 2407.11550).
+    """Compares the scores of `inner` over all heads of a layer: one head may keep more than the
+    budget if others keep less, but each keeps at least the share `floor` of it. Heads have lengths
+    of their own, so the memory of heads with few slots is freed. Source: AdaKV (arXiv 2407.11550).
     """
 
     inner: Policy
@@ -35,12 +35,14 @@ class AdaKV(Policy):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scored) or not self.inner.per_head:
             raise SpecError(
-                f"adakv({self.inner.name}): {self.inner.name} has no scores of each head to "
+                f"adakv({self.inner.name}): {self.inner.name} has no scores per head to "
                 "compare; use adakv(h2o:1024)"
             )
         if not 0.0 <= self.floor <= 1.0:
-            raise SpecError(f"adakv floor {self.floor}: a share of the budget, 0 to 1; use 0.2")
-        # Declared by classes, but a wrapper's are those of what it wraps.
+            raise SpecError(
+                f"adakv floor {self.floor}: it must be from 0 to 1; use adakv:0.2(h2o:1024)"
+            )
+        # Policies declare these as class variables; a wrapper has those of the inner policy.
         object.__setattr__(self, "needs", self.inner.needs)
         object.__setattr__(self, "rollback", self.inner.rollback)
 
@@ -97,7 +99,7 @@ class AdaKV(Policy):
         safe = min(slots, int(self.floor * self.budget))
         best = lowest(worth, position, slots)[..., slots - safe :]
         guarded = worth.scatter(2, best, torch.inf).masked_fill(worth == -torch.inf, -torch.inf)
-        # A head's filling up to the longest one counts as empty slots do: they go first.
+        # The padding of a head up to the longest one consists of empty slots, which go first.
         many = heads * (slots - self.budget)
         order = lowest(guarded.flatten(1), position.flatten(1), many)
         dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=worth.device)

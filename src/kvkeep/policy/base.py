@@ -1,4 +1,4 @@
-"""The contract of a policy: which slots stay."""
+"""The contract of a policy, which chooses the slots that are evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvkeep.rotary import Rotary
 
 
 class Need(Enum):
-    """What a policy must be shown of a step before it can choose, and what costs extra."""
+    """Inputs that a policy may ask for; each costs extra computation or memory."""
 
     MASS = "mass"
     QUERIES = "queries"
@@ -28,9 +28,9 @@ class Need(Enum):
 
 
 class Arrivals(NamedTuple):
-    """New tokens, as the model gave them: `keys` (B, H, n, Dk), `values` (B, H, n, Dv), `position`
-    (n,) or (B, n) with -1 for padding. `error`, fp32 (B, H, n), is what their encoding changed, or
-    None if not needed."""
+    """New tokens, as the model computed them: `keys` (B, H, n, Dk), `values` (B, H, n, Dv),
+    `position` (n,) or (B, n) with -1 for padding. `error`, fp32 (B, H, n), is the norm of what
+    encoding changed, or None if no policy needs it."""
 
     keys: Tensor
     values: Tensor
@@ -39,18 +39,18 @@ class Arrivals(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a step showed, and what the layer knows.
+    """What a policy is shown of a step and of its layer.
 
     Args:
         mass: fp32 (B, H, S) over all slots; None if not needed.
-        queries: the chunk's, (B, Hq, n, Dk); None if the step was not the layer's own.
+        queries: the chunk's queries (B, Hq, n, Dk); None if the caller computed attention itself.
         position: the chunk's positions, (n,), or (B, n) with -1 for padding.
-        newest: the newest position of each row, or (B, 1, 1) where rows differ.
-        window: the layer's own sliding window.
-        scale: the factor on q . k; None if the step was not the layer's own.
-        rotary: the model's rotary embedding; None if its keys carry none.
-        state: what the policy remembers of each row, (B, ...); its own to change.
-        keys, values: decode the slots of some planes, fp32 (B, H, S, D).
+        newest: the newest position, one int for all rows, or int64 (B, 1, 1) if rows differ.
+        window: the layer's own sliding window in tokens; None: it has none.
+        scale: the factor on q . k; None if the caller computed attention itself.
+        rotary: the model's rotary embedding; None if its keys have none.
+        state: tensors (B, ...) that the policy keeps for each row, by name; it may change them.
+        keys, values: functions that decode the slots of given planes to fp32 (B, H, S, D).
     """
 
     mass: Tensor | None = None
@@ -65,14 +65,14 @@ class Observation(NamedTuple):
     values: Callable[[Planes], Tensor] | None = None
 
     def fed(self) -> int | Tensor:
-        """Real tokens in the chunk: n, or int64 (B, 1, 1) where rows have padding."""
+        """The number of real tokens in the chunk: n, or int64 (B, 1, 1) if rows have padding."""
         assert self.position is not None
         if self.position.dim() == 1:
             return self.position.shape[0]
         return (self.position >= 0).sum(dim=1)[:, None, None]
 
 
-@cache  # for good: CUDA graphs hold its address
+@cache  # never freed: CUDA graphs hold its address
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.zeros((), dtype=dtype, device=device)
@@ -80,81 +80,82 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Chooses victims among a layer's slots. Fields are the options of its spec."""
+    """Chooses the slots of a layer to evict. The dataclass fields are the options of its spec."""
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
     rollback: ClassVar[bool] = False
-    """Whether dropping the newest tokens restores the state before them exactly."""
+    """Whether truncating the newest tokens exactly restores the state before they were fed."""
 
     per_head: ClassVar[bool] = False
-    """Whether heads may keep different tokens; positions are then held per head."""
+    """Whether heads may keep different tokens; each head then has its own positions."""
 
     ragged: ClassVar[bool] = False
-    """Whether heads may keep different numbers of tokens. `victims` is then asked to drop `count`
-    slots of all heads together, and returns a bool (B, H, S); the budget is the average."""
+    """Whether heads may keep different numbers of tokens. `victims` then returns a bool mask
+    (B, H, S) of the slots to evict, and the budget is the average over heads."""
 
     counts_empty: ClassVar[bool] = False
-    """Whether its choices count empty slots, so that none may be freed beside them."""
+    """Whether its choices count empty slots, which must then not be freed separately."""
 
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:
-        """Scores kept per slot by the storage."""
+        """The policy's own planes, such as scores, which the storage keeps for each slot."""
         return {}
 
     @property
     def budget(self) -> int | None:
-        """Most slots kept between steps; None: all of them."""
+        """The most slots kept between steps; None: all."""
         return None
 
     @property
     def protected(self) -> int:
-        """Most slots that are kept whatever they are worth."""
+        """The most slots that are kept regardless of their score."""
         return 0
 
     @property
     def room(self) -> int:
-        """Slots beside the budget that a single step takes before the policy can choose."""
+        """Slots beyond the budget that a single-token step needs before eviction."""
         return 0
 
     @property
     def reach(self) -> Reach | None:
-        """What a query may see of the slots, if the policy limits it; the layer then drops what
-        no later query can reach."""
+        """The positions a query may see, if the policy limits them; the layer then evicts slots
+        that no later query can see."""
         return None
 
     @property
     def shows_padding(self) -> bool:
-        """Whether queries of padding see what precedes them; not where they would count."""
+        """Whether queries of padding attend to earlier slots. They must not if the policy needs the
+        mass, in which they would be counted."""
         return Need.MASS not in self.needs
 
     @property
     def observed(self) -> int | None:
-        """How many of a chunk's newest queries the mass is of; None: all."""
+        """How many of a chunk's newest queries the mass counts; None: all."""
         return None
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` does anything."""
+        """Whether the policy overrides `observe`."""
         return type(self).observe is not Policy.observe
 
     def within(self, window: int) -> Policy:
-        """This policy on a layer whose queries see only the last `window` tokens."""
+        """The policy to use on a layer with a sliding window of `window` tokens."""
         return self
 
     def in_layer(self, index: int, count: int) -> Policy:
-        """This policy in layer `index` of `count`."""
+        """The policy to use in layer `index` of `count`."""
         return self
 
     def with_budget(self, tokens: int) -> Policy:
-        """This policy with another budget; SpecError when it cannot have it."""
+        """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
         raise SpecError(f"policy {self.name} has no budget to change")
 
     def enter(self, tokens: Arrivals) -> Planes:
-        """Its planes for new tokens, (B, H|1, n, ...). Zeros, unless a policy knows better."""
+        """The policy's planes for new tokens, (B, H|1, n, ...); zeros by default."""
         rows, heads, n, _ = tokens.keys.shape
         device = tokens.keys.device
         return {
@@ -165,7 +166,7 @@ class Policy(ABC):
         }
 
     def require_shown(self, step: Observation) -> None:
-        """Raise StateError when a step does not show what this policy needs."""
+        """Raise StateError if a step lacks the mass or queries that this policy needs."""
         for need in self.needs & {Need.MASS, Need.QUERIES}:
             if getattr(step, need.value) is None:
                 raise StateError(
@@ -174,18 +175,17 @@ class Policy(ABC):
                 )
 
     def observe(self, planes: Planes, seen: Observation) -> None:  # noqa: B027 - most do not
-        """Learn from a step: change the policy's own planes in place, and `seen.state`."""
+        """Update the policy's own planes in place, and `seen.state`, after a step."""
 
     def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
-        """Why this policy can have left no such `seen.state`, which a file says it did; empty if it
-        can.
+        """Why `memory`, read from a file, cannot be a `seen.state` of this policy; empty if it can.
 
         Args:
             geometry: of the layer.
         """
-        return f"policy {self.name} remembers no {sorted(memory)}" if memory else ""
+        return f"policy {self.name} keeps no state {sorted(memory)}" if memory else ""
 
     @abstractmethod
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        """The `count` least valuable slots, int64 (B, 1, count), empty slots first;
-        (B, H, count) when `per_head`."""
+        """The `count` slots to evict, empty ones first: int64 (B, 1, count), or (B, H, count) if
+        `per_head`."""

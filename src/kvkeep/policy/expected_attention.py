@@ -1,4 +1,4 @@
-"""Keep what future queries are expected to attend to."""
+"""Keep the tokens that future queries are expected to attend to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvkeep.policy.scored import Scored
 @final
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
-    """Score: the attention that queries of the next `future` positions are expected to give, times
-    the length of the value. Queries before their rotation are taken for normally distributed, with
-    the mean and covariance of those seen so far after the sinks. It reads all keys and values
-    whenever it evicts. Source: Expected Attention (arXiv 2510.00636).
+    """Score: the attention expected from queries at the next `future` positions, times the norm of
+    the value. Unrotated queries are modelled as normally distributed, with the mean and covariance
+    of those seen so far after the sinks. Every eviction reads all keys and values. Source: Expected
+    Attention (arXiv 2510.00636).
     """
 
     sinks: int = 4
@@ -33,7 +33,9 @@ class ExpectedAttention(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.future < 1:
-            raise SpecError(f"expected_attention of {self.future} future positions; use future=512")
+            raise SpecError(
+                f"expected_attention with future={self.future}: it must be at least 1; use 512"
+            )
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:
@@ -70,7 +72,7 @@ class ExpectedAttention(Scored):
         }
         if found == expected and queries and queries % heads == 0:
             return ""
-        return f"policy {self.name} remembers {found}, not {expected}"
+        return f"policy {self.name} keeps the state {expected}, not {found}"
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         state, live = seen.state, planes[POSITION] >= 0
@@ -97,7 +99,7 @@ class ExpectedAttention(Scored):
         return torch.where(live, expected * norms(values), 0)
 
     def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
-        """x (B, Hq, m, D) rotated by the mean of the next positions' rotations."""
+        """x (B, Hq, m, D), rotated by the average of the rotations of the next positions."""
         if seen.rotary is None:
             return x
         newest = torch.as_tensor(seen.newest, device=x.device).reshape(-1, 1, 1, 1)

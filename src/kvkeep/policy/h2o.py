@@ -1,4 +1,4 @@
-"""Keep the heavy hitters: the tokens that received most attention so far."""
+"""Keep the heavy hitters: the tokens that have received the most attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvkeep.policy.scored import SCORE, Scored
 
 @dataclass(frozen=True)
 class H2O(Scored):
-    """Score: the mass a slot received since it came, per head; with `normalize` divided by the
-    number of queries that saw it. Half of the budget goes to the newest tokens unless `recent` says
-    otherwise. Source: H2O (arXiv 2306.14048); the normalised form is that of keys_values.
+    """Score: the mass a slot has received since it was written, per head; with `normalize` divided
+    by the number of queries that saw it. Half of the budget is for the newest tokens, unless
+    `recent` is given. Source: H2O (arXiv 2306.14048); the normalised form is from keys_values.
     """
 
     normalize: bool = False

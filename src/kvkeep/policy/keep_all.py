@@ -15,7 +15,7 @@ from kvkeep.policy.window import Window
 @final
 @dataclass(frozen=True)
 class KeepAll(Policy):
-    """Evicts nothing. On a layer with a sliding window of its own that layer's window is kept."""
+    """Evicts nothing, except on a layer with its own sliding window, which keeps that window."""
 
     name: ClassVar[str] = "keep_all"
     rollback: ClassVar[bool] = True
@@ -24,4 +24,4 @@ class KeepAll(Policy):
         return Window(window)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        raise AssertionError("keep_all has no budget, so nobody asks it for victims")
+        raise AssertionError("keep_all has no budget and evicts nothing")

@@ -1,4 +1,4 @@
-"""Keep the keys that are unlike the others."""
+"""Keep the keys that differ most from the others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvkeep.policy.scored import Scored
 @final
 @dataclass(frozen=True)
 class KeyDiff(Scored):
-    """Score: minus the cosine between a key and the mean direction of the head's keys. It reads all
-    keys whenever it evicts. Source: KeyDiff (arXiv 2504.15364).
+    """Score: minus the cosine between a key and the mean direction of the head's keys. Every
+    eviction reads all keys. Source: KeyDiff (arXiv 2504.15364).
     """
 
     name: ClassVar[str] = "keydiff"
@@ -31,7 +31,7 @@ class KeyDiff(Scored):
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         assert seen.keys is not None
         keys, live = seen.keys(planes), planes[POSITION][..., None] >= 0
-        unit = torch.where(live, normalize(keys, dim=-1), 0).nan_to_num()  # a key may be no number
+        unit = torch.where(live, normalize(keys, dim=-1), 0).nan_to_num()  # a key may be NaN
         # In float64 the sum does not depend on the order in which the slots lie.
         total = unit.sum(dim=2, keepdim=True, dtype=torch.float64)
         anchor = total / live.sum(dim=2, keepdim=True).clamp(min=1)

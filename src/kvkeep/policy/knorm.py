@@ -1,4 +1,4 @@
-"""Keep the keys of small norm."""
+"""Keep the keys with the smallest norms."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvkeep.policy.scored import SCORE, Scored
 @final
 @dataclass(frozen=True)
 class KNorm(Scored):
-    """Score: -|k|; a key of small norm tends to receive much attention. Source: L2 norm compression
-    (arXiv 2406.11430).
+    """Score: -|k|. A key with a small norm tends to receive much attention. Source: L2 norm
+    compression (arXiv 2406.11430).
     """
 
     name: ClassVar[str] = "knorm"

@@ -1,4 +1,4 @@
-"""Another policy, with more of the budget in the lower layers."""
+"""A wrapper that gives lower layers more of the budget."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvkeep.policy.base import Observation, Policy
 @final
 @dataclass(frozen=True)
 class Pyramid(Policy):
-    """`inner`, whose budget falls from the first layer to the last by equal steps; the layers
-    together keep what they would have kept. The last layer's is 1 / `beta` of the average, what
-    `inner` protects not counted. Source: PyramidKV (arXiv 2406.02069).
+    """Uses `inner` with a budget that falls linearly from the first layer to the last; the sum over
+    layers is unchanged. The last layer's budget is 1 / `beta` of the average, not counting slots
+    that `inner` protects. Source: PyramidKV (arXiv 2406.02069).
     """
 
     inner: Policy
@@ -30,14 +30,16 @@ class Pyramid(Policy):
     def __post_init__(self) -> None:
         if self.inner.budget is None or isinstance(self.inner, Pyramid):
             raise SpecError(
-                f"pyramid({self.inner.name}): {self.inner.name} has no budget of its own to share "
-                "out among layers; use pyramid(h2o:1024)"
+                f"pyramid({self.inner.name}): {self.inner.name} has no budget to divide "
+                "among layers; use pyramid(h2o:1024)"
             )
-        # Declared by classes, but a wrapper's are those of what it wraps.
+        # Policies declare these as class variables; a wrapper has those of the inner policy.
         object.__setattr__(self, "needs", self.inner.needs)
         object.__setattr__(self, "rollback", self.inner.rollback)
         if not self.beta >= 1.0:
-            raise SpecError(f"pyramid beta {self.beta}: at least 1 (all layers alike); use 20")
+            raise SpecError(
+                f"pyramid beta {self.beta}: it must be at least 1, for equal budgets; use 20"
+            )
 
     @property
     def budget(self) -> int | None:
@@ -55,4 +57,4 @@ class Pyramid(Policy):
         return self.inner.why_not_memory(memory, geometry)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        raise AssertionError("a layer asks the policy that in_layer() gives it")
+        raise AssertionError("a layer uses the policy that in_layer() returns")

@@ -1,4 +1,4 @@
-"""H2O that also minds what encoding does to a token."""
+"""H2O, corrected for the error of encoding each token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ERROR = "error"
 @final
 @dataclass(frozen=True)
 class QH2O(H2O):
-    """Score: mix * H2O's - (1 - mix) * the encoding error |k - k'| + |v - v'|, both scaled to
-    0..1 over a head's slots. Source: Q-Hitter (MLSys 2024), as in keys_values.
+    """Score: mix * (score of H2O) - (1 - mix) * (encoding error |k - k'| + |v - v'|), both scaled
+    to 0..1 over a head's slots. Source: Q-Hitter (MLSys 2024), as in keys_values.
     """
 
     mix: float = 0.5
@@ -48,8 +48,8 @@ class QH2O(H2O):
 
 
 def _unit(x: Tensor, live: Tensor) -> Tensor:
-    """x scaled so that the live slots of a head span 0..1; all 0 where they are equal. What is no
-    number stays so, and changes no other."""
+    """x scaled so that the live slots of a head span 0..1, or all 0 if they are equal. NaNs stay
+    NaN and are ignored for the scaling of the others."""
     counted = live & ~x.isnan()
     low = x.masked_fill(~counted, torch.inf).amin(dim=-1, keepdim=True)
     span = x.masked_fill(~counted, -torch.inf).amax(dim=-1, keepdim=True) - low

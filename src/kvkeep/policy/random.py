@@ -1,4 +1,4 @@
-"""Keep tokens at random: the control that any other policy should beat."""
+"""Keep random tokens: a baseline that any other policy should beat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = 0xFFFFFFFF
 @final
 @dataclass(frozen=True)
 class Random(Scored):
-    """Score: a hash of the token's position, its head and `seed`, so that runs repeat exactly."""
+    """Score: a hash of the token's position, its head and `seed`, so runs are reproducible."""
 
     seed: int = 0
 
@@ -29,7 +29,7 @@ class Random(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.seed < 2**31:
-            raise SpecError(f"random seed {self.seed}: 0 to 2**31 - 1; use seed=0")
+            raise SpecError(f"random seed {self.seed}: it must be from 0 to 2**31 - 1; use seed=0")
 
     def enter(self, tokens: Arrivals) -> Planes:
         rows, heads, n, _ = tokens.keys.shape
@@ -43,7 +43,7 @@ class Random(Scored):
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Well-mixed 32 bits of int64 x. Source: Wellons' lowbias32."""
+    """A 32-bit hash of int64 x. Source: Wellons' lowbias32."""
     x = x & _BITS
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _BITS
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _BITS

@@ -1,11 +1,11 @@
-"""Which slots are worth least: the choice that all evicting policies share.
+"""The ranking by which all evicting policies choose the slots of least worth.
 
-The order is by worth, then by position, the oldest first. Positions, because a slot's index depends
-on what was evicted before, in the other rows of a batch too.
+Slots are ordered by worth, then by position, the oldest first. Ties are not broken by slot index,
+because that depends on earlier evictions, including those in other rows of a batch.
 
 Scores are compared to 16 significant bits. Kernels add in an order that depends on the number of
-rows, tokens and threads, so two tokens that are worth the same may get scores that differ in their
-last bits, in one way in a batch and in another way alone. Without these bits they are equal.
+rows, tokens and threads, so tokens of equal worth may get scores that differ in their last bits,
+differently in a batch than alone. Rounding makes such scores equal.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvkeep.policy.base import Observation
 _RANKING = Struct("=18q")  # KvRanking of native/abi.h
 _LAST = 2**31 - 1
 _NOISE = 0xFF
-"""The bits of a float32 score that are not compared; as in `native/slots.cpp`."""
+"""The bits of a float32 score that are rounded off, as in `native/slots.cpp`."""
 
 _MOST = torch.tensor(0x7F7FFFFF & ~_NOISE, dtype=torch.int32).view(torch.float32).item()
 """The largest finite score."""
 
 
 class Protection(NamedTuple):
-    """Slots that are kept whatever they are worth: the newest `recent` positions of a row, its
-    first `sinks`, and those from `keep_from` to `keep_to` (exclusive)."""
+    """Positions that are never evicted: the newest `recent` of a row, its first `sinks`, and those
+    from `keep_from` to `keep_to` (exclusive)."""
 
     recent: int = 0
     sinks: int = 0
@@ -41,14 +41,14 @@ class Protection(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """How many of them do not change as tokens come."""
+        """How many of them do not move as tokens are fed."""
         return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
 
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:
-    """Scores fp32 (B, H, S) as they are compared, see `rounded`: infinite for the protected, minus
-    infinity for slots that are empty, out of the layer's window, or without a number. None: all are
-    alike."""
+    """Scores as they are ranked, fp32 (B, H, S): see `rounded`; infinity for protected slots, minus
+    infinity for slots that are empty, outside the layer's window, or have a score of NaN. A `score`
+    of None counts as 0 everywhere."""
     position = planes[POSITION]
     if score is None:
         result = torch.zeros(position.shape, device=position.device)
@@ -59,20 +59,20 @@ def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protect
     if kept.recent:
         protected |= position > seen.newest - kept.recent
     dead = position < 0
-    if seen.window is not None:  # the next query stands one further
+    if seen.window is not None:  # the next query is at newest + 1
         dead |= position <= seen.newest + 1 - seen.window
     return result.masked_fill(protected, torch.inf).masked_fill(dead, -torch.inf)
 
 
 def rounded(score: Tensor) -> Tensor:
-    """Scores as fp32 of 16 significant bits: the nearest such number, the largest finite one for
-    infinity, minus infinity for what is no number."""
+    """Scores rounded to the nearest fp32 of 16 significant bits; infinity becomes the largest
+    finite such number, NaN minus infinity."""
     held = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=_MOST)
     return ((held.view(torch.int32) + (_NOISE + 1) // 2) & ~_NOISE).view(torch.float32)
 
 
 def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:
-    """The `count` slots of the least worth, the oldest first among equals: int64 (..., count)."""
+    """The `count` slots of least worth, the oldest first among equals: int64 (..., count)."""
     if count == 1:
         least = worth.amin(dim=-1, keepdim=True)
         return position.masked_fill(worth > least, _LAST).argmin(dim=-1, keepdim=True)
@@ -84,12 +84,10 @@ def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:
 def least_worthy(
     score: Tensor | None, planes: Planes, seen: Observation, kept: Protection, count: int
 ) -> Tensor:
-    """`lowest` of the `worth`, int64 (B, H, count); on the CPU in one call."""
+    """`lowest` of the `worth`, int64 (B, H, count); on the CPU one call of the native library."""
     position = planes[POSITION]
     if count > position.shape[2]:
-        raise StateError(
-            f"{count} slots to evict of {position.shape[2]}; this is an error of kvkeep"
-        )
+        raise StateError(f"{count} slots to evict of {position.shape[2]}; this is a bug in kvkeep")
     if LIBRARY is None or not position.is_cpu or not (score is None or score.is_cpu):
         return lowest(worth(score, planes, seen, kept), position, count)
     rows, heads, slots = position.shape

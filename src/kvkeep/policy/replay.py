@@ -1,4 +1,4 @@
-"""Decisions that another policy made before, made again."""
+"""A policy that repeats the recorded decisions of another policy."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _CURSOR = "replayed"
 @final
 @dataclass(frozen=True, eq=False)
 class ReplayPolicy(Policy):
-    """Evicts the tokens that `inner` evicted when the same chunks were fed, in the same calls,
-    whatever the slots hold now; it needs to see nothing. What a query may see is `inner`'s rule.
+    """Evicts the tokens that `inner` evicted when the same chunks were fed in the same calls,
+    regardless of what the slots hold now, so it needs neither mass nor queries. Queries see what
+    `inner` lets them see.
 
     Args:
-        decisions: positions of what each call evicted, int32 (B, 1|H, count), or for a ragged
-            policy (B, H, S) with -1 for what stayed: what `LayerCache.evicted` collects.
+        decisions: the positions that each call evicted, int32 (B, 1|H, count), or for a ragged
+            policy (B, H, S) with -1 for slots that stayed, as `LayerCache.evicted` collects them.
 
     Raises:
-        StateError: when asked for other evictions than there were.
+        StateError: if the evictions requested differ from the recorded ones.
     """
 
     inner: Policy
@@ -38,7 +39,7 @@ class ReplayPolicy(Policy):
     counts_empty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        # Declared by classes, but a wrapper's are those of what it wraps.
+        # Policies declare these as class variables; a wrapper has those of the inner policy.
         object.__setattr__(self, "per_head", self.inner.per_head)
         object.__setattr__(self, "ragged", self.inner.ragged)
 
@@ -71,7 +72,7 @@ class ReplayPolicy(Policy):
         call = int(cursor[0])
         if call >= len(self.decisions):
             raise StateError(
-                f"a replay of {len(self.decisions)} evictions is asked for another; feed the "
+                f"a replay of {len(self.decisions)} evictions is asked for one more; feed the "
                 "chunks that were fed when they were recorded"
             )
         chosen = self.decisions[call].to(position.device)
@@ -84,7 +85,7 @@ class ReplayPolicy(Policy):
 
 
 def among(position: Tensor, chosen: Tensor) -> Tensor:
-    """Whether the position of each slot, (B, 1|H, S), is among those chosen, (B, 1|H, c)."""
+    """Whether the position of each slot (B, 1|H, S) is among `chosen` (B, 1|H, c): a bool mask."""
     wanted = chosen.expand(*position.shape[:2], -1).sort(dim=2).values
     if not wanted.shape[2]:
         return torch.zeros_like(position, dtype=torch.bool)
@@ -93,17 +94,19 @@ def among(position: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _slots_of(position: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """A slot for each chosen position, int64 (B, 1|H, count); any of the empty ones for -1."""
+    """The slot of each chosen position, int64 (B, 1|H, count); for -1 any empty slot."""
     if chosen.shape != (*position.shape[:2], count):
         raise StateError(
-            f"a replay evicted {tuple(chosen.shape)} slots when it was recorded, now "
-            f"{(*position.shape[:2], count)} are to go; feed the same chunks in the same rows"
+            f"{tuple(chosen.shape)} slots were evicted when this was recorded, now "
+            f"{(*position.shape[:2], count)} are to be; feed the same chunks in the same rows"
         )
     ordered, slots = position.sort(dim=2, stable=True)
     wanted = chosen.sort(dim=2).values
-    # Equal ones, the empty slots, are taken one after the other.
+    # Equal positions are those of empty slots, which are taken one after the other.
     rank = torch.arange(count, device=wanted.device) - torch.searchsorted(wanted, wanted)
     at = (torch.searchsorted(ordered, wanted) + rank).clamp(max=position.shape[2] - 1)
     if not ordered.gather(2, at).equal(wanted):
-        raise StateError("a token that a replay evicts is not held; feed the same chunks")
+        raise StateError(
+            "a token that a replay must evict is not in the cache; feed the same chunks"
+        )
     return slots.gather(2, at)

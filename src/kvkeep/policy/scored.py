@@ -1,4 +1,4 @@
-"""Policies that value each slot by a score, and keep the best beside some protected ones."""
+"""The base of policies that score each slot and keep the highest scores and protected slots."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SCORE = "score"
 
 @dataclass(frozen=True)
 class Scored(Policy):
-    """Keeps `tokens` slots: protected ones, and of the others those with the highest score.
+    """Keeps `tokens` slots: the protected ones, and of the others those with the highest scores.
 
     Protected are the first `sinks` tokens, positions `keep_from` to `keep_to` (exclusive), and the
-    newest `protected_recent`. Among equal scores the oldest goes first. A score that is not a
-    number counts as the lowest.
+    newest `protected_recent`. Of equal scores the oldest token is evicted first. A score of NaN
+    counts as the lowest.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class Scored(Policy):
 
     @property
     def protection(self) -> Protection:
-        """What is kept whatever it is worth."""
+        """The positions that are never evicted."""
         return Protection(self.protected_recent, self.sinks, self.keep_from, self.keep_to)
 
     @property
@@ -84,10 +84,10 @@ class Scored(Policy):
 
     @abstractmethod
     def score(self, planes: Planes, seen: Observation) -> Tensor:
-        """What each slot is worth, floating point (B, H, S); (B, 1, S) unless `per_head`."""
+        """The score of each slot, floating point (B, H, S), or (B, 1, S) unless `per_head`."""
 
     def worth(self, planes: Planes, seen: Observation) -> Tensor:
-        """The score as it is compared, see `ranking.worth`."""
+        """The score as it is ranked, see `ranking.worth`."""
         return worth(self.score(planes, seen), planes, seen, self.protection)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keep what a window of observing queries at the end of a prompt attends to."""
+"""Keep the tokens that the last queries of a prompt, the observation window, attend to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvkeep.policy.scored import SCORE, Scored
 @final
 @dataclass(frozen=True)
 class SnapKV(Scored):
-    """Score: the attention of the last `window` queries, averaged over them and, before the window,
-    over `pool` neighbouring tokens; the window itself is protected.
+    """Score: the attention of the last `window` queries, averaged over them and, for tokens before
+    the window, over `pool` neighbouring tokens. The window itself is protected.
 
-    Shorter chunks, such as single tokens, change the average by their share of a window. Source:
-    SnapKV (arXiv 2404.14469), which scores the prompt only.
+    A chunk shorter than the window, such as a single token, updates the average with a weight of
+    its length / `window`. Source: SnapKV (arXiv 2404.14469), which scores the prompt only.
     """
 
     window: int = 32
@@ -63,8 +63,8 @@ class SnapKV(Scored):
         planes[SCORE].mul_(1 - fed / self.window).add_(mass, alpha=1 / self.window)
 
     def _pooled(self, mass: Tensor, position: Tensor, newest: int | Tensor) -> Tensor:
-        """Mass (B, H, S) averaged over neighbours in the order of their positions; that of the
-        window is neither changed nor counted in."""
+        """Mass (B, H, S), averaged over neighbours by position. Slots of the window are left as
+        they are and excluded from the averages."""
         order = position.argsort(dim=-1, stable=True)
         before = (position <= newest - self.window) & (position >= 0)
         counted = (mass * before).gather(-1, order)

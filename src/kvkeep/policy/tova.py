@@ -1,4 +1,4 @@
-"""Keep what the newest token attends to."""
+"""Keep the tokens that the newest query attends to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.policy.scored import SCORE, Scored
 @final
 @dataclass(frozen=True)
 class Tova(Scored):
-    """Score: the newest query's attention, averaged over all heads, which therefore keep the same
+    """Score: the newest query's attention, averaged over all heads, so all heads keep the same
     tokens. Source: TOVA (arXiv 2401.06104).
     """
 
@@ -31,7 +31,7 @@ class Tova(Scored):
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None
         mass, fed = seen.mass.mean(dim=1, keepdim=True), seen.fed()
-        if not isinstance(fed, int):  # a row that was fed padding only has no new query
+        if not isinstance(fed, int):  # a row with only padding has no new query
             mass = torch.where(fed > 0, mass, planes[SCORE])
         planes[SCORE].copy_(mass)
 

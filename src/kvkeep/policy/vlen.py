@@ -1,4 +1,4 @@
-"""H2O over what the values add: attention times the length of the value."""
+"""H2O with the attention weighted by the norm of the value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NORM = "value_norm"
 @final
 @dataclass(frozen=True)
 class VLen(H2O):
-    """Score: the sum over steps of n m |v| / sum(m |v|), where m is the mass a slot received of
+    """Score: the sum over steps of n m |v| / sum(m |v|), where m is the mass a slot received from
     the step's n queries. Source: keys_values' VLengthH2O.
     """
 
@@ -34,6 +34,6 @@ class VLen(H2O):
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None
         moved = seen.mass * planes[_NORM]
-        moved = torch.where(moved > 0, moved, 0)  # a value may be no number, as may an empty slot's
+        moved = torch.where(moved > 0, moved, 0)  # a value may be NaN, also in an empty slot
         total = moved.sum(dim=-1, keepdim=True)
         planes[SCORE].add_(torch.where(total > 0, moved / total * seen.fed(), 0))

@@ -1,4 +1,4 @@
-"""Keep the most recent tokens, and the first few."""
+"""Keep the newest tokens and the first few."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Window(Policy):
     """Each query sees the last `size` tokens, its own included, the first `sinks` tokens, and
     positions `keep_from` to `keep_to` (exclusive).
 
-    The result does not depend on how the tokens were split into chunks. Sources: Mistral 7B
+    The result does not depend on how the tokens are split into chunks. Sources: Mistral 7B
     (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
     """
 

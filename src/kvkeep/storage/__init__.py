@@ -1,4 +1,4 @@
-"""Where slots lie. One file each; `base.Storage` is the contract."""
+"""Storages, which hold slots. One file each; `base.Storage` is the contract."""
 
 from kvkeep.storage.base import Storage
 from kvkeep.storage.concat import Concat

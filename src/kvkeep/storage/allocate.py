@@ -1,4 +1,4 @@
-"""Buffers whose untouched part costs address space, not memory; and what to say without memory."""
+"""Allocates buffers whose unused part takes no memory; the error when there is too little."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from kvkeep.errors import OutOfMemoryError
 
 SHORTAGE = (torch.OutOfMemoryError, MemoryError, OSError)
-"""What `reserve` raises when there is no memory: on an accelerator, and for small and large buffers
-on the CPU."""
+"""The errors of `reserve` without memory: on an accelerator, and on the CPU for small and for large
+buffers."""
 
-_PAGES_WORTH_MAPPING = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
+_LEAST_MAPPED = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
 
 REMEDY = (
     "use a policy with a budget, such as h2o:4096, or a codec (+int8 halves bfloat16, +int8/int4 "
@@ -28,19 +28,19 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     """An uninitialised tensor for a cache to fill from the front.
 
     On the CPU a large one is its own anonymous mapping: pages become resident when they are first
-    written and go back to the system with the tensor, whatever the allocator's heap looks like.
+    written, and return to the system with the tensor, however fragmented the allocator's heap is.
     Huge pages are declined, because one of them would make 2 MiB of untouched slots resident.
-    On an accelerator all of it is memory. Raises one of `SHORTAGE` where there is none.
-    The result is an ordinary tensor also under `torch.inference_mode`, so that a cache can be
-    filled in one mode and continued in another.
+    On an accelerator the whole buffer takes memory. Raises one of `SHORTAGE` without memory.
+    The result is an ordinary tensor under `torch.inference_mode` too, so that a cache can be filled
+    in one mode and continued in another.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):
-        if device.type != "cpu" or nbytes < _PAGES_WORTH_MAPPING:
+        if device.type != "cpu" or nbytes < _LEAST_MAPPED:
             return torch.empty(shape, dtype=dtype, device=device)
         if not hasattr(mmap, "MAP_PRIVATE"):
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
-        # Private, for the default would share a forked child's writes with its parent.
+        # Private: with the default flags a forked child's writes would reach its parent.
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             pages.madvise(mmap.MADV_NOHUGEPAGE)
@@ -48,7 +48,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that could still be allocated, as far as anyone knows; None: nobody does."""
+    """Bytes that can still be allocated; None: unknown."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().available)
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -58,7 +58,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def out_of_memory(slots: int, needed: int, held: int, device: torch.device) -> OutOfMemoryError:
-    """What to raise when the `needed` bytes of `slots` slots cannot be had, with `held` in use."""
+    """The error to raise if `needed` bytes for `slots` slots cannot be allocated; `held` bytes are
+    in use."""
     free = free_bytes(device)
     return OutOfMemoryError(
         f"{slots} slots of a layer need {needed} bytes on {device}, where "
@@ -68,7 +69,7 @@ def out_of_memory(slots: int, needed: int, held: int, device: torch.device) -> O
 
 
 def give_back() -> None:
-    """Return to the system what the C library keeps of memory that was freed, as glibc's does."""
+    """Return freed memory that the C library (glibc) still holds to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

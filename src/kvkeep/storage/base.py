@@ -1,4 +1,7 @@
-"""The contract of a storage: where slots lie. It knows no tokens, dtypes, codecs or policies."""
+"""The contract of a storage, which holds a layer's slots.
+
+A storage knows nothing of tokens, dtypes, codecs or policies.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kvkeep.planes import Planes, plane_bytes, slot_count
 
 
 class Storage(ABC):
-    """A growing run of slots [0, length), each a place in every plane of one layer.
+    """A run of slots [0, length). Each slot is one entry of every plane of a layer.
 
     The planes' names, dtypes and row and head counts are those of the first append.
     """
@@ -23,18 +26,22 @@ class Storage(ABC):
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through what was stored."""
     lasting: ClassVar[bool] = True
-    """Whether what was read stays until this storage changes, whatever is read of others: then it
-    can be frozen, and attended to together with slots of another storage."""
+    """Whether the result of `read` stays valid until this storage changes, even if other storages
+    are read in between. Only such slots can be frozen, or attended to with slots of others."""
+
+    fixed_addresses: ClassVar[bool] = False
+    """Whether all `limit` slots are allocated at the first append and keep their addresses until
+    the rows change: then a captured graph may hold the addresses, and `adopt` works."""
 
     limit: int | None = None
-    """Most slots this storage can ever hold; None: as many as memory allows."""
+    """The most slots this storage can ever hold; None: as many as memory allows."""
 
     bound: int | None = None
-    """Most slots that stay after a step, as far as is known: 0 where it is known only that slots
-    are evicted. Storage that grows then allocates little beyond what stays. None: all stay."""
+    """The most slots that stay after a step. 0: some are evicted, but how many stay is unknown.
+    None: all stay. Storage that grows allocates little beyond this bound."""
 
     reallocations: int = 0
-    """How often slots that were already stored had to be copied to make room."""
+    """How many times the stored slots were copied to a new allocation."""
 
     def __init__(self) -> None:
         self._planes: dict[str, Tensor] = {}  # (B, H|1, capacity, ...)
@@ -48,6 +55,11 @@ class Storage(ABC):
             )
 
     @property
+    def limited(self) -> bool:
+        """Whether there is a `limit`."""
+        return self.limit is not None
+
+    @property
     @abstractmethod
     def length(self) -> int:
         """Slots in use, the same for every row and head."""
@@ -59,14 +71,17 @@ class Storage(ABC):
 
     @abstractmethod
     def append(self, planes: Planes) -> slice:
-        """Copy n new slots (B, H|1, n, ...) behind the last one; returns where they lie.
+        """Append copies of n new slots (B, H|1, n, ...) and return their range.
 
-        Strided input is read as it is. Raises CapacityError, unchanged, when `limit` is exceeded.
+        The input may have any strides. Raises CapacityError, with nothing changed, if `limit` would
+        be exceeded.
         """
 
     def append_in_place(self, count: int, write: Callable[[Planes], None]) -> bool:
-        """Like `append`, but `write` puts the `count` new tokens into views of their slots. False,
-        with nothing changed, where slots are not written in place, or their planes not known yet.
+        """Like `append`, but `write` is called with views of the `count` new slots and fills them.
+
+        Returns False, with nothing changed, if this storage does not write in place or does not
+        know its planes yet.
         """
         return False
 
@@ -76,23 +91,23 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self) -> Planes:
-        """All slots in use: (B, H|1, length, ...); views that the next change may overwrite."""
+        """All slots in use, (B, H|1, length, ...), as views that the next change may overwrite."""
 
     def keep(self, name: str, plane: Tensor) -> None:
         """Overwrite one plane (B, H|1, length, ...) of the slots in use."""
-        with torch.inference_mode():  # in place, whatever mode the plane was made in
+        with torch.inference_mode():  # which changes inference tensors and others
             self.read()[name].copy_(plane)
 
     def resting(self) -> Planes:
-        """Like `read`, but where the slots lie while they are not attended to, on whatever device:
-        to be copied or saved. Valid until this storage changes."""
+        """Like `read`, but on the device that holds the slots between steps (for `host` storage the
+        CPU): for copying or saving. Valid until this storage changes."""
         return self.read()
 
     @abstractmethod
     def evict(self, victims: Tensor) -> None:
         """Free the slots `victims`, int64 (B|1, H|1, c), no repeats; `length` falls by c.
 
-        At most c slots move, so what survives may change its place.
+        At most c of the remaining slots are moved, so slots may change their order.
         """
 
     @abstractmethod
@@ -115,19 +130,19 @@ class Storage(ABC):
         return type(self)()
 
     def behind(self, slots: int) -> Storage:
-        """A new, empty storage for what follows `slots` slots that lie elsewhere."""
+        """A new, empty storage for what follows `slots` slots that are frozen."""
         return self.another()
 
     def share(self, common: dict[str, Any]) -> None:  # noqa: B027
-        """Take part in what the storages of one cache share, kept in `common` by name: by default
-        in nothing."""
+        """Share resources with the other storages of a cache. `common` holds them, by the
+        storage's name. By default nothing is shared."""
 
     def adopt(self, planes: Planes, length: int) -> None:
         """Use these planes, (B, H|1, limit, ...), of which `length` slots are in use.
 
-        Only storage that never reallocates can: see `limit`.
+        Only storage with `fixed_addresses` can.
         """
-        raise NotImplementedError(f"{self.name} storage cannot stay in planes it is given")
+        raise NotImplementedError(f"{self.name} storage cannot adopt planes: it moves its slots")
 
     @abstractmethod
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What growing and fixed storage share: planes with spare slots, written in place."""
+"""The base of growing and fixed storage: planes with spare slots, written in place."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
 from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.base import Storage
 
-_SLOTS_AHEAD = 8  # each view takes about a kilobyte of its own
+_MOST_VIEWS = 8  # views made at once; each takes about a kilobyte
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h
 
 
-class _Ahead(NamedTuple):
+class _SlotViews(NamedTuple):
     """Views of the single slots from `first` on."""
 
     views: Sequence[Planes]
     first: int
 
 
-_NOTHING_AHEAD = _Ahead([], 0)
+_NO_VIEWS = _SlotViews([], 0)
 
 
 class Buffer(Storage):
@@ -40,8 +40,8 @@ class Buffer(Storage):
     def __init__(self) -> None:
         super().__init__()
         self._length = 0
-        self._ahead = _NOTHING_AHEAD
-        self._addresses: bytes | None = None  # of the planes, for moving slots
+        self._views = _NO_VIEWS
+        self._addresses: bytes | None = None  # and strides of the planes, as KvSlots
 
     @abstractmethod
     def _capacity_for(self, slots: int, device: torch.device) -> int:
@@ -84,7 +84,7 @@ class Buffer(Storage):
             self._evict_in_one_call(LIBRARY, victims.contiguous())
             return
         holes, movers = moves(victims, self._length)
-        # All of them before the first is changed: there may be no memory for one.
+        # Gather from all planes before changing any, because a gather may run out of memory.
         moved = [plane.gather(2, along_slots(movers, plane)) for plane in self._planes.values()]
         for plane, slots in zip(self._planes.values(), moved, strict=True):
             plane.scatter_(2, along_slots(holes, plane), slots)
@@ -101,7 +101,7 @@ class Buffer(Storage):
         ):
             raise ShapeError(
                 f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy "
-                f"must give int64 ({rows} or 1, {heads} or 1, count) where the slots are"
+                f"must give int64 ({rows} or 1, {heads} or 1, count) on the slots' device"
             )
         place, planes = victims.data_ptr(), self._described()
         failed = library.kv_evict(
@@ -134,16 +134,16 @@ class Buffer(Storage):
                 rows = len(index) * (self.nbytes // max(1, plane.shape[0]))
                 raise out_of_memory(self.capacity, rows, self.live_bytes, plane.device) from error
             fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))
-        self._planes = planes  # all of them, or as they were if there was no memory
+        self._planes = planes  # only once all are copied: an error changes nothing
 
     def reset(self) -> None:
         self._drop_planes()
         self._length = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles of this storage hold: the slots in use, not the spare ones."""
+        """Copies and pickles hold the slots in use, without the spare capacity."""
         live = {name: plane.clone() for name, plane in self.read().items()}
-        volatile = {"_planes": live, "_ahead": _NOTHING_AHEAD, "_addresses": None}
+        volatile = {"_planes": live, "_views": _NO_VIEWS, "_addresses": None}
         return self.__dict__ | volatile | {"capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,11 +164,11 @@ class Buffer(Storage):
         return {name: p.narrow(2, start, stop - start) for name, p in self._planes.items()}
 
     def _slot(self, slot: int) -> Planes:
-        """Views (B, H|1, 1, ...) of one slot. Decoding asks for one after another, so a run of
-        them is made at once, which costs little more than one."""
-        ahead = self._ahead
-        if not ahead.first <= slot < ahead.first + len(ahead.views):
-            count = min(_SLOTS_AHEAD, self.capacity - slot)
+        """Views (B, H|1, 1, ...) of one slot. Decoding asks for consecutive slots, so views of the
+        next few are made at once, which costs little more than making one."""
+        made = self._views
+        if not made.first <= slot < made.first + len(made.views):
+            count = min(_MOST_VIEWS, self.capacity - slot)
             with torch.inference_mode(False), torch.no_grad():
                 split = [
                     torch.split(plane.narrow(2, slot, count), 1, dim=2)
@@ -177,20 +177,20 @@ class Buffer(Storage):
             views = [
                 dict(zip(self._planes, slots, strict=True)) for slots in zip(*split, strict=True)
             ]
-            ahead = self._ahead = _Ahead(views, slot)
-        return ahead.views[slot - ahead.first]
+            made = self._views = _SlotViews(views, slot)
+        return made.views[slot - made.first]
 
     def _drop_planes(self) -> None:
         self._planes = {}
         self._moved()
 
     def _moved(self) -> None:
-        """The planes are others, or lie elsewhere."""
-        self._ahead = _NOTHING_AHEAD
+        """Forget views and addresses of the planes, after the planes were replaced."""
+        self._views = _NO_VIEWS
         self._addresses = None
 
     def _described(self) -> bytes:
-        """Where the planes lie, as the compiled part wants to know it."""
+        """The planes' addresses and strides, as the native library takes them."""
         if self._addresses is None:
             self._addresses = b"".join(
                 _PLANE.pack(
@@ -205,7 +205,7 @@ class Buffer(Storage):
         return self._addresses
 
     def _fits(self, planes: Planes) -> bool:
-        """Whether the buffers are of these planes' names, rows, heads, widths, dtype and device."""
+        """Whether the buffers match these planes in names, rows, heads, widths, dtype, device."""
         return self._planes.keys() == planes.keys() and all(
             (p.shape[:2], p.shape[3:], p.dtype, p.device)
             == (q.shape[:2], q.shape[3:], q.dtype, q.device)
@@ -213,15 +213,15 @@ class Buffer(Storage):
         )
 
     def _reallocate(self, capacity: int, like: Planes) -> None:
-        """Have `capacity` slots, in planes like `like`.
+        """Move the slots in use to buffers of `capacity` slots, with planes like `like`.
 
         Raises:
-            OutOfMemoryError: there is no memory; the slots in use are as they were.
+            OutOfMemoryError: there is not enough memory; the slots in use are unchanged.
         """
         before = self.capacity
         self._moved()
         try:
-            for name, plane in like.items():  # one at a time: old and new overlap least
+            for name, plane in like.items():  # one at a time, so that old and new overlap least
                 self._move(name, plane, capacity)
         except BaseException as error:
             self._level(min(before, capacity))
@@ -239,23 +239,23 @@ class Buffer(Storage):
         self._planes[name] = fresh
 
     def _level(self, capacity: int) -> None:
-        """Have `capacity` slots in planes of which some have more."""
+        """Cut planes that were already enlarged back to `capacity` slots."""
         if not capacity:
             self._drop_planes()
         for name, plane in self._planes.items():
             if plane.shape[2] > capacity:
                 try:
                     self._move(name, plane, capacity)
-                except SHORTAGE:  # it stays as large as it is, and is used as if it were not
+                except SHORTAGE:  # keep the larger buffer, of which a part is used
                     self._planes[name] = plane.narrow(2, 0, capacity)
 
 
 def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """How to evict from `length` slots: slots `movers` go to the slots `holes`, both like
-    `victims`, (B|1, H|1, c)."""
-    # Victims below `kept` leave holes, and as many survivors lie behind `kept`. With the victims
-    # sorted, and the slots behind `kept` sorted survivors first, hole i takes survivor i; what is
-    # left over pairs freed slots with freed slots, which harms nobody.
+    """How to evict `victims` from `length` slots: slots `movers` are copied to slots `holes`; both
+    are int64 of the victims' shape (B|1, H|1, c)."""
+    # Victims below `kept` leave holes, and as many survivors have an index of `kept` or more. With
+    # the victims sorted, and the slots from `kept` on sorted with survivors first, hole i takes
+    # survivor i. The remaining pairs copy freed slots to freed slots, which has no effect.
     kept = length - victims.shape[2]
     freed = marked(victims, length)[:, :, kept:]
     movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
@@ -263,5 +263,5 @@ def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def device_of(planes: Planes) -> torch.device:
-    """Where planes lie."""
+    """The device of these planes."""
     return next(iter(planes.values())).device

@@ -1,4 +1,4 @@
-"""Storage by concatenation: every append is a new tensor, so the past is copied each time."""
+"""Storage by concatenation: every append makes new tensors and copies the past."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvkeep.storage.base import Storage
 
 @final
 class Concat(Storage):
-    """Functional and autograd-safe; the oracle and the baseline. O(length) per append.
+    """Functional and autograd-safe: the reference for the other storages, and the baseline of the
+    benchmarks. An append costs O(length).
 
-    Views handed out earlier keep their content. Source: transformers' DynamicCache, candle's
+    Views returned earlier keep their content. Source: transformers' DynamicCache, candle's
     ConcatKvCache.
     """
 
@@ -54,7 +55,7 @@ class Concat(Storage):
         self._planes = take(self._planes, survivors(victims, self.length))
 
     def truncate(self, length: int) -> None:
-        # A copy, so that what was cut off is freed.
+        # Cloned, so that the memory of the truncated slots is freed.
         self._planes = {name: plane[:, :, :length].clone() for name, plane in self._planes.items()}
 
     def rows(self, index: Tensor) -> None:

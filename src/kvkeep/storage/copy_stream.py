@@ -1,4 +1,4 @@
-"""Copies between a device and the host, beside what the device computes."""
+"""Copies between a device and the host that overlap with computation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvkeep.storage.allocate import REMEDY, SHORTAGE, free_bytes, reserve
 _HOST = torch.device("cpu")
 
 
-class Side:
-    """Copies between a device and the host, made one after another beside what the device computes.
+class CopyStream:
+    """Makes copies between a device and the host, in the order they are requested.
 
-    On CUDA they have a stream of their own, and memory of the host is pinned; elsewhere each is
-    made at once.
+    On CUDA the copies run on a stream of their own and host memory is pinned. On other devices each
+    copy is made at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,34 +26,34 @@ class Side:
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
-    def after_compute(self) -> None:
-        """Let the copies from here on wait for all that was asked of the device so far."""
+    def wait_for_compute(self) -> None:
+        """Make the copies that follow wait for all work queued on the current stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, to: Tensor, x: Tensor) -> None:
-        """Copy x over `to`: both contiguous, of one shape and dtype."""
+        """Copy x to `to`; both are contiguous, of the same shape and dtype."""
         if self._stream is None:
             to.copy_(x)
             return
         with torch.cuda.stream(self._stream):
             to.copy_(x, non_blocking=True)
         for used in (to, x):
-            if used.is_cuda:  # it is not given to others before the copy was made
+            if used.is_cuda:  # the allocator must not reuse it before the copy is done
                 used.record_stream(self._stream)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory of the host, to copy to and from.
+        """Uninitialised host memory, to copy to and from.
 
         Raises:
-            OutOfMemoryError: there is none, or it cannot be pinned. From other memory each copy
-                would wait for all that is computed.
+            OutOfMemoryError: there is too little, or it cannot be pinned. A copy from memory that
+                is not pinned would wait for the computation.
         """
         try:
             return self._reserve(shape, dtype)
-        except (*SHORTAGE, RuntimeError) as error:  # the last of which pinning raises
+        except (*SHORTAGE, RuntimeError) as error:  # pinning raises the last
             raise OutOfMemoryError(
-                f"{math.prod(shape) * dtype.itemsize} bytes of host memory needed, where "
+                f"{math.prod(shape) * dtype.itemsize} bytes of host memory needed, but "
                 f"{free_bytes(_HOST)} are free: {error}; {REMEDY}"
             ) from error
 
@@ -63,50 +63,52 @@ class Side:
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=_HOST, pin_memory=True)
 
-    def mark(self) -> Any:
-        """The place behind all copies so far."""
+    def record_event(self) -> Any:
+        """An event that completes after all copies requested so far; None: they are done."""
         return None if self._stream is None else self._stream.record_event()
 
-    def before_compute(self, mark: Any) -> None:
-        """Let what is asked of the device from here on wait for the copies before a mark."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+    def block_compute(self, event: Any) -> None:
+        """Make the work that is queued on the current stream from now on wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
-    def finish(self, mark: Any = None) -> None:
-        """Return when the copies before a mark are made; None: all of them."""
+    def finish(self, event: Any = None) -> None:
+        """Return once the copies before an event are done; None: all copies."""
         if self._stream is not None:
-            (mark or self._stream).synchronize()
+            (event or self._stream).synchronize()
 
 
-class Landing(NamedTuple):
-    """Single slots on their way to the host, `values` (B, H, n, ...) of each plane, to be put at
-    `place`, int64 (B|1, H|1, n), as far as that is below `limit`."""
+class PendingSlots(NamedTuple):
+    """Single slots that are being copied to the host: `values` (B, H, n, ...) of each plane, to be
+    written to `slots`, int64 (B|1, H|1, n). Slots of `limit` or more are skipped."""
 
-    mark: Any
-    place: Tensor
+    event: Any
+    slots: Tensor
     values: dict[str, Tensor]
     limit: int
 
     @classmethod
-    def of(cls, side: Side, place: Tensor, values: dict[str, Tensor], limit: int) -> Landing:
-        """Send them from the device; nobody waits, unless there is no pinned memory left for them:
-        an eviction that has been decided must not fail."""
-        sources = [place.contiguous(), *values.values()]
-        side.after_compute()  # which includes what has just made `place` contiguous
+    def send(
+        cls, copies: CopyStream, slots: Tensor, values: dict[str, Tensor], limit: int
+    ) -> PendingSlots:
+        """Start copying the values of slots from the device. This waits only if no pinned memory is
+        left: an eviction that has been decided must not fail."""
+        sources = [slots.contiguous(), *values.values()]
+        copies.wait_for_compute()  # which includes making `slots` contiguous
         there = []
         for x in sources:
             try:
-                there.append(side.empty(tuple(x.shape), x.dtype))
+                there.append(copies.empty(tuple(x.shape), x.dtype))
             except OutOfMemoryError:
                 there.append(torch.empty(x.shape, dtype=x.dtype, device=_HOST))
-            side.copy(there[-1], x)
+            copies.copy(there[-1], x)
         sent = dict(zip(values, there[1:], strict=True))
-        return cls(side.mark(), there[0], sent, limit)
+        return cls(copies.record_event(), there[0], sent, limit)
 
-    def put(self, side: Side, planes: dict[str, Tensor]) -> None:
-        """Wait until they are there, and put them into planes (capacity, B, H, ...)."""
-        side.finish(self.mark)
+    def write(self, copies: CopyStream, planes: dict[str, Tensor]) -> None:
+        """Wait for the copies, and write the slots to planes (capacity, B, H, ...)."""
+        copies.finish(self.event)
         for name, plane in planes.items():
-            place = self.place.expand(plane.shape[1], plane.shape[2], -1)
-            row, head, nth = (place < self.limit).nonzero(as_tuple=True)
-            plane[place[row, head, nth], row, head] = self.values[name][row, head, nth]
+            slots = self.slots.expand(plane.shape[1], plane.shape[2], -1)
+            row, head, nth = (slots < self.limit).nonzero(as_tuple=True)
+            plane[slots[row, head, nth], row, head] = self.values[name][row, head, nth]

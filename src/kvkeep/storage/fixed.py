@@ -13,18 +13,20 @@ from kvkeep.storage.buffer import Buffer
 
 @final
 class Fixed(Buffer):
-    """Written in place, never reallocated; with a window policy it is the ring buffer.
+    """Slots are written in place and never reallocated. With a window policy this is a ring buffer.
 
     The buffers stay allocated, at the same addresses, until the rows change.
     """
 
     name: ClassVar[str] = "fixed"
+    fixed_addresses: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         if not 1 <= capacity < 2**31:
             raise SpecError(
-                f"fixed storage of {capacity} slots: at least 1, below 2**31; use @fixed:4096"
+                f"fixed storage of {capacity} slots: it must have at least 1 and fewer than 2**31; "
+                "use @fixed:4096"
             )
         self.limit = capacity
 

@@ -1,4 +1,4 @@
-"""Storage that grows geometrically: appends are O(1) amortised, and nobody names a max length."""
+"""Storage that grows geometrically: appends are amortised O(1), without a maximum length."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _MOST_SPARE = 1.5
 
 
 class Growth(NamedTuple):
-    """How many slots are allocated for those in use."""
+    """How many slots to allocate, as multiples of the slots in use."""
 
     grown: float
-    """As many times as many, after growing."""
+    """The capacity after growing."""
     most: float
-    """The most, before slots are given back."""
+    """The most capacity that is kept; above it, spare slots are freed."""
     left: float
-    """As many times as many, after giving back."""
+    """The capacity after freeing spare slots."""
 
     @classmethod
     def on(cls, device: torch.device, factor: float | None = None) -> Growth:
-        """The rule for a device; `factor` in place of its own.
+        """The rule for a device, with `factor` in place of the device's own growth factor.
 
-        On the CPU spare slots cost address space only. On an accelerator they are memory, so that
-        capacity is at most 1.5 times what is used, unless `factor` says more. There a quarter is
-        spare after growing: each slot is moved four times in all, which is little beside reading
-        it for each token, and a sixth of the slots in use must go before any are given back, so
-        that steps which add and evict do not reallocate.
+        On the CPU spare slots cost address space only. On an accelerator they are memory, so
+        capacity is at most 1.5 times the slots in use, unless `factor` is larger. There a quarter
+        is spare after growing: each slot is copied four times in all, which costs little compared
+        with reading it for each token. A sixth of the slots in use must be evicted before any are
+        freed, so that steps which add and evict do not reallocate.
         """
         factor = factor or (2.0 if device.type == "cpu" else _SMALL_GROWTH)
         if device.type == "cpu" or factor > _MOST_SPARE:
@@ -47,24 +47,24 @@ class Growth(NamedTuple):
         return max(_FIRST_SLOTS, int(slots * self.grown))
 
     def less(self, slots: int, capacity: int) -> int | None:
-        """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
+        """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""
         if capacity <= max(_FIRST_SLOTS, int(slots * self.most)):
             return None
         return max(_FIRST_SLOTS, int(slots * self.left))
 
 
 class Bounded(NamedTuple):
-    """How many slots are allocated where at most `bound` stay after a step, see `Storage.bound`.
+    """How many slots to allocate if at most `bound` stay after a step, see `Storage.bound`.
 
-    At most an eighth is spare then, on any device: also on the CPU small buffers are memory, and so
-    is what a chunk has written to before it was evicted. A sixteenth is spare after growing, so
-    that each slot is moved sixteen times in all; chunks of an eighth of the bound or less are fed
+    At most an eighth is spare, on any device: on the CPU too, small buffers are memory, and so are
+    slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
+    each slot is copied sixteen times in all. Chunks of at most an eighth of the bound are fed
     without reallocation.
     """
 
     bound: int
     factor: float | None = None
-    """By how much it grows in place of a sixteenth, up to the bound."""
+    """The growth factor up to the bound, in place of a sixteenth more."""
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
@@ -75,23 +75,23 @@ class Bounded(NamedTuple):
         return min(self.bound, max(_FIRST_SLOTS, wanted))
 
     def less(self, slots: int, capacity: int) -> int | None:
-        """Slots to allocate for `slots` in place of `capacity`; None: leave it."""
+        """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""
         stay = max(slots, self.bound)
         return None if capacity <= stay + max(2, stay // 8) else self.room(slots)
 
 
 @final
 class Growing(Buffer):
-    """Written in place; multiplies its capacity when full. The default.
+    """Slots are written in place; the capacity is multiplied when it is full. The default storage.
 
     Args:
-        factor: by how much it grows; None: as its device or a policy's budget suggests, see
-            `Growth` and `Bounded`. A factor above 1.5 is taken on an accelerator too, and costs as
-            much memory as it says.
+        factor: the growth factor; None: chosen for the device or for a policy's budget, see
+            `Growth` and `Bounded`. A factor above 1.5 is used on an accelerator too, and takes that
+            much memory there.
 
-    Freed slots are given back once they outnumber those in use and their spare part, on an
-    accelerator once capacity is 1.5 times what is used. Where a policy has a budget (`bound`), no
-    more than an eighth beyond it stays allocated after a step.
+    After an eviction, capacity is freed if it is more than twice what growing would allocate; on an
+    accelerator, if it is more than 1.5 times the slots in use. If a policy has a budget (`bound`),
+    at most an eighth more than it stays allocated after a step.
     """
 
     name: ClassVar[str] = "growing"
@@ -102,7 +102,7 @@ class Growing(Buffer):
         if factor is not None and not 1.0 < factor <= _MOST_GROWTH:
             raise SpecError(
                 f"growing storage with factor {factor}: it must be above 1 and at most "
-                f"{_MOST_GROWTH}; use @growing for the device's own"
+                f"{_MOST_GROWTH}; use @growing for the device's default"
             )
         self.factor = factor
 
@@ -110,7 +110,7 @@ class Growing(Buffer):
         return Growing(self.factor)
 
     def behind(self, slots: int) -> Growing:
-        """In smaller steps, for what lies behind frozen slots is often one of many forks."""
+        """Grows in smaller steps, because frozen slots often have many forks, each with one."""
         storage = Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
         storage.bound = None if self.bound is None else max(0, self.bound - slots)
         return storage
@@ -135,6 +135,6 @@ class Growing(Buffer):
             return
         capacity = self._growth.less(self._length, self.capacity)
         if capacity is not None:
-            # Where there is no memory to move to, slots are given back by a later growth.
+            # Without memory to copy to, the spare slots are kept until a later reallocation.
             with suppress(OutOfMemoryError):
                 self._reallocate(capacity, self._planes)

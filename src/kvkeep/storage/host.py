@@ -1,4 +1,4 @@
-"""Storage in host memory: keys and values lie there, and come to the device to be attended to."""
+"""Storage in host memory: keys and values are copied to the device while they are attended to."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from kvkeep.errors import OutOfMemoryError
 from kvkeep.planes import Planes, along_slots, part, plane_bytes, slot_count
 from kvkeep.storage.base import Storage
 from kvkeep.storage.buffer import device_of, moves
-from kvkeep.storage.copy_stream import Landing
+from kvkeep.storage.copy_stream import PendingSlots
 from kvkeep.storage.growing import Bounded, Growing, Growth
-from kvkeep.storage.prefetch import Courier, Lane, Layout
+from kvkeep.storage.prefetch import HostPlane, Prefetcher, StagingBuffers
 
 _HOST = torch.device("cpu")
 
 
 @final
 class Staged(Planes):
-    """All slots in use. Planes that lie on the host are brought to the device when they are asked
-    for, and are valid until another storage's are."""
+    """All slots in use. Planes in host memory are fetched to the device when they are first read;
+    they are valid until another storage's planes are fetched."""
 
     def __init__(self, storage: Host) -> None:
-        self._storage, self._near = storage, storage.near.read()
-        self._names, self._length = [*self._near, *storage.host], storage.length
+        self._storage, self._small = storage, storage.small_planes.read()
+        self._names, self._length = [*self._small, *storage.host], storage.length
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._near:
-            return self._near[name]
+        if name in self._small:
+            return self._small[name]
         return self._storage.on_device()[name].narrow(2, 0, self._length)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)  # what is on the device first
+        return iter(self._names)  # those on the device first
 
     def __len__(self) -> int:
         return len(self._names)
@@ -43,30 +43,30 @@ class Staged(Planes):
 
 @final
 class Host(Storage):
-    """Planes of keys and values in pinned host memory, encoded as they are; what else a slot holds
-    is on the device. Grows like `growing` on the CPU, though pinned capacity is memory.
+    """Keeps the planes of keys and values, still encoded, in pinned host memory, and the other
+    planes on the device. Grows like `growing` on the CPU, although pinned capacity takes memory.
 
-    While one storage is read, the next one's slots come to the device, so that of all storages of a
-    cache two are there at a time. What is written and evicted is changed on the device first, and
-    goes back beside what is computed. `nbytes` counts host memory, device memory, and the copy on
-    the device while there is one.
+    While one storage is read, the next one's slots are prefetched, so that two storages of a cache
+    have a copy on the device at a time. Writes and evictions change the copy first and are copied
+    back while the device computes. `nbytes` counts host memory, device memory, and the copy on the
+    device while there is one.
 
     Args:
-        courier: what it shares with the storages read before and after it.
+        prefetcher: the staging buffers shared with the other storages of the cache.
     """
 
     name: ClassVar[str] = "host"
     lasting: ClassVar[bool] = False
 
-    def __init__(self, *, courier: Courier | None = None) -> None:
+    def __init__(self, *, prefetcher: Prefetcher | None = None) -> None:
         super().__init__()
-        self.layout: tuple[Layout, ...] = ()
+        self.layout: tuple[HostPlane, ...] = ()
         self.host: dict[str, Tensor] = {}  # (capacity, B, H, ...): slots in use are one run
-        self.near = Growing()
+        self.small_planes = Growing()
         self._length = 0
         self._device = _HOST
-        self._courier = courier or Courier()
-        self._landing: Landing | None = None
+        self._prefetcher = prefetcher or Prefetcher()
+        self._pending: PendingSlots | None = None
 
     @property
     def length(self) -> int:
@@ -74,7 +74,9 @@ class Host(Storage):
 
     @property
     def capacity(self) -> int:
-        return min((plane.shape[0] for plane in self.host.values()), default=self.near.capacity)
+        return min(
+            (plane.shape[0] for plane in self.host.values()), default=self.small_planes.capacity
+        )
 
     def append(self, planes: Planes) -> slice:
         start, stop = self._length, self._length + slot_count(planes)
@@ -85,8 +87,8 @@ class Host(Storage):
         views = self._room(stop)
         for name, plane in heavy.items():
             views[name].copy_(plane)
-        self.near.append(small)
-        self._sent(stop)
+        self.small_planes.append(small)
+        self._send_new(stop)
         return slice(start, stop)
 
     def append_in_place(self, count: int, write: Callable[[Planes], None]) -> bool:
@@ -94,9 +96,9 @@ class Host(Storage):
             return False
         stop = self._length + count
         heavy = self._room(stop)
-        if not self.near.append_in_place(count, lambda small: write({**small, **heavy})):
+        if not self.small_planes.append_in_place(count, lambda small: write({**small, **heavy})):
             return False
-        self._sent(stop)
+        self._send_new(stop)
         return True
 
     def write(self, slots: Tensor, planes: Planes) -> None:
@@ -105,82 +107,82 @@ class Host(Storage):
             index = along_slots(slots, plane)
             values[name] = planes[name].expand(index.shape).contiguous()
             plane.scatter_(2, index, values[name])
-        self.near.write(slots, planes)
-        self._leave(slots, values, self._length)
+        self.small_planes.write(slots, planes)
+        self._send_slots(slots, values, self._length)
 
     def read(self) -> Planes:
         return Staged(self)
 
     def resting(self) -> Planes:
-        self._settled()
+        self._finish_copies()
         held = {name: plane[: self._length].movedim(0, 2) for name, plane in self.host.items()}
-        return {**self.near.read(), **held}
+        return {**self.small_planes.read(), **held}
 
     def on_device(self) -> dict[str, Tensor]:
-        """Those of its planes that lie on the host, (B, H, length or more, ...), on the device."""
-        return self._lane.planes(self)
+        """Device copies (B, H, length or more, ...) of the planes that are in host memory."""
+        return self._buffers.planes(self)
 
     def evict(self, victims: Tensor) -> None:
         planes, kept = self.on_device(), self._length - victims.shape[2]
-        # No more than are kept are moved; what is beyond pairs freed slots with freed slots.
+        # The first `kept` pairs are enough: the others copy freed slots to freed slots.
         holes, movers = (slots[:, :, :kept] for slots in moves(victims, self._length))
-        # All of them before the first is changed: there may be no memory for one.
+        # Gather from all planes before changing any, because a gather may run out of memory.
         moved = {n: plane.gather(2, along_slots(movers, plane)) for n, plane in planes.items()}
-        if self.near.length:
-            self.near.evict(victims)
+        if self.small_planes.length:
+            self.small_planes.evict(victims)
         for name, plane in planes.items():
             plane.scatter_(2, along_slots(holes, plane), moved[name])
-        self._leave(holes, moved, kept)
+        self._send_slots(holes, moved, kept)
         self._length = kept
         self._give_back()
 
     def truncate(self, length: int) -> None:
-        self.land()  # which knows slots that may then be others
-        self.near.truncate(length)
+        self.write_pending()  # to slots that may be others after the truncation
+        self.small_planes.truncate(length)
         self._length = length
         self._give_back()
 
     def rows(self, index: Tensor) -> None:
-        self._settled()
+        self._finish_copies()
         layout = tuple(p._replace(shape=(len(index), *p.shape[1:])) for p in self.layout)
         fresh, taken, live = self._reserved(layout, self.capacity), index.to(_HOST), self._length
         for name, plane in self.host.items():
             torch.index_select(plane[:live], 1, taken, out=fresh[name][:live])
-        self.near.rows(index)
+        self.small_planes.rows(index)
         self.layout, self.host = layout, fresh
-        self._lane.forget(self)
+        self._buffers.forget(self)
 
     def _alike(self) -> Host:
-        return Host(courier=self._courier)
+        return Host(prefetcher=self._prefetcher)
 
     def share(self, common: dict[str, Any]) -> None:
-        self._courier.join(common.setdefault(self.name, self._courier))
+        self._prefetcher.join(common.setdefault(self.name, self._prefetcher))
 
     def reset(self) -> None:
-        self._lane.forget(self)
-        self.near.reset()
-        self._length, self._landing = 0, None
+        self._buffers.forget(self)
+        self.small_planes.reset()
+        self._length, self._pending = 0, None
         self.layout, self.host = (), {}
 
-    def land(self) -> None:
-        """Put what is on its way to single slots of the host in its place."""
-        if self._landing is not None:
-            landing, self._landing = self._landing, None
-            landing.put(self._lane.side, self.host)
+    def write_pending(self) -> None:
+        """Write single slots that are still being copied from the device to host memory."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.write(self._buffers.copies, self.host)
 
     @property
     def slot_bytes(self) -> int:
-        return sum(plane.slot_bytes for plane in self.layout) + self.near.slot_bytes
+        return sum(plane.slot_bytes for plane in self.layout) + self.small_planes.slot_bytes
 
     @property
     def nbytes(self) -> int:
-        return plane_bytes(self.host) + self.near.nbytes + self._lane.nbytes(self)
+        return plane_bytes(self.host) + self.small_planes.nbytes + self._buffers.nbytes(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles of this storage hold: the slots in use, not the spare ones."""
-        self._settled()
+        """Copies and pickles hold the slots in use, without the spare capacity."""
+        self._finish_copies()
         live = {name: plane[: self._length].clone() for name, plane in self.host.items()}
-        own = {"host": live, "_courier": self._courier.lead, "capacity": self.capacity}
+        own = {"host": live, "_prefetcher": self._prefetcher.shared, "capacity": self.capacity}
         return self.__dict__ | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,13 +197,15 @@ class Host(Storage):
         return Growth.on(_HOST) if self.bound is None else Bounded(self.bound)
 
     @property
-    def _lane(self) -> Lane:
-        return self._courier.lane(self._device)
+    def _buffers(self) -> StagingBuffers:
+        return self._prefetcher.buffers(self._device)
 
     def _begin(self, heavy: Planes, device: torch.device) -> None:
-        """Prepare for the first slots."""
-        layout = tuple(Layout(n, (*p.shape[:2], *p.shape[3:]), p.dtype) for n, p in heavy.items())
-        self.near.bound = self.bound
+        """Prepare for the first slots, whose planes in host memory are like `heavy`."""
+        layout = tuple(
+            HostPlane(n, (*p.shape[:2], *p.shape[3:]), p.dtype) for n, p in heavy.items()
+        )
+        self.small_planes.bound = self.bound
         if (layout, device) != (self.layout, self._device):
             self.reset()
             self.layout, self._device = layout, device
@@ -210,26 +214,26 @@ class Host(Storage):
         """Views (B, H, n, ...) of the slots on the device from the first free one to `stop`."""
         if stop > self.capacity or not self.host:
             self._reallocate(self._growth.room(stop))
-        planes, start = self._lane.widened(self, stop), self._length
+        planes, start = self._buffers.widened(self, stop), self._length
         return {name: plane.narrow(2, start, stop - start) for name, plane in planes.items()}
 
-    def _sent(self, stop: int) -> None:
-        """Have slots up to `stop`, and copy the new ones to the host."""
-        lane, new = self._lane, slice(self._length, stop)
+    def _send_new(self, stop: int) -> None:
+        """Count the slots up to `stop` as in use, and copy the new ones to the host."""
+        buffers, new = self._buffers, slice(self._length, stop)
         self._length = stop
-        lane.side.after_compute()
-        for name, slots in lane.slots(self).items():
-            lane.side.copy(self.host[name][new], slots[new])
+        buffers.copies.wait_for_compute()
+        for name, slots in buffers.slots(self).items():
+            buffers.copies.copy(self.host[name][new], slots[new])
 
-    def _leave(self, index: Tensor, values: dict[str, Tensor], limit: int) -> None:
-        """Send single slots to the host, to land before its planes are read."""
-        self.land()  # what was sent before
-        self._landing = Landing.of(self._lane.side, index, values, limit)
+    def _send_slots(self, index: Tensor, values: dict[str, Tensor], limit: int) -> None:
+        """Start copying single slots to the host; they are written before its planes are read."""
+        self.write_pending()  # of the previous call
+        self._pending = PendingSlots.send(self._buffers.copies, index, values, limit)
 
-    def _settled(self) -> None:
-        """Wait until the host holds everything."""
-        self._lane.side.finish()
-        self.land()
+    def _finish_copies(self) -> None:
+        """Wait until host memory holds all slots."""
+        self._buffers.copies.finish()
+        self.write_pending()
 
     def _give_back(self) -> None:
         capacity = self._growth.less(self._length, self.capacity)
@@ -239,15 +243,15 @@ class Host(Storage):
 
     def _reallocate(self, capacity: int) -> None:
         fresh = self._reserved(self.layout, capacity)
-        self._settled()
+        self._finish_copies()
         for name, plane in self.host.items():
             fresh[name][: self._length] = plane[: self._length]
         self.reallocations += bool(self._length)
         self.host = fresh
 
-    def _reserved(self, layout: tuple[Layout, ...], capacity: int) -> dict[str, Tensor]:
-        side = self._lane.side
-        return {p.name: side.empty((capacity, *p.shape), p.dtype) for p in layout}
+    def _reserved(self, layout: tuple[HostPlane, ...], capacity: int) -> dict[str, Tensor]:
+        copies = self._buffers.copies
+        return {p.name: copies.empty((capacity, *p.shape), p.dtype) for p in layout}
 
 
 def _named(planes: Planes, prefix: str) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def why_not_whole(layer: LayerCache) -> str:
 def _why_not_keepable(layer: LayerCache) -> str:
     if layer.policy.planes or layer.policy.ragged:
         return f"policy {layer.policy.name} keeps scores of one text with its slots; use keep_all"
-    if layer.key_codec.block > 1:
+    if not layer.key_codec.rewritable:
         return f"codec {layer.key_codec.name} encodes tokens together; use int8 or int8/int4"
     if not layer.storage.lasting:
         return f"{layer.storage.name} storage has no slots on the device to share; use @growing"

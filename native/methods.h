@@ -1,4 +1,4 @@
-// How keys are scored and values are summed, by what they are: plain, coded, and for many queries.
+// Chooses how keys are scored and values are summed: plain or coded, for few or many queries.
 #pragma once
 #include "chain.h"
 #include "coded.h"
@@ -7,17 +7,17 @@
 
 namespace {
 
-// A run, its scratch memory, and the block at hand.
+// A run, its scratch memory, and the current block.
 struct Work {
     const KvCall& call;
     const KvRun& run;
     Chain chain;
     const int64_t records, tokens, value_stride;
     float *queries, *s, *acc, *alpha, *top, *total;
-    float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)), or of coded planes their scales
+    float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
     int32_t* mask;                      // (rows, tokens, BLOCK)
     int64_t slot, count;
-    Rows key, value, next;  // the block's, and the next block's keys
+    Rows key, value, next;  // keys and values of the block, and keys of the next
 
     Work(const KvCall& call, const KvRun& run, float* scratch)
         : call(call),
@@ -27,7 +27,7 @@ struct Work {
           tokens(run.query1 - run.query0),
           value_stride(padded(call.value_width)) {
         const int64_t key_stride = padded(call.key_width);
-        queries = scratch + kv_seam(call);
+        queries = scratch + kv_gathered(call);
         s = queries + records * key_stride;
         acc = s + records * BLOCK;
         columns = acc + records * value_stride;
@@ -39,7 +39,7 @@ struct Work {
         mask = (int32_t*)(total + records);
     }
 
-    // Where the block at hand lies, and its first slot there.
+    // The segment of the current block, and its first slot there.
     const KvSegment& segment() const { return *chain.segment; }
     int64_t at() const { return chain.at; }
 };
@@ -53,7 +53,7 @@ void with_type(int64_t type, F f) {
     }
 }
 
-// Call f(record, its elements as floats) for each query.
+// Calls f(record, function from an index to an element as float) for each query.
 template <class F>
 void each_query(const Work& work, F f) {
     const KvCall& call = work.call;
@@ -79,15 +79,15 @@ void each_query(const Work& work, F f) {
     });
 }
 
-// How the keys of a run are scored, and how its values are summed: chosen once, called for each
-// block, so that no code is compiled for each pair of types.
-struct KeyWay {
+// How the keys of a run are scored, and how its values are summed. Both are chosen once per run and
+// called for each block, so that no code is compiled for each pair of types.
+struct KeyMethod {
     void (*load)(const Work&);
     void (*score)(const Work&);
 };
-struct ValueWay {
+struct ValueMethod {
     void (*add)(const Work&);
-    void (*give)(const Work&);  // the sums to the run's records, in order
+    void (*write_sums)(const Work&);  // writes the sums to the run's records, in order
 };
 
 template <class K>
@@ -117,16 +117,16 @@ Rows rows_of_floats(const float* floats, int64_t width) {
     return {(const char*)floats, padded(width) * 4, width * 4};
 }
 
-// The sums of element i are at LANE(i).
+// Writes the sums to the run's records; that of element i is at LANE(i).
 template <int64_t LANE(int64_t)>
-void give(const Work& work) {
+void write_sums(const Work& work) {
     const int64_t width = work.call.value_width;
     for (int64_t r = 0; r < work.records; ++r)
         for (int64_t i = 0; i < width; ++i)
             work.run.partial[r * (width + 2) + i] = work.acc[r * work.value_stride + LANE(i)];
 }
 
-// With many queries, values are widened once for all tiles of them.
+// With many queries, values are widened once for all tiles.
 void add_wide(const Work& work) {
     const Rows rows = rows_of_floats(work.wide, work.call.value_width);
     add_values<F32>(rows, rows, work.count, work.call.value_width, work.records, work.s, work.alpha,
@@ -168,7 +168,7 @@ void load_coded(const Work& work) {
     });
 }
 
-// The block's scales, and after them its zeros if there are any; returns those, or null.
+// Loads the block's scales, and after them its zeros if there are any; returns the zeros or null.
 const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     const KvRun& run = work.run;
     load_scales(x.scale, run.row0, run.head, work.at(), work.count, groups, scale);
@@ -197,45 +197,46 @@ void add_coded(const Work& work) {
 }
 
 template <int BITS>
-KeyWay coded_key_way(const KvEncoded& x, int64_t width, bool many) {
+KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
     if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
     if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
     return {load_queries<Widened<F32>>, decode_and_score<BITS, Widened<F32>>};
 }
 
-KeyWay key_way(const Work& work, bool many) {
+KeyMethod key_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().k;
-    if (x.plane.type == KV_I8) return coded_key_way<8>(x, work.call.key_width, many);
-    if (x.plane.type == KV_I4) return coded_key_way<4>(x, work.call.key_width, many);
+    if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
+    if (x.plane.type == KV_I4) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(__AVX512BF16__)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
         return {load_queries<Dotted>, score<Dotted>};
 #endif
-    KeyWay way{};
+    KeyMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        way = many ? KeyWay{load_queries<Columns<T>>, score<Columns<T>>}
-                   : KeyWay{load_queries<Widened<T>>, score<Widened<T>>};
+        method = many ? KeyMethod{load_queries<Columns<T>>, score<Columns<T>>}
+                      : KeyMethod{load_queries<Widened<T>>, score<Widened<T>>};
     });
-    return way;
+    return method;
 }
 
 template <int BITS>
-ValueWay coded_value_way(const KvEncoded& x, int64_t width, bool many) {
-    if (!many && fits(x, width)) return {add_coded<BITS>, give<coded_lane<BITS>>};
-    return {decode_and_add<BITS>, give<Widened<F32>::lane>};
+ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
+    if (!many && fits(x, width)) return {add_coded<BITS>, write_sums<coded_lane<BITS>>};
+    return {decode_and_add<BITS>, write_sums<Widened<F32>::lane>};
 }
 
-ValueWay value_way(const Work& work, bool many) {
+ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
-    if (x.plane.type == KV_I8) return coded_value_way<8>(x, work.call.value_width, many);
-    if (x.plane.type == KV_I4) return coded_value_way<4>(x, work.call.value_width, many);
-    ValueWay way{};
+    if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
+    if (x.plane.type == KV_I4) return coded_value_method<4>(x, work.call.value_width, many);
+    ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        way = many ? ValueWay{widen_and_add<T>, give<Widened<F32>::lane>} : ValueWay{add<T>, give<Widened<T>::lane>};
+        method = many ? ValueMethod{widen_and_add<T>, write_sums<Widened<F32>::lane>}
+                      : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
     });
-    return way;
+    return method;
 }
 
 }  // namespace
