@@ -12,7 +12,8 @@ import kvkeep
 from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.models import resolve
-from kvkeep.store import Disk, Geometry, PrefixStore
+from kvkeep.host import host_of
+from kvkeep.store import Disk, ModelGeometry, PrefixStore
 from kvkeep.store.identity import keyed
 
 WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
@@ -46,7 +47,7 @@ def question(*order, blocks=Block):
 
 
 def spans_of(encoded):
-    return [segment.span for segment in encoded.segments if not segment.refused]
+    return [segment.span for segment in encoded.blocks if not segment.refused]
 
 
 def last(model, encoded, cache):
@@ -153,12 +154,12 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     start = spans_of(encoded)[0].start
     answer = model.generate(encoded, max_new_tokens=5, do_sample=False)
     assert encoded.report.approximate > 0
-    text = keyed(model, answer[0], kvkeep.Cache(model).specs)
+    text = keyed(host_of(model), answer[0], kvkeep.Cache(model).specs)
     fed = kvkeep.Cache(model)
     with torch.inference_mode():
         model(answer[:, :1], past_key_values=fed)
     for other in (store, PrefixStore(backend=store.backend)):
-        assert other.known(*text, lambda: Geometry.of_cache(fed)) == start
+        assert other.known(*text, lambda: ModelGeometry.of_cache(fed)) == start
     cache, _ = encoded.prefill(model, store=store, recompute=0)
     tokens = encoded.input_ids[0, : cache.fed]
     cache.save(tmp_path / "joined.kv")

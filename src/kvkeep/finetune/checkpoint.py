@@ -23,7 +23,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.files.atomic import PARTIAL, sync_to_disk
 from kvkeep.files.headers import typed
 from kvkeep.finetune import lora
-from kvkeep.hf.fingerprint import differences
+from kvkeep.host.fingerprint import differences
 
 VERSION = 1
 OPTIMIZER = "optimizer.safetensors"

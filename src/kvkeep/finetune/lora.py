@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.finetune.options import OptionError, Options
-from kvkeep.hf.adapters import adapter_layers
+from kvkeep.host.adapters import adapter_layers
 
 try:
     from peft import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
-from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.host import Specs, per_layer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import ReplayPolicy
 from kvkeep.storage import Concat

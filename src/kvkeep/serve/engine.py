@@ -17,10 +17,8 @@ from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach, detach
-from kvkeep.hf.cache import Cache
 from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.hf.generate import follow
-from kvkeep.hf.specs import Specs
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
@@ -91,15 +89,16 @@ class Engine:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         attach(model, cache)
-        held = Cache(model, cache)
-        lengths = (getattr(held.config, "max_position_embeddings", None), held.get_max_length())
-        self.context: int | None = min((n for n in lengths if n and n > 0), default=None)
+        host = host_of(model)
+        held = host.new_cache(cache)
+        lengths = (host.context, held.token_limit())
+        self.context: int | None = min((n for n in lengths if n), default=None)
         self.prompt_bytes = self.limits.prompt_of(self.context)
         self.why_no_reuse = ""
         """Why no prompt begins with what others began with; empty if it does."""
         try:
             require_keepable(held)
-            require_steady(model)
+            require_steady(host)
             if store is not None:
                 fingerprint(model, glance=True)  # which tells its entries from another model's
         except UnsupportedError as error:
@@ -282,8 +281,7 @@ class Engine:
             def ended(stops: Stops = stops) -> bool:
                 return stops.found or stopped()
 
-            result = follow(
-                self.model,
+            result = host_of(self.model).generate(
                 self.tokenizer,
                 ids[None].to(self.model.device),
                 cache,
@@ -316,7 +314,7 @@ class Engine:
 
     def _prepare(
         self, ids: Tensor, store: PrefixStore | None, namespace: str
-    ) -> tuple[Cache, int, PrefixStore | None]:
+    ) -> tuple[ModelCache, int, PrefixStore | None]:
         """A cache that holds all tokens of a prompt, int64 (n,), but the last, or nothing; how many
         of them were found instead of computed; and the store, unless this prompt cannot use it."""
         if store is not None:
@@ -327,7 +325,7 @@ class Engine:
                 return cache, found, store
             except UnsupportedError as error:
                 _LOG.warning("a prompt is computed without the store: %s", error)
-        return Cache(self.model, self.spec), 0, None
+        return host_of(self.model).new_cache(self.spec), 0, None
 
 
 def _stopped() -> RequestError:

@@ -1,4 +1,4 @@
-"""Geometry: what the slots of one identity are like, as the model says, not a block."""
+"""ModelGeometry: what the slots of one identity are like, as the model says, not a block."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerGeometry:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ModelGeometry:
     """What all entries of one identity have in common.
 
     Args:
@@ -56,12 +56,12 @@ class Geometry:
     routed: bool | None
 
     @classmethod
-    def of(cls, layers: Sequence[LayerCache], likes: Likes, routed: bool | None) -> Geometry:
+    def of(cls, layers: Sequence[LayerCache], likes: Likes, routed: bool | None) -> ModelGeometry:
         """That of a cache's layers which are fed such keys and values."""
         return cls(tuple(map(LayerGeometry.of, layers, likes)), routed)
 
     @classmethod
-    def of_cache(cls, cache: Cache) -> Geometry:
+    def of_cache(cls, cache: Cache) -> ModelGeometry:
         """That of a cache that was fed something."""
         likes = [layer.ledger.like for layer in cache.layers]
         like = [(empty_like(k[:1]), empty_like(v[:1])) for k, v in filter(None, likes)]

@@ -9,7 +9,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import StateError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import Ledger
-from kvkeep.store.geometry import Geometry, planes_of
+from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Match, Node
 
@@ -24,7 +24,7 @@ class Hit:
     def __init__(
         self,
         match: Match[Stretch],
-        geometry: Geometry | None,
+        geometry: ModelGeometry | None,
         release: Callable[[Node[Stretch]], None],
     ) -> None:
         self.length = match.length if geometry is not None else 0

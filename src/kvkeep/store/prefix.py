@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from kvkeep import hf
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.hf.fingerprint import takeover_in
-from kvkeep.hf.specs import Specs
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.backend_sync import share, shared
-from kvkeep.store.geometry import Geometry
+from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import feed, flat, geometry_of, keyed, require_steady
 from kvkeep.store.layer_slices import (
@@ -35,7 +32,7 @@ from kvkeep.store.tree import Node, RadixTree
 class Reading(NamedTuple):
     """A cache of some tokens, and how many of them a store had."""
 
-    cache: hf.Cache
+    cache: ModelCache
     found: int
 
 
@@ -69,14 +66,14 @@ class PrefixStore:
         self.block = block
         self.nbytes = 0
         self._trees: dict[str, RadixTree[Stretch]] = {}
-        self._geometries: dict[str, Geometry] = {}
+        self._geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
         self._lock = RLock()
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
         self._evicted = self._refused = 0
 
     def match(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None = None
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> Hit:
         """The longest stored prefix of some tokens, locked until it is released.
 
@@ -129,7 +126,7 @@ class PrefixStore:
             return stretch_of(states, start, stop, row)
 
         with self._lock:
-            geometry = self._agreed(identity, Geometry.of_cache(cache))
+            geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
             kept = self._keep(identity, tokens, content_of, priority)
         if self.backend is not None:
             share(self.backend, identity, tokens, self.block, content_of, geometry)
@@ -137,7 +134,7 @@ class PrefixStore:
 
     def prefill(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens: Tensor,
         *,
         spec: Specs = "keep_all",
@@ -145,7 +142,7 @@ class PrefixStore:
         chunk: int | None = None,
         capacity: int | None = None,
         priority: int = 0,
-    ) -> hf.Cache:
+    ) -> ModelCache:
         """`read` of all tokens but the last, which `generate` or your loop feeds.
 
         Args:
@@ -171,7 +168,7 @@ class PrefixStore:
 
     def read(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens: Tensor,
         *,
         prompt: Tensor | None = None,
@@ -196,27 +193,27 @@ class PrefixStore:
         Raises:
             UnsupportedError: a spec or a model whose slots cannot serve other prompts.
         """
-        tokens = flat(tokens)
-        cache = hf.Cache(model, spec, capacity=capacity)
+        host, tokens = host_of(model), flat(tokens)
+        cache = host.new_cache(spec, capacity=capacity)
         require_keepable(cache)
-        require_steady(model)
+        require_steady(host)
         whole = tokens if prompt is None else flat(prompt)
-        cache.takeover = takeover_in(model, whole)
-        identity, keys = keyed(model, tokens, cache.specs, namespace, cache.takeover)
-        with self.match(identity, keys, lambda: geometry_of(model, cache, tokens)) as hit:
+        cache.activation = host.activation_in(whole)
+        identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
+        with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
         found = cache.fed
-        feed(model, tokens[cache.fed :], cache, chunk)
+        feed(host, tokens[cache.fed :], cache, chunk)
         if cache.fed > found:
             self.offer(identity, keys, cache, priority=priority)
         return Reading(cache, found)
 
     def learn(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens: Tensor,
-        cache: hf.Cache,
+        cache: ModelCache,
         *,
         namespace: str = "",
         priority: int = 0,
@@ -231,11 +228,12 @@ class PrefixStore:
         Returns:
             How many of the tokens are stored.
         """
-        active, before = takeover_in(model, flat(tokens)), cache.takeover
+        host = host_of(model)
+        active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
             self._refused += 1  # nobody knows which tokens the adapter computed
             return 0
-        text = keyed(model, flat(tokens), cache.specs, namespace, cache.takeover)
+        text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
         return self.offer(*text, cache, priority=priority)
 
     def offer(
@@ -287,7 +285,7 @@ class PrefixStore:
         return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
 
     def known(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None = None
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> int:
         """How many first tokens of a text are stored, which counts as no hit or miss; of a
         backend's blocks as `match` says."""
@@ -319,7 +317,7 @@ class PrefixStore:
         return length
 
     def _fetch(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
         """Put what the backend has of tokens, and the tree has not, into the tree. While the
         backend is asked, other threads go on."""
@@ -330,7 +328,7 @@ class PrefixStore:
         if known == len(tokens):
             return
 
-        def agreed() -> Geometry:
+        def agreed() -> ModelGeometry:
             """What the model says, never what the backend does."""
             own = self._geometries.get(identity)
             if own is None:
@@ -370,7 +368,7 @@ class PrefixStore:
     def _tree(self, identity: str) -> RadixTree[Stretch]:
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
-    def _agreed(self, identity: str, geometry: Geometry) -> Geometry:
+    def _agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
         """What an identity's entries have in common; the first that was computed here says it.
 
         Raises:
