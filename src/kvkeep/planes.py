@@ -61,19 +61,25 @@ class Reach(NamedTuple):
         return (query - slot < self.size) | (slot < self.sinks) | kept
 
 
-def limits(kept: Reach | None, window: int | None, n: int, length: int, fed: int) -> list[Reach]:
-    """The reaches that exclude a slot from a query; host knowledge only.
+def limits(
+    kept: Reach | None, window: int | None, n: int, length: int | None, fed: int
+) -> tuple[Reach, ...]:
+    """The reaches that can exclude a slot from a query, as far as the host knows.
 
     Args:
         kept: the policy's reach. It keeps the newest tokens and its sinks, so that a single query
             sees all slots once their number is down to it.
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
-        length: slots in use.
+        length: slots in use; None: the host does not know.
     """
+    if kept is None and window is None:
+        return ()
     both = [] if kept is None else [kept]
     if window is not None and Reach(window) not in both:
         both.append(Reach(window))
+    if length is None:
+        return tuple(both)
 
     def excludes(reach: Reach) -> bool:
         alone = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
@@ -81,7 +87,7 @@ def limits(kept: Reach | None, window: int | None, n: int, length: int, fed: int
             return length > reach.size + reach.sinks
         return fed > reach.size
 
-    return [reach for reach in both if excludes(reach)]
+    return tuple(reach for reach in both if excludes(reach))
 
 
 @final

@@ -11,6 +11,7 @@ from kvkeep.blocks.join import windowed
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import Host, ModelCache, Narrowed
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION, part, slot_count
 
 
@@ -100,10 +101,10 @@ class _Later(_Stand):
         super().__init__(layer, choice.candidates)
         self._choice = choice
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         self._stepped = True
         _replace(self._layer, self._choice.chosen)
-        return self._layer.step(q, k, v, position, **options)
+        return self._layer.run(inputs)
 
 
 class _Choice(_Stand):
@@ -126,17 +127,19 @@ class _Choice(_Stand):
         """What the layers behind this one get."""
         return Narrowed(self.index, self.chosen)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         layer, self._stepped = self._layer, True
-        differ, norm = self._compared(k, v)
+        assert inputs.position is not None
+        differ, norm = self._compared(inputs.k, inputs.v)
         self.index = differ.topk(self._count).indices.sort().values
         left = torch.ones(len(differ), dtype=torch.bool).index_fill_(0, self.index, False)
         whole = float(norm[left].sum())
         self.deviation = (float(differ[left].sum()) / whole) ** 0.5 if whole else 0.0
         _replace(layer, self.chosen)
         at = self.index
-        found = layer.step(q[:, :, at], k[:, :, at], v[:, :, at], position[at], **options)
-        out = found.new_zeros(*q.shape[:3], found.shape[3])
+        q, k, v = (x[:, :, at] for x in inputs[:3])
+        found = layer.run(inputs._replace(q=q, k=k, v=v, position=inputs.position[at]))
+        out = found.new_zeros(*inputs.q.shape[:3], found.shape[3])
         out[:, :, at] = found
         return out
 

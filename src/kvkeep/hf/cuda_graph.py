@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.graph.device_step import Cursors, Resident, require_fitting
+from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""
+
+
+_LENT = "is lent to graphed steps; close() them first"
 
 
 class Graphed:
@@ -40,8 +43,6 @@ class Graphed:
     def __init__(self, model: PreTrainedModel, cache: Cache, *, compile: bool = False) -> None:
         if not is_routed(decoder_config(model.config)):
             raise StateError("the model is not attached; call kvkeep.attach(model) first")
-        if isinstance(cache.layers, _Lent):
-            raise StateError(f"the cache {cache.layers.why}")
         if not cache.fed:
             raise StateError("the cache is empty; feed the prompt through the model first")
         device = model.device
@@ -54,7 +55,7 @@ class Graphed:
         with torch.inference_mode(False):
             self._cursors = Cursors(torch.tensor(cache.fed, device=device))
             self._token = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
-        self._residents = [Resident(layer, self._cursors) for layer in self._layers]
+        self._steps_on_device = [DeviceStep(layer, self._cursors) for layer in self._layers]
         self._forward: Callable[..., Any] = model
         if compile:
             self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
@@ -62,8 +63,8 @@ class Graphed:
         self._logits: Tensor | None = None
         self._steps = 0
         self._whole = True  # whether all layers were fed alike
-        self._tickets, cache._traced = cache._traced, list(self._residents)
-        self._lend()
+        self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
+        self._closed, cache.lent = False, _LENT
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Feed one token a row, int64 (B, 1); returns the logits (B, V) of the next.
@@ -73,7 +74,7 @@ class Graphed:
             CapacityError: the cache is full; nothing was fed.
             StateError: it was closed.
         """
-        if not isinstance(self.cache.layers, _Lent):
+        if self._closed:
             raise StateError("these steps were closed; make new ones: Graphed(model, cache)")
         if input_ids.shape != self._token.shape:
             raise ShapeError(
@@ -81,8 +82,8 @@ class Graphed:
             )
         if not self._whole:
             raise StateError("a step was interrupted: close() these, and feed the prompt again")
-        for resident in self._residents:
-            resident.require(1)
+        for step in self._steps_on_device:
+            step.require(1)
         self._whole = False
         with torch.inference_mode():
             self._token.copy_(input_ids)
@@ -91,21 +92,21 @@ class Graphed:
             else:
                 logits = self._run()
         self._steps += 1
-        for resident in self._residents:
-            resident.count(1)
+        for step in self._steps_on_device:
+            step.count(1)
         self._whole = True
         return logits
 
     def close(self) -> None:
         """Give the cache back, with all that was fed; empty, if a step was interrupted. The graph
         is freed."""
-        if not isinstance(self.cache.layers, _Lent):
+        if self._closed:
             return
         self._graph = self._logits = None
-        self.cache.layers, self.cache._traced = self._layers, self._tickets
+        self._closed, self.cache.lent, self.cache._traced = True, "", self._tickets
         with torch.inference_mode():
-            for resident in self._residents:
-                resident.settle()
+            for step in self._steps_on_device:
+                step.close()
         if not self._whole:
             self.cache.reset()
 
@@ -117,7 +118,7 @@ class Graphed:
 
     def _run(self) -> Tensor:
         """One step, launched operation by operation."""
-        position = self._residents[0].next_positions(1).expand(len(self._token), 1)
+        position = self._steps_on_device[0].next_positions(1).expand(len(self._token), 1)
         with self._borrowed():
             logits: Tensor = self._forward(
                 input_ids=self._token,
@@ -160,39 +161,11 @@ class Graphed:
             ) from error
         self._graph = graph
 
-    def _lend(self) -> None:
-        self.cache.layers = _Lent("is lent to graphed steps; close() them first")
-
     @contextmanager
     def _borrowed(self) -> Any:
         """The layers, for the model's own calls."""
-        self.cache.layers = self._layers
+        self.cache.lent = ""
         try:
             yield
         finally:
-            self._lend()
-
-
-class _Lent(list[Any]):
-    """Layers that are not there for the time being."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__()
-        self.why = why
-
-    def _raise(self) -> Any:
-        raise StateError(f"the cache {self.why}")
-
-    def __iter__(self) -> Any:
-        self._raise()
-
-    def __len__(self) -> int:
-        self._raise()
-        return 0
-
-    def __bool__(self) -> bool:
-        self._raise()
-        return False
-
-    def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        self._raise()
+            self.cache.lent = _LENT

@@ -15,23 +15,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
-from kvkeep.layer.history import Ledger, nothing_of
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.step import StepInputs
 
 
 class Step(Protocol):
-    """What a layer's attention does with its chunk, such as `LayerCache.step`."""
+    """What a layer's attention does with its chunk, such as a `LayerCache`."""
 
     @property
     def window(self) -> int | None:
         """The layer's own sliding window."""
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **asked: Any) -> Tensor:
-        """q (B, Hq, n, Dk), k (B, H, n, Dk), v (B, H, n, Dv) -> (B, Hq, n, Dv); `asked` are scale,
-        softcap and sinks."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.run`."""
 
 
 class Call(NamedTuple):
@@ -315,7 +316,7 @@ class _Feed(transformers.Cache):
         """Be as after so many columns."""
         self.ledger = Ledger()
         self.ledger.columns = self.ledger.floor = columns
-        self.ledger.like = nothing_of(self._rows, 1, 1, 1, torch.float32)
+        self.ledger.geometry = Geometry(self._rows, 1, 1, 1, torch.float32)
         if self._mask is not None:
             self.ledger.pads = (self._mask[:, :columns] == 0).sum(dim=1)
 

@@ -1,6 +1,6 @@
 """What kvkeep asks of a model library, and which library a model is of."""
 
-from kvkeep.host.cache import Activation, LayerShape, ModelCache
+from kvkeep.host.cache import Activation, ModelCache
 from kvkeep.host.contract import (
     Generation,
     Host,
@@ -17,7 +17,6 @@ __all__ = [
     "Generation",
     "Host",
     "LayerKind",
-    "LayerShape",
     "ModelCache",
     "Narrowed",
     "Parts",

@@ -43,7 +43,7 @@ def share(
         start, prefix = places[key]
         own = tokens[start : start + size]
         content = content_of(start, start + len(own))
-        return Block(identity, prefix, own, content, geometry.routed, geometry.likes)
+        return Block(identity, prefix, own, content, geometry.routed, geometry.of_rows)
 
     backend.put_all(map(block, backend.missing(list(places))))
 

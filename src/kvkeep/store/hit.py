@@ -38,8 +38,8 @@ class Hit:
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
             return False
         return all(
-            planes_of(layer, like) == own.planes
-            for layer, like, own in zip(cache.layers, geometry.likes, geometry.layers, strict=True)
+            planes_of(layer, own.of_row) == own.planes
+            for layer, own in zip(cache.layers, geometry.layers, strict=True)
         )
 
     def fill(self, cache: Cache) -> None:
@@ -59,9 +59,9 @@ class Hit:
                 f"a hit of {geometry}, for a cache of {len(cache.layers)} layers, "
                 f"{cache.layers[0].kind}; give the specs it was stored with"
             )
-        for index, (layer, like) in enumerate(zip(cache.layers, geometry.likes, strict=True)):
+        for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             ledger = Ledger()
-            ledger.columns, ledger.like = self.length, like
+            ledger.columns, ledger.geometry = self.length, own
             layer.adopt(ledger, frozen=[Run.of(one.layers[index]) for one in self._stretches])
         cache.routed = geometry.routed
 

@@ -70,8 +70,8 @@ def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
     """
     probe = host.new_cache()
     feed(host, tokens[:1], probe)
-    likes = ModelGeometry.of_cache(probe).likes
-    return ModelGeometry.of(cache.layers, likes, probe.routed)
+    found = ModelGeometry.of_cache(probe).of_rows
+    return ModelGeometry.of(cache.layers, found, probe.routed)
 
 
 def require_steady(host: Host) -> None:

@@ -340,7 +340,7 @@ class PrefixStore:
         blocks, stop = shared(self.backend, identity, tokens, first, self.block, agreed)
         if stop <= known:
             return
-        devices = [layer.device for layer in agreed().layers]
+        devices = [layer.of_row.device for layer in agreed().layers]
         whole = Stretch.joined([block.stretch for block in blocks]).to(devices)
         with self._lock:
             if self._tree(identity).match(tokens).length < first:
