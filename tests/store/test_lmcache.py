@@ -691,7 +691,7 @@ def test_a_server_of_something_else(answer, message):
         ({"timeout": float("inf")}, "timeout of inf"),
         ({"name": ""}, "name ''"),
         ({"name": "a@b"}, "name 'a@b'"),
-        ({"name": "a" * 101}, "at most 100"),
+        ({"name": "a" * 101}, "1 to 100"),
     ],
 )
 def test_bad_input(options, message):
