@@ -195,7 +195,7 @@ def test_crafted_headers_of_blocks():
 
     def refused(header, text=None):
         text = json.dumps(header).encode() if text is None else text
-        with pytest.raises(ValueError, match="no block of kvkeep"):
+        with pytest.raises(ValueError, match="not a kvkeep block"):
             Block.from_bytes(len(text).to_bytes(8, "little") + text + body, key)
 
     def with_inner(**changes):

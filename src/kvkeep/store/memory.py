@@ -1,4 +1,4 @@
-"""Memory: blocks in this process."""
+"""Memory: blocks in a dict of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvkeep.store.backend import Backend, Block
 
 @final
 class Memory(Backend):
-    """In a dict of this process: for tests, and as the shortest example of a backend."""
+    """A backend in a dict of this process: for tests, and as the shortest example of one."""
 
     name: ClassVar[str] = "memory"
 
