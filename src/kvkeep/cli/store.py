@@ -13,7 +13,7 @@ import typer
 from kvkeep.cli.output import Advancing, JsonFlag, print_json, print_table, reported
 
 if TYPE_CHECKING:
-    from kvkeep.store import Backend, Block, Label
+    from kvkeep.store import Backend, Label, StoredBlock
 
 _PAGE = 64  # keys per request
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -195,7 +195,7 @@ def _require_answers(backend: Backend) -> None:
         )
 
 
-def _blocks(backend: Backend, keys: list[str], advancing: Advancing) -> Iterator[Block]:
+def _blocks(backend: Backend, keys: list[str], advancing: Advancing) -> Iterator[StoredBlock]:
     """Yield the intact blocks of `keys`."""
     for done, key in enumerate(keys):
         block = backend.get(key, used=False)

@@ -70,7 +70,7 @@ def _parse_errors() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """Tokens that follow a known prefix, and the layers' slots for them.
 
     Args:
@@ -120,7 +120,7 @@ class Block:
         return tensor_file.to_bytes(self.tensors(), self.metadata())
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray, key: str) -> Block:
+    def from_bytes(cls, data: bytes | bytearray, key: str) -> StoredBlock:
         """Parse the output of `to_bytes`. The tensors share memory with `data` if it is a
         bytearray.
 
@@ -140,7 +140,7 @@ class Block:
         return block
 
     @classmethod
-    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Block:
+    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StoredBlock:
         """Build a block from the results of `tensors` and `metadata`. May raise any exception."""
         header = _header(metadata)
         if set(tensors) != set(header.checksums):
@@ -178,7 +178,7 @@ class Label:
     """A block's description, read from its header without reading its slots.
 
     Args:
-        identity, prefix, tokens: see `Block`.
+        identity, prefix, tokens: see `StoredBlock`.
         layers: number of layers.
         dtype: dtype of the keys before they were encoded.
         nbytes: size of the whole block as stored, in bytes.
@@ -193,11 +193,11 @@ class Label:
 
     @property
     def key(self) -> str:
-        """See `Block.key`."""
+        """See `StoredBlock.key`."""
         return key_of(self.identity, self.prefix, self.tokens)
 
     @classmethod
-    def of(cls, block: Block) -> Label:
+    def of(cls, block: StoredBlock) -> Label:
         """The label of a block."""
         kind = str(block.geometries[0].dtype)
         parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
@@ -306,12 +306,12 @@ class Backend(ABC):
     """Number of blocks that were damaged or did not match their key."""
 
     @abstractmethod
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         """The block of a key, verified, or None. `used=False` leaves its time of last use as it
         is."""
 
     @abstractmethod
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         """Store a block unless it exists already. Returns False if that failed."""
 
     @abstractmethod
@@ -337,9 +337,9 @@ class Backend(ABC):
         self.damaged += 1
         self.delete(key)
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
         """The blocks of `keys` in order, up to the first that is missing."""
-        found: list[Block] = []
+        found: list[StoredBlock] = []
         for key in keys:
             block = self.get(key)
             if block is None:
@@ -351,7 +351,7 @@ class Backend(ABC):
         """The keys whose blocks do not exist; keys whose state is unknown are left out."""
         return [key for key in keys if not self.contains(key)]
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         """Store blocks that were missing; returns how many are stored now."""
         return sum(map(self.put, blocks))
 
@@ -370,11 +370,13 @@ class Backend(ABC):
         """Whether a store was ever created here."""
         return True
 
-    def _checked(self, key: str, data: Any) -> Block | None:
+    def _checked(self, key: str, data: Any) -> StoredBlock | None:
         """Parse the bytes stored under a key. If they are not its block, quarantine them and return
         None."""
         try:
-            return Block.from_bytes(data if isinstance(data, (bytes, bytearray)) else b"", key)
+            return StoredBlock.from_bytes(
+                data if isinstance(data, (bytes, bytearray)) else b"", key
+            )
         except ValueError:
             self.quarantine(key)
         except MemoryError as error:

@@ -23,9 +23,9 @@ from kvkeep.store.backend import (
     HEADER_BYTES,
     MOST_BYTES,
     Backend,
-    Block,
     Label,
     OtherBlockError,
+    StoredBlock,
     is_key,
     most_bytes,
     require_budget,
@@ -75,12 +75,12 @@ class Disk(Backend):
         """Whether blocks can be written here."""
         return self._index.writable
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         file = self._file(key)
         if file is None:
             return None
         try:
-            block = Block.from_bytes(_read_block(file), key)
+            block = StoredBlock.from_bytes(_read_block(file), key)
         except FileNotFoundError:  # removed meanwhile by another process or by the user
             self._forget(key, file.name)
             return None
@@ -100,8 +100,8 @@ class Disk(Backend):
             self._use([key])
         return block
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
         for key in keys:
             block = self.get(key, used=False)
             if block is None:
@@ -110,12 +110,12 @@ class Disk(Backend):
         self._use(keys[: len(found)])
         return found
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         kept = [block.key for block in blocks if self.put(block)]
         self._use(kept)
         return len(kept)
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         if self.contains(block.key):
             return True
         if not self.writable:

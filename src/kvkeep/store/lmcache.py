@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, final
 import xxhash
 
 from kvkeep.errors import SpecError
-from kvkeep.store.backend import ABANDONED_S, Block, Label, beginning, require_budget
+from kvkeep.store.backend import ABANDONED_S, Label, StoredBlock, beginning, require_budget
 from kvkeep.store.remote import Remote
 
 SCHEME = "lm"
@@ -98,7 +98,7 @@ class LMCache(Remote):
         self._local = local()
         self._lock = (os.getpid(), Lock())
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         data = self._call(_GET, f"block {key}")
         if not isinstance(data, bytes):
             return None
@@ -107,10 +107,10 @@ class LMCache(Remote):
             return None
         return self._checked(key, data)
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         return self.put_all([block]) == 1
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         now = int(time.time() * 1000)  # later blocks get older times, to be removed first
         return sum(self._put(block, now - after) for after, block in enumerate(blocks))
 
@@ -158,7 +158,7 @@ class LMCache(Remote):
         """Bytes of all blocks."""
         return sum(entry.nbytes for entry in self._entries(range(_LISTS)).values())
 
-    def _put(self, block: Block, written: int) -> bool:
+    def _put(self, block: StoredBlock, written: int) -> bool:
         key = block.key
         listed = self._listed(_list_of(key))
         if listed is None or key in listed:

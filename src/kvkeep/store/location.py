@@ -17,8 +17,8 @@ from kvkeep.errors import SpecError
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
-    Block,
     Label,
+    StoredBlock,
     is_key,
     require_budget,
 )
@@ -72,10 +72,10 @@ class Location(Remote):
         except Exception as error:  # the location may become available later
             self._failed(error)
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         return self._got([key])[0]
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         return self.contains(block.key) or self.put_all([block]) == 1
 
     def contains(self, key: str) -> bool:
@@ -97,8 +97,8 @@ class Location(Remote):
         keys = (_key_at(file.path) for file in self._files(f"blocks/{folder}".rstrip("/")))
         return iter([key for key in keys if key is not None and key.startswith(prefix)])
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
         for start in range(0, len(keys), _AT_ONCE):
             for block in self._got(keys[start : start + _AT_ONCE]):
                 if block is None:
@@ -110,7 +110,7 @@ class Location(Remote):
         there = self._read(keys, 1)
         return [key for key, data in zip(keys, there, strict=True) if _is_missing(data)]
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         done = 0
         for block in blocks:
             if self.resting:
@@ -159,10 +159,10 @@ class Location(Remote):
     def _path(self, key: str) -> str:
         return f"{self._resolved()[1]}/blocks/{key}{_SUFFIX}"
 
-    def _got(self, keys: Sequence[str]) -> list[Block | None]:
+    def _got(self, keys: Sequence[str]) -> list[StoredBlock | None]:
         return [self._block(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
 
-    def _block(self, key: str, data: Any) -> Block | None:
+    def _block(self, key: str, data: Any) -> StoredBlock | None:
         return self._checked(key, data) if isinstance(data, bytes) else None
 
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, final
 
-from kvkeep.store.backend import Backend, Block
+from kvkeep.store.backend import Backend, StoredBlock
 
 
 @final
@@ -15,12 +15,12 @@ class Memory(Backend):
     name: ClassVar[str] = "memory"
 
     def __init__(self) -> None:
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, StoredBlock] = {}
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         return self._blocks.get(key)
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         self._blocks.setdefault(block.key, block)
         return True
 

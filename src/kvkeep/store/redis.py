@@ -16,8 +16,8 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
-    Block,
     Label,
+    StoredBlock,
     is_key,
     most_bytes,
     require_budget,
@@ -110,13 +110,13 @@ class Redis(Remote):
         self._accounts = (f"{name}:used", f"{name}:index", f"{name}:sizes")
         self._life = "" if ttl is None else int(ttl * 1000)
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         with self._clock.running(self._deadline):
             if not self._fits(self._sizes([key])[0]):
                 return None
             return self._got([key], used)[0]
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         with self._clock.running(self._deadline):
             return self.contains(block.key) or self.put_all([block]) == 1
 
@@ -146,8 +146,8 @@ class Redis(Remote):
                 return
             start, before = b"(" + last, last
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
         with self._clock.running(self._deadline):
             for batch in _batches(keys, self._readable(keys)):
                 for block in self._got(batch, used=True):
@@ -159,11 +159,11 @@ class Redis(Remote):
     def missing(self, keys: Sequence[str]) -> list[str]:
         return [key for key, size in zip(keys, self._sizes(keys), strict=True) if size == 0]
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         with self._clock.running(self._deadline):
             return self._put_each(blocks)
 
-    def _put_each(self, blocks: Iterable[Block]) -> int:
+    def _put_each(self, blocks: Iterable[StoredBlock]) -> int:
         done, waiting, size = 0, list[Command](), 0
         most = min(_MOST, self.budget or _MOST)
         for block in blocks:
@@ -244,7 +244,7 @@ class Redis(Remote):
             return False
         return True
 
-    def _got(self, keys: Sequence[str], used: bool) -> list[Block | None]:
+    def _got(self, keys: Sequence[str], used: bool) -> list[StoredBlock | None]:
         asked: list[Command] = [("GET", self._base + key) for key in keys]
         if used:
             asked.append(self._script(TOUCH, self._life, 0, *keys))
@@ -253,7 +253,7 @@ class Redis(Remote):
             return [None] * len(keys)
         return [self._block(key, data) for key, data in zip(keys, answers, strict=False)]
 
-    def _block(self, key: str, data: Any) -> Block | None:
+    def _block(self, key: str, data: Any) -> StoredBlock | None:
         if data is None or (isinstance(data, Exception) and not _is_other_type(data)):
             return None
         return self._checked(key, data)
