@@ -16,7 +16,7 @@ from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, limits
 from kvkeep.policy import Need, Observation
-from kvkeep.train.slots import Past
+from kvkeep.train.slots import HeldSlots
 
 
 class Recorder:
@@ -72,7 +72,7 @@ class Cell:
         before: what has passed before the chunk.
     """
 
-    def __init__(self, layer: LayerCache, past: Past | None, before: Ledger) -> None:
+    def __init__(self, layer: LayerCache, past: HeldSlots | None, before: Ledger) -> None:
         self.window, self._layer, self._before = layer.window, layer, before
         self.past = past and past._replace(
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()
