@@ -1,0 +1,34 @@
+"""What kvkeep asks of a model library, and which library a model is of."""
+
+from kvkeep.host.cache import ModelCache
+from kvkeep.host.contract import (
+    Activation,
+    Generation,
+    Host,
+    LayerShape,
+    Narrowed,
+    Parts,
+    Start,
+    Step,
+)
+from kvkeep.host.registry import host_of, load_model, register
+from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
+
+__all__ = [
+    "Activation",
+    "Generation",
+    "Host",
+    "LayerKind",
+    "LayerShape",
+    "ModelCache",
+    "Narrowed",
+    "Parts",
+    "Specs",
+    "Start",
+    "Step",
+    "fitting_some",
+    "host_of",
+    "load_model",
+    "per_layer",
+    "register",
+]
