@@ -21,8 +21,8 @@ from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
-from kvkeep.layer.history import Ledger
 from kvkeep.host.layerwise import Embedded, Layerwise, Step
+from kvkeep.layer.history import Ledger
 
 
 class Call(NamedTuple):
@@ -50,21 +50,20 @@ class Decoder(Layerwise):
         _require_trainable_adapters(model)
         inner = unwrapped(model)
         _require_layerwise(inner)
-        self.decoder = decoder_of(inner)
+        self._base, self.decoder = inner, decoder_of(inner)
         windows = [kind.window for kind in layer_kinds(inner.config)]
         self._modules = _layers_of(self.decoder, len(windows))
         check_tokens(inner, input_ids)
         vocabulary: int = decoder_config(inner.config).vocab_size
-        super().__init__(
-            inner, input_ids, attention_mask, layers=self._modules, vocabulary=vocabulary
-        )
+        layers = [layer for layer in self._modules._modules.values() if layer is not None]
+        super().__init__(inner, input_ids, attention_mask, layers=layers, vocabulary=vocabulary)
         self._cache = _TextCache(self, windows)
         self._attachment: Any = None
 
     def __enter__(self) -> Self:
         self._reshard()
-        if not is_routed(decoder_config(self.model.config)):
-            self._attachment = attach(self.model)
+        if not is_routed(decoder_config(self._base.config)):
+            self._attachment = attach(self._base)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -7,24 +7,22 @@ from kvkeep.host.contract import (
     Host,
     LayerShape,
     Narrowed,
-    Parts,
-    Start,
-    Step,
 )
+from kvkeep.host.layerwise import Embedded, Layerwise, Step
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 
 __all__ = [
     "Activation",
+    "Embedded",
     "Generation",
     "Host",
     "LayerKind",
     "LayerShape",
+    "Layerwise",
     "ModelCache",
     "Narrowed",
-    "Parts",
     "Specs",
-    "Start",
     "Step",
     "fitting_some",
     "host_of",

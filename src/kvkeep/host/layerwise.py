@@ -1,9 +1,9 @@
-"""Layerwise: what training asks of a model library, a model run one layer and one chunk at a time."""
+"""Layerwise: what training asks of a model library, which is to run a model layer by layer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -15,9 +15,19 @@ from kvkeep.layer.history import Ledger, nothing_of
 class Step(Protocol):
     """What computes a layer's attention in place of `LayerCache.step`."""
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q (B, Hq, n, Dk), k (B, H, n, Dk), v (B, H, n, Dv), position int32 (n,) or (B, n) with
-        -1 for padding -> (B, Hq, n, Dv); `options` are scale, softcap and sinks."""
+        -1 for padding -> (B, Hq, n, Dv)."""
 
 
 class Embedded(NamedTuple):
@@ -56,11 +66,11 @@ class Layerwise(ABC):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         *,
-        layers: Sequence[nn.Module],
+        layers: Iterable[nn.Module],
         vocabulary: int,
     ) -> None:
-        self.model, self.input_ids, self.layers = model, input_ids, layers
-        self.vocabulary = vocabulary
+        self.model, self.input_ids = model, input_ids
+        self.layers, self.vocabulary = list(layers), vocabulary
         padded = attention_mask is not None and not bool(attention_mask.bool().all())
         self.attention_mask = attention_mask if padded else None
 

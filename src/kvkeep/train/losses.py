@@ -29,7 +29,7 @@ class Head(Protocol):
     """Computes a loss of the last layer's outputs."""
 
     def pieces(self, columns: slice) -> Iterator[slice]:
-        """The columns of a chunk that have a loss, in pieces that are computed one after another."""
+        """The columns of a chunk that have a loss, in pieces computed one after another."""
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
         """The share of the loss of some columns, from the last layer's output (B, n, width)."""
