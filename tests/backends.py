@@ -10,7 +10,7 @@ import torch
 from kept import fed, holds, new_cache
 from redis_server import Server
 
-from kvkeep.store import Disk, Geometry, Location, Memory, PrefixStore, Redis
+from kvkeep.store import Disk, Location, Memory, ModelGeometry, PrefixStore, Redis
 
 KINDS = ["disk", "redis", "location-file", "location-memory"]
 """Those that other processes, or other objects of this one, can open again."""
@@ -108,7 +108,7 @@ def found_in(store, tokens, identity="m"):
 
 def geometry():
     """What the slots of these texts are like."""
-    return Geometry.of_cache(fed([1]))
+    return ModelGeometry.of_cache(fed([1]))
 
 
 def blocks_of(*texts, identity="m", block=8):

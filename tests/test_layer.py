@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kvkeep.layer.layer
+import kvkeep.layer.step
 from kvkeep.attention import attend
 from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, StateError
@@ -338,7 +338,7 @@ def test_a_step_whose_attention_fails_changes_nothing(spec, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvkeep.layer.layer, "dispatch", fail)
+        patch.setattr(kvkeep.layer.step, "dispatch", fail)
         with pytest.raises(MemoryError):
             layer.step(torch.randn(2, 2, 6, 4), *kv(6, rows=2), scale=1.0)
     assert layer.stats() == stats

@@ -11,7 +11,7 @@ import torch
 from families import tiny
 
 import kvkeep
-import kvkeep.layer.layer
+import kvkeep.layer.step
 from kvkeep.errors import StateError
 from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
@@ -42,14 +42,14 @@ def meanwhile(hold, do):
 def test_two_threads_in_one_layer(monkeypatch):
     layer = CacheSpec.parse("keep_all").layer()
     layer.step(*chunk(5), scale=0.4)
-    attend = kvkeep.layer.layer.dispatch
+    attend = kvkeep.layer.step.dispatch
 
     def hold(wait):
-        monkeypatch.setattr(kvkeep.layer.layer, "dispatch", lambda *a: (wait(), attend(*a))[1])
+        monkeypatch.setattr(kvkeep.layer.step, "dispatch", lambda *a: (wait(), attend(*a))[1])
         layer.step(*chunk(), scale=0.4)
 
     def other():
-        monkeypatch.setattr(kvkeep.layer.layer, "dispatch", attend)
+        monkeypatch.setattr(kvkeep.layer.step, "dispatch", attend)
         q, k, v = chunk()
         index = torch.tensor([0])
         for change in (
@@ -105,14 +105,14 @@ def test_what_a_second_thread_is_refused_changes_nothing(monkeypatch):
     cache = kvkeep.cache.Cache([CacheSpec.parse("keep_all").layer() for _ in range(3)])
     for layer in cache.layers:
         layer.step(*chunk(5), scale=0.4)
-    snapshot, attend = cache.snapshot(), kvkeep.layer.layer.dispatch
+    snapshot, attend = cache.snapshot(), kvkeep.layer.step.dispatch
 
     def hold(wait):
-        monkeypatch.setattr(kvkeep.layer.layer, "dispatch", lambda *a: (wait(), attend(*a))[1])
+        monkeypatch.setattr(kvkeep.layer.step, "dispatch", lambda *a: (wait(), attend(*a))[1])
         cache.layers[1].step(*chunk(), scale=0.4)
 
     def other():
-        monkeypatch.setattr(kvkeep.layer.layer, "dispatch", attend)
+        monkeypatch.setattr(kvkeep.layer.step, "dispatch", attend)
         for change in (
             lambda: cache.crop(-2),
             lambda: cache.reorder([0]),

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
+from kvkeep.geometry import Geometry
 
 
-def check_chunk(
-    k: Tensor, v: Tensor, position: Tensor | None, held: tuple[Tensor, Tensor] | None
-) -> None:
-    """Keys and values fit each other, the positions, and what is held (`empty_like` of each).
+def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | None) -> None:
+    """Keys and values fit each other, the positions, and what is held.
 
     Raises:
         ShapeError: they do not.
@@ -28,8 +27,8 @@ def check_chunk(
     if not k.is_floating_point():
         raise ShapeError(f"keys and values are {k.dtype}; give a floating-point type")
     if held is not None:
-        _check_alike("keys", k, held[0])
-        _check_alike("values", v, held[1])
+        _check_alike("keys", k, held, held.key_width)
+        _check_alike("values", v, held, held.value_width)
     if position is not None:
         fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
         if position.is_floating_point() or tuple(position.shape) not in fitting:
@@ -64,12 +63,10 @@ class Checks:
 
     def __init__(self) -> None:
         self._chunk: tuple[object, ...] = ()
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._held: Geometry | None = None
         self._queries: tuple[object, ...] = ()
 
-    def chunk(
-        self, k: Tensor, v: Tensor, position: Tensor | None, held: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def chunk(self, k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | None) -> None:
         """See `check_chunk`."""
         place = None if position is None else (position.shape, position.dtype)
         chunk = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device, place)
@@ -101,18 +98,12 @@ def wants_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """No tokens of x's rows, heads, width, dtype and device."""
-    return x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3])
-
-
-def _check_alike(what: str, new: Tensor, held: Tensor) -> None:
+def _check_alike(what: str, new: Tensor, held: Geometry, width: int) -> None:
     """Rows, heads, width, dtype and device must be those of the tokens already held."""
-    rows, heads, _, width = held.shape
-    if (new.shape[0], new.shape[1], new.shape[3]) != (rows, heads, width):
+    if (new.shape[0], new.shape[1], new.shape[3]) != (held.rows, held.heads, width):
         raise ShapeError(
-            f"{what} {tuple(new.shape)} for a cache of {rows} rows, {heads} heads, width {width}; "
-            "reorder(), repeat() or select() rows first, or reset()"
+            f"{what} {tuple(new.shape)} for a cache of {held.rows} rows, {held.heads} heads, width "
+            f"{width}; reorder(), repeat() or select() rows first, or reset()"
         )
     if new.dtype != held.dtype or new.device != held.device:
         raise ShapeError(

@@ -61,19 +61,23 @@ class Reach(NamedTuple):
         return (query - slot < self.size) | (slot < self.sinks) | kept
 
 
-def limits(kept: Reach | None, window: int | None, n: int, length: int, fed: int) -> list[Reach]:
-    """The reaches that exclude a slot from a query; host knowledge only.
+def limits(
+    kept: Reach | None, window: int | None, n: int, length: int | None, fed: int
+) -> list[Reach]:
+    """The reaches that can exclude a slot from a query, as far as the host knows.
 
     Args:
         kept: the policy's reach. It keeps the newest tokens and its sinks, so that a single query
             sees all slots once their number is down to it.
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
-        length: slots in use.
+        length: slots in use; None: the host does not know.
     """
     both = [] if kept is None else [kept]
     if window is not None and Reach(window) not in both:
         both.append(Reach(window))
+    if length is None:
+        return both
 
     def excludes(reach: Reach) -> bool:
         alone = n == 1 and kept is not None and kept.keep_to <= kept.keep_from

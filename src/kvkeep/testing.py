@@ -266,9 +266,10 @@ def _check_rows(
 def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]]]:
     """Of each row and head: live positions, and their keys and values in float64 on the CPU, all
     segments one after the other."""
-    if layer._ledger.like is None:
+    geometry = layer.ledger.geometry
+    if geometry is None:
         return []
-    rows, heads = layer._ledger.like[0].shape[:2]
+    rows, heads = geometry.rows, geometry.heads
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
     for segment in layer._slots.segments():
@@ -292,20 +293,20 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tens
 
 def promised_bytes(layer: LayerCache) -> int:
     """Bytes of a layer's slots as its codecs and policy state them, before anything is stored."""
-    if layer._ledger.like is None:
+    geometry = layer.ledger.geometry
+    if geometry is None:
         return 0
-    k, v = layer._ledger.like
-    heads = k.shape[1]
+    heads, dtype = geometry.heads, geometry.dtype
     total = 0
     for segment in layer._slots.segments():
         block, own_heads = segment.key_codec.block, heads if segment.head is None else 1
         keys, values = cast(Codec, segment.key_codec), cast(Codec, segment.value_codec)
-        shared = [*keys.planes(k.shape[3], k.dtype).values()]
-        shared += values.planes(v.shape[3], v.dtype).values()
+        shared = [*keys.planes(geometry.key_width, dtype).values()]
+        shared += values.planes(geometry.value_width, dtype).values()
         shared.append(PlaneSpec((block,), torch.int32, shared=not layer.policy.per_head))
         each = segment.position.shape[0] * sum(spec.slot_bytes(own_heads) for spec in shared)
         own = layer.policy.planes.values()
-        rows = k.shape[0] if segment.rows is None else len(segment.rows)
+        rows = geometry.rows if segment.rows is None else len(segment.rows)
         each += rows * sum(spec.slot_bytes(own_heads) for spec in own)
         total += each * (segment.slots // block)
     return total

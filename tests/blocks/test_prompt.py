@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.models import resolve
-from kvkeep.store import Disk, Geometry, PrefixStore
+from kvkeep.store import Disk, ModelGeometry, PrefixStore
 from kvkeep.store.identity import keyed
 
 WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
@@ -158,7 +158,7 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     with torch.inference_mode():
         model(answer[:, :1], past_key_values=fed)
     for other in (store, PrefixStore(backend=store.backend)):
-        assert other.known(*text, lambda: Geometry.of_cache(fed)) == start
+        assert other.known(*text, lambda: ModelGeometry.of_cache(fed)) == start
     cache, _ = encoded.prefill(model, store=store, recompute=0)
     tokens = encoded.input_ids[0, : cache.fed]
     cache.save(tmp_path / "joined.kv")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from eviction_oracle import EvictionOracle
 
-import kvkeep.layer.layer
+import kvkeep.layer.step
 from kvkeep.attention import backends, dispatch
 from kvkeep.planes import POSITION
 from kvkeep.policy import POLICIES
@@ -118,7 +118,7 @@ def through(monkeypatch):
             used.append("" if refused else name)
             return dispatch(q, view, options, None if refused else name)
 
-        monkeypatch.setattr(kvkeep.layer.layer, "dispatch", forced)
+        monkeypatch.setattr(kvkeep.layer.step, "dispatch", forced)
         return used
 
     return choose

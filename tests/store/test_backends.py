@@ -209,7 +209,12 @@ def test_other_texts_under_the_same_key_are_never_used():
     put(memory, TOKENS[:16])
     (key, block), *_ = memory._blocks.items()
     memory._blocks[key] = Block(
-        block.identity, block.prefix, block.tokens + 1, block.stretch, block.routed, block.likes
+        block.identity,
+        block.prefix,
+        block.tokens + 1,
+        block.stretch,
+        block.routed,
+        block.geometries,
     )
     assert found(memory, TOKENS[:16]) == 0
 
@@ -268,7 +273,7 @@ def test_blocks_of_another_shape_are_not_joined():
     first, second = blocks_of(TOKENS[:16])
     narrow = [{n: x[..., :2] for n, x in planes.items()} for planes in second.stretch.layers]
     stretch = type(second.stretch)(narrow, 8)
-    other = Block("m", second.prefix, second.tokens, stretch, second.routed, second.likes)
+    other = Block("m", second.prefix, second.tokens, stretch, second.routed, second.geometries)
     memory = Memory()
     memory.put_all([first, other])
     assert found(memory, TOKENS[:16]) == 8

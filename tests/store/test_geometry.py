@@ -13,6 +13,7 @@ from kept import fed, new_cache
 
 import kvkeep
 from kvkeep.files.headers import sealed
+from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION
 from kvkeep.store import Block, Disk, Memory, PrefixStore
 from kvkeep.store.backend import OtherBlockError
@@ -21,12 +22,14 @@ from kvkeep.store.layer_slices import Stretch
 TOKENS = list(range(24))
 
 
-def other(block, *, planes=lambda layer: layer, routed=None, likes=None):
+def other(block, *, planes=lambda layer: layer, routed=None, geometries=None):
     """A block with other content, as whoever may write to a store can seal it."""
     layers = [planes(dict(layer)) for layer in block.stretch.layers]
     stretch = Stretch(layers, len(block.tokens))
     routed = block.routed if routed is None else routed
-    return Block(block.identity, block.prefix, block.tokens, stretch, routed, likes or block.likes)
+    return Block(
+        block.identity, block.prefix, block.tokens, stretch, routed, geometries or block.geometries
+    )
 
 
 def each_plane(change):
@@ -43,10 +46,10 @@ CHANGES = {
     "keys of two heads": {"planes": each_plane(lambda n, x: two_heads(n, x) if n == "k" else x)},
     "two heads": {
         "planes": each_plane(two_heads),
-        "likes": [(torch.empty(1, 2, 0, 4),) * 2] * 2,
+        "geometries": [Geometry(1, 2, 4, 4, torch.float32)] * 2,
     },
-    "other values' width": {"likes": [(torch.empty(1, 1, 0, 4), torch.empty(1, 1, 0, 8))] * 2},
-    "fewer layers": {"likes": [(torch.empty(1, 1, 0, 4),) * 2]},
+    "other values' width": {"geometries": [Geometry(1, 1, 4, 8, torch.float32)] * 2},
+    "fewer layers": {"geometries": [Geometry(1, 1, 4, 4, torch.float32)]},
     "a plane more": {"planes": lambda layer: layer | {"k_scale": layer["k"]}},
     "a plane fewer": {"planes": lambda layer: {"k": layer["k"], POSITION: layer[POSITION]}},
     "other positions": {"planes": each_plane(lambda n, x: x + 3 if n == POSITION else x)},
@@ -63,8 +66,8 @@ def test_what_does_not_fit_the_model_is_put_aside(tmp_path, change, which):
     if change == "fewer layers":
         stretch = Stretch(blocks[which].stretch.layers[:1], 8)
         first = blocks[which]
-        likes = CHANGES[change]["likes"]
-        blocks[which] = Block("m", first.prefix, first.tokens, stretch, first.routed, likes)
+        geometries = CHANGES[change]["geometries"]
+        blocks[which] = Block("m", first.prefix, first.tokens, stretch, first.routed, geometries)
     else:
         blocks[which] = other(blocks[which], **CHANGES[change])
     disk = Disk(tmp_path / "store")
@@ -107,7 +110,7 @@ def test_a_hit_fits_only_the_heads_it_was_stored_with():
         cache = new_cache()
         hit.fill(cache)
     for layer in cache.layers:
-        assert layer.ledger.like[0].shape == (1, 1, 0, 4)
+        assert layer.ledger.geometry[:4] == (1, 1, 4, 4)
         k = torch.zeros(1, 3, 1, 4)
         with pytest.raises(kvkeep.ShapeError):
             layer.extend(k, k)

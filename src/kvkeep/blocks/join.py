@@ -64,7 +64,7 @@ def place(
     for index, layer in enumerate(result.layers if texts else ()):
         parts = [(cache.layers[index], start) for cache, start in texts]
         ledger = Ledger()
-        ledger.columns, ledger.like = columns, parts[0][0].ledger.like
+        ledger.columns, ledger.geometry = columns, parts[0][0].ledger.geometry
         ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart
         runs = [
             _moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs

@@ -17,6 +17,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION, part, slot_count
 
 
@@ -106,10 +107,10 @@ class _Later(_Stand):
         super().__init__(layer, choice.candidates)
         self._choice = choice
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         self._stepped = True
         _replace(self._layer, self._choice.chosen)
-        return self._layer.step(q, k, v, position, **options)
+        return self._layer.run(inputs)
 
 
 class _Choice(_Stand):
@@ -128,17 +129,19 @@ class _Choice(_Stand):
         """Their positions."""
         return self.candidates[self.index]
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         layer, self._stepped = self._layer, True
-        differ, norm = self._compared(k, v)
+        assert inputs.position is not None
+        differ, norm = self._compared(inputs.k, inputs.v)
         self.index = differ.topk(self._count).indices.sort().values
         left = torch.ones(len(differ), dtype=torch.bool).index_fill_(0, self.index, False)
         whole = float(norm[left].sum())
         self.deviation = (float(differ[left].sum()) / whole) ** 0.5 if whole else 0.0
         _replace(layer, self.chosen)
         at = self.index
-        found = layer.step(q[:, :, at], k[:, :, at], v[:, :, at], position[at], **options)
-        out = found.new_zeros(*q.shape[:3], found.shape[3])
+        q, k, v = (x[:, :, at] for x in inputs[:3])
+        found = layer.run(inputs._replace(q=q, k=k, v=v, position=inputs.position[at]))
+        out = found.new_zeros(*inputs.q.shape[:3], found.shape[3])
         out[:, :, at] = found
         return out
 

@@ -26,7 +26,8 @@ from kvkeep.files.atomic import opened, read_into
 from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
 from kvkeep.files.headers import DTYPES, sealed
 from kvkeep.files.tensor_file import MOST_HEADER, Layout
-from kvkeep.layer.history import LayerState, Ledger, nothing_of
+from kvkeep.geometry import Geometry
+from kvkeep.layer.history import LayerState, Ledger
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
@@ -221,8 +222,7 @@ class Saved:
         ledger, parts = Ledger(), dict[str, dict[str, Tensor]]()
         ledger.columns, ledger.floor = header.columns, header.floor
         ledger.apart = header.apart
-        widths = (header.key_width, header.value_width)
-        ledger.like = nothing_of(header.rows, header.heads, *widths, dtype)
+        ledger.geometry = _geometry(header, dtype)
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
             if name == "pads":
@@ -237,7 +237,7 @@ class Saved:
                 ledger.memory[plane] = x.clone()
             else:
                 parts.setdefault(part, {})[plane] = x
-        reason = layer.policy.why_not_memory(ledger.memory, ledger.like[0])
+        reason = layer.policy.why_not_memory(ledger.memory, ledger.geometry)
         if reason:
             raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
         if layer.policy.ragged and header.heads > len(tensors):
@@ -308,19 +308,23 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
 
 def _described(layer: LayerCache, state: LayerState) -> LayerHeader:
     ledger = state.ledger
-    assert ledger.like is not None
-    k, v = ledger.like
+    assert ledger.geometry is not None
+    rows, heads, key_width, value_width, dtype, _ = ledger.geometry
     return LayerHeader(
         layer.kind,
         ledger.columns,
         ledger.floor,
-        k.shape[0],
-        k.shape[1],
-        k.shape[3],
-        v.shape[3],
-        str(k.dtype),
+        rows,
+        heads,
+        key_width,
+        value_width,
+        str(dtype),
         ledger.apart,
     )
+
+
+def _geometry(header: LayerHeader, dtype: torch.dtype) -> Geometry:
+    return Geometry(header.rows, header.heads, header.key_width, header.value_width, dtype)
 
 
 def _plane_specs(
@@ -330,7 +334,7 @@ def _plane_specs(
     codecs = (layer.key_codec, layer.value_codec)
     if layer.key_codec.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
-    return slot_planes(layer.policy, *codecs, header.key_width, header.value_width, dtype)
+    return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:

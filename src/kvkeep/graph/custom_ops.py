@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import StepInputs
 
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # what a replay would leave out
 _GONE = "this graph was given a cache that is gone, or from another process"
@@ -34,17 +35,8 @@ class Traced(Protocol):
         """Positions of the next n tokens, int32 (1, n); (B, n) with -1 for padding where `real`,
         bool (B, n), says what is not."""
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """`LayerCache.step`; position as from `next_positions`."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """`LayerCache.run`; position as from `next_positions`."""
 
 
 class Steps(Protocol):
@@ -56,8 +48,8 @@ class Steps(Protocol):
     def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
         """See `Traced`."""
 
-    def in_graph(self, *arguments: Any) -> Tensor:
-        """See `Traced.step`."""
+    def in_graph(self, inputs: StepInputs) -> Tensor:
+        """See `Traced.run`."""
 
 
 class OfLayer:
@@ -85,10 +77,9 @@ class OfLayer:
             position = self._layer.next_positions(n, device, real)
         return position.view(-1, n) if real is None else position.expand(real.shape)
 
-    def in_graph(self, *arguments: Any) -> Tensor:
+    def in_graph(self, inputs: StepInputs) -> Tensor:
         """See `Steps`."""
-        q, k, v, position, scale, softcap, sinks = arguments
-        return run(self._layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+        return run(self._layer, inputs)
 
 
 _steps: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -114,9 +105,9 @@ class Ticket:
         """See `Traced`."""
         return cast(Tensor, next_positions(self.number, n, real, device))
 
-    def step(self, *arguments: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         """See `Traced`."""
-        return cast(Tensor, step(self.number, *arguments))
+        return cast(Tensor, step(self.number, *inputs))
 
 
 class LayerTicket(Ticket):
@@ -167,17 +158,18 @@ def step(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`Ticket.step`."""
-    return _led_to(ticket).in_graph(q, k, v, position, scale, softcap, sinks).contiguous()
+    """`Ticket.run`."""
+    inputs = StepInputs(q, k, v, position, scale, softcap, sinks)
+    return _led_to(ticket).in_graph(inputs).contiguous()
 
 
-def run(
-    layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any
-) -> Tensor:
+def run(layer: LayerCache, inputs: StepInputs) -> Tensor:
     """A layer's step where the positions are (1, n) or (B, n); contiguous."""
+    position = inputs.position
+    assert position is not None
     if not layer.padded and bool((position >= 0).all()):
-        position = position[0]  # the rows are alike
-    return layer.step(q, k, v, position, **options).contiguous()
+        inputs = inputs._replace(position=position[0])  # the rows are alike
+    return layer.run(inputs).contiguous()
 
 
 @step.register_fake

@@ -1,4 +1,4 @@
-"""Resident: a layer's decode step whose whole state is tensors where its slots are.
+"""DeviceStep: a layer's decode step whose whole state is tensors where its slots are.
 
 Nothing in a step is known to the host: the cursor, what is held and what goes are tensors, so that
 a CUDA graph of one step serves all that follow. A slot that is freed is the next one written.
@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Options, Segment, View, dispatch
+from kvkeep.attention import Segment, View
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket, step
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import Step, StepInputs, view_of
 from kvkeep.layer.write_tokens import write
-from kvkeep.planes import POSITION, Reach, unsliced
+from kvkeep.planes import POSITION, unsliced
 from kvkeep.policy import Need, Observation
 
 _CPU = torch.device("cpu")
@@ -54,8 +55,8 @@ class Cursors:
                 number.add_(1)
 
 
-class Resident:
-    """Steps of one token a row through a layer that holds a prompt, until it is `settle`d.
+class DeviceStep(Step):
+    """Steps of one token a row through a layer that holds a prompt, until they are closed.
 
     Args:
         layer: of fixed storage; it is not to be used in the meantime.
@@ -71,7 +72,7 @@ class Resident:
 
     def __init__(self, layer: LayerCache, cursors: Cursors) -> None:
         require_fitting(layer)
-        policy = layer.policy
+        self.policy = policy = layer.policy
         self._evicts = policy.budget is not None
         if self._evicts:
             layer.slots.thaw()  # what forks share cannot be evicted
@@ -96,10 +97,6 @@ class Resident:
         else:
             self._hole, used = cursors.at(self._held)
         self._past = layer.slots.segments()[:-1]
-        reaches = [] if policy.reach is None else [policy.reach]
-        if layer.window is not None and Reach(layer.window) not in reaches:
-            reaches.append(Reach(layer.window))
-        self._reaches = tuple(reaches)
         self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
         self._ticket = Ticket(self)
 
@@ -126,42 +123,35 @@ class Resident:
             after = after - self._pads[:, None]
         return after.view(-1, n).to(torch.int32)
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """`LayerCache.step` of one token a row, with position int32 (1|B, 1)."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """`LayerCache.run` of one token a row, with position int32 (1|B, 1)."""
         if torch.compiler.is_compiling():
-            number = self._ticket.number
-            return cast(Tensor, step(number, q, k, v, position, scale, softcap, sinks))
-        if k.shape[2] != 1:
+            return cast(Tensor, step(self._ticket.number, *inputs))
+        if inputs.k.shape[2] != 1:
             raise UnsupportedError(
-                f"{k.shape[2]} tokens in a step on the device; feed one, or settle() first"
+                f"{inputs.k.shape[2]} tokens in a step on the device; feed one, or close() first"
             )
-        layer = self._layer
-        chunk = position[0] if self._pads is None else position
-        own = layer.own_planes(k, v, chunk)
+        return self._step(inputs)
+
+    def in_graph(self, inputs: StepInputs) -> Tensor:
+        """`run`, for a graph that holds the ticket."""
+        return self.run(inputs)
+
+    def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
+        assert position is not None
+        layer, queries = self._layer, position[0] if self._pads is None else position
+        own = layer.own_planes(k, v, queries)
         write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._hole)
-        view = View((*self._past, self._segment), chunk, True, self._reaches)
-        needed, observed = Need.MASS in layer.policy.needs, layer.policy.observed
-        out, mass = dispatch(q, view, Options(scale, softcap, sinks, needed, observed))
+        # One position for all rows, which says that each was fed one real token.
+        self._chunk = position.flatten()[:1]
+        segments = (*self._past, self._segment)
+        return view_of(segments, queries, self.policy, layer.window, length=None, empty=True)
+
+    def _settle(self, observation: Observation) -> None:
         if self._evicts:
-            # One position for all rows, which says that each was fed one real token.
-            one = position.flatten()[:1]
-            self._free(Observation(mass, position=one, queries=q.detach(), scale=scale))
-        return out
+            self._free(observation._replace(position=self._chunk))
 
-    def in_graph(self, *arguments: Any) -> Tensor:
-        """`step`, for those who hold its ticket."""
-        return self.step(*arguments)
-
-    def settle(self) -> None:
+    def close(self) -> None:
         """Give the layer its slots back, with those that are empty freed."""
         layer, ledger = self._layer, self._ledger
         ledger.columns, ledger.memory = self._fed, self._memory
@@ -206,7 +196,7 @@ def _slots_of(layer: LayerCache) -> int:
 
 
 def require_fitting(layer: LayerCache) -> None:
-    """Raise what `Resident` raises, before anything is changed."""
+    """Raise what `DeviceStep` raises, before anything is changed."""
     policy: Any = layer.policy
     if layer.limit is None:
         raise SpecError(

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvkeep.checks import empty_like
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import ON_HOST, run
 from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
+from kvkeep.layer.step import StepInputs
 from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 
@@ -73,19 +74,16 @@ class LayerTensors(nn.Module):
                 f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
                 "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
             )
-        known = like.ledger.like
+        known = like.ledger.geometry
         assert known is not None
-        k, v = known
-        specs = slot_planes(
-            layer.policy, layer.key_codec, layer.value_codec, k.shape[3], v.shape[3], k.dtype
-        )
+        specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
         self.text = json.dumps(asdict(description) | {"planes": list(specs)})
         for name, spec in specs.items():
-            heads = 1 if spec.shared else k.shape[1]
-            shape = (k.shape[0], heads, layer.limit, *spec.shape)
-            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=k.device))
+            heads = 1 if spec.shared else known.heads
+            shape = (known.rows, heads, layer.limit, *spec.shape)
+            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=known.device))
         self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
-        self.register_buffer("pads", torch.zeros(k.shape[0], dtype=torch.int64))
+        self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
 
     def fed(self) -> Tensor:
         """Columns it was fed, int64 ()."""
@@ -99,9 +97,9 @@ class LayerTensors(nn.Module):
             real = torch.ones(len(ledger.pads), n, dtype=torch.bool, device=device)
         return cast(Tensor, ledger.next_positions(n, device, real))
 
-    def step(self, *arguments: Any) -> Tensor:
-        """`LayerCache.step`, with position int32 (B, n)."""
-        return cast(Tensor, step_in(list(self.buffers()), self.text, *arguments))
+    def run(self, inputs: StepInputs) -> Tensor:
+        """`LayerCache.run`, with position int32 (B, n)."""
+        return cast(Tensor, step_in(list(self.buffers()), self.text, *inputs))
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +121,7 @@ def step_in(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`LayerTensors.step`: `state` is its buffers in their order, `text` what they describe."""
+    """`LayerTensors.run`: `state` is its buffers in their order, `text` what they describe."""
     description, names = _described(text)
     *planes, counts, pads = state
     if len(planes) != len(names):
@@ -134,9 +132,9 @@ def step_in(
     ledger = Ledger()
     ledger.columns, ledger.floor, slots = counts.tolist()
     ledger.pads = pads.to(k.device) if bool(pads.any()) else None
-    ledger.like = (empty_like(k), empty_like(v)) if ledger.columns else None
+    ledger.geometry = Geometry.of(k, v) if ledger.columns else None
     layer.adopt(ledger, planes=dict(zip(names, planes, strict=True)), length=slots)
-    out = run(layer, q, k, v, position, scale=scale, softcap=softcap, sinks=sinks)
+    out = run(layer, StepInputs(q, k, v, position, scale, softcap, sinks))
     ledger = layer.ledger
     counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
     if ledger.pads is not None:

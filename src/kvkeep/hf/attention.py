@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvkeep.attention import Attend
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.handover import AttendedLayer, Handed
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.weights import explicit_step
+from kvkeep.layer.step import StepInputs
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -74,33 +76,29 @@ def attention_over(original: str) -> AttentionFunction:
         traced = handed.traced  # None in training, which is not compiled
         if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
             position = attention_mask.flatten(1)
-            out = traced.step(query, key, value, position, scale, softcap, s_aux)
+            out = traced.run(StepInputs(query, key, value, position, scale, softcap, s_aux))
         else:
             known = None if asked is None else asked.position
             if known is None:
                 known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            options = {"scale": scale, "softcap": softcap, "sinks": s_aux}
-            if explicit is not None:
-                options["attend"] = explicit
-            out = _step(handed.layer, query, key, value, known, options)
+            inputs = StepInputs(query, key, value, known, scale, softcap, s_aux)
+            out = _step(handed.layer, inputs, *([] if explicit is None else [explicit]))
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights
 
     return attention
 
 
-def _step(
-    layer: AttendedLayer, q: Tensor, k: Tensor, v: Tensor, position: Tensor, options: dict[str, Any]
-) -> Tensor:
+def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
     """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
     for torch's own attention."""
-    device = q.device.type
+    device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x.to(dtype) for x in inputs[:3])
         with torch.autocast(device, enabled=False):
-            return layer.step(q, k, v, position, **options)
-    return layer.step(q, k, v, position, **options)
+            return layer.run(inputs._replace(q=q, k=k, v=v), *attend)
+    return layer.run(inputs, *attend)
 
 
 def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep import cache as core
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.files import snapshot
+from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import LayerTicket, Traced
 from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.config import (
@@ -214,17 +215,9 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             own = config.dtype
             dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
         heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
-        shape: dict[str, int] = {"heads": heads, "key_width": width, "value_width": width}
+        geometry = Geometry(rows, heads, width, width, dtype)
         return sum(
-            promised_bytes(
-                layer.policy,
-                layer.key_codec,
-                layer.value_codec,
-                tokens,
-                rows=rows,
-                dtype=dtype,
-                **shape,
-            )
+            promised_bytes(layer.policy, layer.key_codec, layer.value_codec, tokens, geometry)
             for layer in self.layers
         )
 

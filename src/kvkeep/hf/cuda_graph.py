@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.graph.device_step import Cursors, Resident, require_fitting
+from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
 
@@ -54,7 +54,7 @@ class Graphed:
         with torch.inference_mode(False):
             self._cursors = Cursors(torch.tensor(cache.fed, device=device))
             self._token = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
-        self._residents = [Resident(layer, self._cursors) for layer in self._layers]
+        self._steps_on_device = [DeviceStep(layer, self._cursors) for layer in self._layers]
         self._forward: Callable[..., Any] = model
         if compile:
             self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
@@ -62,7 +62,7 @@ class Graphed:
         self._logits: Tensor | None = None
         self._steps = 0
         self._whole = True  # whether all layers were fed alike
-        self._tickets, cache._traced = cache._traced, list(self._residents)
+        self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
         self._lend()
 
     def __call__(self, input_ids: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class Graphed:
             )
         if not self._whole:
             raise StateError("a step was interrupted: close() these, and feed the prompt again")
-        for resident in self._residents:
-            resident.require(1)
+        for step in self._steps_on_device:
+            step.require(1)
         self._whole = False
         with torch.inference_mode():
             self._token.copy_(input_ids)
@@ -91,8 +91,8 @@ class Graphed:
             else:
                 logits = self._run()
         self._steps += 1
-        for resident in self._residents:
-            resident.count(1)
+        for step in self._steps_on_device:
+            step.count(1)
         self._whole = True
         return logits
 
@@ -104,8 +104,8 @@ class Graphed:
         self._graph = self._logits = None
         self.cache.layers, self.cache._traced = self._layers, self._tickets
         with torch.inference_mode():
-            for resident in self._residents:
-                resident.settle()
+            for step in self._steps_on_device:
+                step.close()
         if not self._whole:
             self.cache.reset()
 
@@ -117,7 +117,7 @@ class Graphed:
 
     def _run(self) -> Tensor:
         """One step, launched operation by operation."""
-        position = self._residents[0].next_positions(1).expand(len(self._token), 1)
+        position = self._steps_on_device[0].next_positions(1).expand(len(self._token), 1)
         with self._borrowed():
             logits: Tensor = self._forward(
                 input_ids=self._token,

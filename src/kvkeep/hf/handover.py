@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.layer.history import Ledger
+from kvkeep.layer.step import StepInputs
 
 
 class MaskedLayer(Protocol):
@@ -52,18 +53,8 @@ class AttendedLayer(Protocol):
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the next n tokens; see `Ledger.next_positions`."""
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one chunk; see `LayerCache.step`."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Attention of one chunk; see `LayerCache.run`."""
 
 
 class MaskLength(int):

@@ -21,8 +21,9 @@ from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
-from kvkeep.host.layerwise import Embedded, Layerwise, Step
+from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.history import Ledger
+from kvkeep.layer.step import StepInputs
 
 
 class Call(NamedTuple):
@@ -99,7 +100,9 @@ class Decoder(Layerwise):
         outputs = (output[0],) if isinstance(self.model, FSDPModule) else ()
         return Embedded(first[0], list(calls), outputs)
 
-    def layer(self, index: int, columns: slice, hidden: Tensor, call: Call, step: Step) -> Tensor:
+    def layer(
+        self, index: int, columns: slice, hidden: Tensor, call: Call, step: LayerStep
+    ) -> Tensor:
         module = self.layers[index]
         self._cache.seek(columns.start)
         with self._cache.attending(index, step) as handed:
@@ -239,11 +242,11 @@ def _stubs(layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor]) ->
 
 
 class _TextLayer:
-    """A layer that holds no slots: after some columns of a text, with attention by a `Step`."""
+    """A layer without slots, after some columns of a text; a `LayerStep` computes its attention."""
 
     def __init__(self, text: Layerwise, ledger: Ledger, window: int | None) -> None:
         self._text, self.ledger, self.window = text, ledger, window
-        self.attention: Step | None = None
+        self.attention: LayerStep | None = None
 
     @property
     def fed(self) -> int:
@@ -264,9 +267,9 @@ class _TextLayer:
         before = self._text.positions(slice(0, self.fed))
         return before.expand(len(self._text.input_ids), -1)[:, None]
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **options: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         assert self.attention is not None
-        return self.attention.step(q, k, v, position, **options)
+        return self.attention.run(inputs)
 
 
 class _TextCache(transformers.Cache):
@@ -286,7 +289,7 @@ class _TextCache(transformers.Cache):
         self._layers = [_TextLayer(self._text, ledger, window) for window in self._windows]
 
     @contextmanager
-    def attending(self, index: int, step: Step) -> Iterator[list[Handed]]:
+    def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
         """Let `step` compute the attention of one layer; gives what was handed to it so far."""
         layer, self._handed = self._layers[index], []
         layer.attention = step

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvkeep.checks import check_queries
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.handover import Handed
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import StepInputs
 
 _ROWS, _CHUNKS = 3, (2, 1)
 _EAGER = "eager"
@@ -138,20 +138,17 @@ class _Attended:
         self._given = [x.clone() for x in given]
         self.window, self.next_positions = layer.window, layer.next_positions
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, *, sinks: Tensor | None, **_: Any
-    ) -> Tensor:
-        """See `LayerCache.step`."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.run`."""
+        q, k, v = inputs[:3]
         if not all(
             bool(x.isclose(y, rtol=0, atol=0, equal_nan=True).all())
             for x, y in zip((k, v), self._given, strict=True)
         ):
             raise UnsupportedError("its keys or values are changed in place after the cache")
-        check_queries(q, k, sinks)
-        self._layer.extend(k, v, position)
-        self._layer.settle()
+        out = self._layer.run(inputs, lambda *_: (_numbers((*q.shape[:3], v.shape[3]), q), None))
         self._note()
-        return _numbers((*q.shape[:3], v.shape[3]), q)
+        return out
 
 
 def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], Any]) -> None:

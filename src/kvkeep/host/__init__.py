@@ -8,7 +8,7 @@ from kvkeep.host.contract import (
     LayerShape,
     Narrowed,
 )
-from kvkeep.host.layerwise import Embedded, Layerwise, Step
+from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 
@@ -19,11 +19,11 @@ __all__ = [
     "Host",
     "LayerKind",
     "LayerShape",
+    "LayerStep",
     "Layerwise",
     "ModelCache",
     "Narrowed",
     "Specs",
-    "Step",
     "fitting_some",
     "host_of",
     "load_model",

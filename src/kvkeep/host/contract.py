@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cache, CacheStats
 from kvkeep.errors import UnsupportedError
+from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, ModelCache
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.specs import LayerKind, Specs
@@ -216,8 +217,7 @@ class Host(ABC):
                 layer.key_codec,
                 layer.value_codec,
                 tokens,
-                rows=rows,
-                **shape._asdict(),
+                Geometry(rows, *shape),
             )
             for layer, shape in zip(cache.layers, self.shapes(), strict=True)
         )

@@ -9,25 +9,16 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from kvkeep.layer.history import Ledger, nothing_of
+from kvkeep.geometry import Geometry
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.step import StepInputs
 
 
-class Step(Protocol):
-    """What computes a layer's attention in place of `LayerCache.step`."""
+class LayerStep(Protocol):
+    """Computes a layer's attention to what came before a chunk, such as a `LayerCache`."""
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q (B, Hq, n, Dk), k (B, H, n, Dk), v (B, H, n, Dv), position int32 (n,) or (B, n) with
-        -1 for padding -> (B, Hq, n, Dv)."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """The output (B, Hq, n, Dv); `position` is int32 (n,) or (B, n) with -1 for padding."""
 
 
 class Embedded(NamedTuple):
@@ -90,7 +81,7 @@ class Layerwise(ABC):
         """The ledger of every layer after the first `columns` columns."""
         ledger, mask = Ledger(), self.attention_mask
         ledger.columns = ledger.floor = columns
-        ledger.like = nothing_of(len(self.input_ids), 1, 1, 1, torch.float32)
+        ledger.geometry = Geometry(len(self.input_ids), 1, 1, 1, torch.float32)
         if mask is not None:
             ledger.pads = (mask[:, :columns] == 0).sum(dim=1)
         return ledger
@@ -110,7 +101,9 @@ class Layerwise(ABC):
         """
 
     @abstractmethod
-    def layer(self, index: int, columns: slice, hidden: Tensor, call: Any, step: Step) -> Tensor:
+    def layer(
+        self, index: int, columns: slice, hidden: Tensor, call: Any, step: LayerStep
+    ) -> Tensor:
         """Run one layer on a chunk, with attention by `step`: hidden (B, n, width) -> the same.
 
         Args:

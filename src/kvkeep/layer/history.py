@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes
 
 
@@ -21,9 +22,7 @@ class Ledger:
         self.floor = 0  # the fewest columns to which a crop can return
         self.shown: Tensor | None = None  # which columns were tokens, bool (B, n), if slots moved
         self.apart = False  # whether texts were joined that had not seen each other
-        self.like: tuple[Tensor, Tensor] | None = (
-            None  # no keys, no values, of the layer's geometry
-        )
+        self.geometry: Geometry | None = None  # of what was fed
         self.memory: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -38,10 +37,11 @@ class Ledger:
         following = seen + real.cumsum(dim=1) - 1
         return following.masked_fill(~real, -1).to(torch.int32)
 
-    def feed(self, position: Tensor, rows: int) -> tuple[Ledger, Tensor]:
+    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[Ledger, Tensor]:
         """What follows a chunk at `position`, (n,) or (B, n) with -1 for padding; and where its
-        queries stand: padding at the row's last token before it."""
-        after = copy(self)
+        queries stand. A padding query stands at the row's last token before it, or, unless
+        `shows_padding`, at -1, from where it sees nothing."""
+        after, own = copy(self), position
         if position.dim() == 2 or self.pads is not None:
             position = position.expand(rows, -1)
             before = self.pads if self.pads is not None else position.new_zeros(rows)
@@ -49,7 +49,7 @@ class Ledger:
             last = self.columns - 1 - before[:, None]
             position = torch.maximum(position.cummax(dim=1).values, last)
         after.columns += position.shape[-1]
-        return after, position
+        return after, position if shows_padding else own.expand_as(position)
 
     def without(self, newest: Tensor) -> Ledger:
         """What preceded the newest n tokens, whose positions are (B, n)."""
@@ -65,9 +65,8 @@ class Ledger:
             self.pads = self.pads.index_select(0, index)
         if self.shown is not None:
             self.shown = self.shown.index_select(0, index)
-        if self.like is not None:
-            k, v = self.like
-            self.like = (k.index_select(0, index), v.index_select(0, index))
+        if self.geometry is not None:
+            self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
 
     def fork(self) -> Ledger:
@@ -85,23 +84,13 @@ class Ledger:
     @property
     def rows(self) -> int:
         """B; 0 before the first token."""
-        return 0 if self.like is None else self.like[0].shape[0]
+        return 0 if self.geometry is None else self.geometry.rows
 
     @property
     def seen(self) -> Tensor:
         """Tokens ever fed, int64 (B,), padding not counted."""
         fed = torch.full((self.rows,), self.columns, dtype=torch.int64)
         return fed if self.pads is None else fed - self.pads.cpu()
-
-
-def nothing_of(
-    rows: int, heads: int, key_width: int, value_width: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """No keys (B, H, 0, Dk) and no values (B, H, 0, Dv), which say of what kind others are."""
-    return (
-        torch.empty(rows, heads, 0, key_width, dtype=dtype),
-        torch.empty(rows, heads, 0, value_width, dtype=dtype),
-    )
 
 
 class LayerState(NamedTuple):
@@ -120,8 +109,8 @@ class LayerState(NamedTuple):
         ledger.pads = None if ledger.pads is None else ledger.pads.to(device)
         ledger.shown = None if ledger.shown is None else ledger.shown.to(device)
         ledger.memory = {name: x.to(device) for name, x in ledger.memory.items()}
-        if ledger.like is not None:
-            ledger.like = (ledger.like[0].to(device), ledger.like[1].to(device))
+        if ledger.geometry is not None:
+            ledger.geometry = ledger.geometry._replace(device=device)
         return LayerState(ledger, self._each(lambda x: x.to(device)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Mapping[str, Planes]:

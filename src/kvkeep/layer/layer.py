@@ -10,22 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Attend, Options, View, dispatch
-from kvkeep.checks import Checks, empty_like, wants_gradients
+from kvkeep.attention import Attend, Segment, View
+from kvkeep.checks import Checks, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
+from kvkeep.geometry import Geometry
 from kvkeep.layer.history import LayerState, Ledger
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
+from kvkeep.layer.step import Step, StepInputs, view_of
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import POSITION, Reach, limits, part, positions_of, slot_count
+from kvkeep.planes import POSITION, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable):
+class LayerCache(Readable, Step):
     """The slots of one layer, and the step: extend, attend, settle.
 
     Args:
@@ -112,11 +114,11 @@ class LayerCache(Readable):
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
         self._mend()
-        self._checks.chunk(k, v, position, self._ledger.like)
+        self._checks.chunk(k, v, position, self._ledger.geometry)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if self._ledger.like is None:  # a width that a codec cannot take raises here
+        if self._ledger.geometry is None:  # a width that a codec cannot take raises here
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
@@ -127,34 +129,34 @@ class LayerCache(Readable):
         self._begun, self._writing = (self._ledger, self._slots.mark()), True
         try:
             self._slots.add(k, v, own)
-            if self._ledger.like is None:
-                self._ledger.like = (empty_like(k), empty_like(v))
+            if self._ledger.geometry is None:
+                self._ledger.geometry = Geometry.of(k, v)
             self._chunk = position
-            self._ledger, queries = self._ledger.feed(position, k.shape[0])
+            self._ledger, queries = self._ledger.feed(
+                position, k.shape[0], shows_padding=self.policy.shows_padding
+            )
         except BaseException:
             self._take_back()
             raise
         self._writing = False
-        if not self.policy.shows_padding:
-            queries = position.expand_as(queries)
-        return self._view(queries)
+        hides = self._slots.frozen.hides
+        return self.view_of(self._slots.segments(), queries, self._ledger, self.length, hides)
 
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
         chooses by what it saw before. While `record_past` is set nothing is evicted, so that the
         next `crop` can take steps back."""
         with self.turn:
-            self._settle(observation, pack=True)
+            self._settle(observation)
+            self._pack()
 
-    def _settle(self, observation: Observation | None, *, pack: bool) -> None:
+    def _settle(self, observation: Observation | None) -> None:
         if observation is not None:
             self.policy.require_shown(observation)
         if self.record_past:
             self._evict(0, observation)
-            return
-        self._fit(observation)
-        if pack:
-            self._pack()
+        else:
+            self._fit(observation)
 
     def step(
         self,
@@ -176,18 +178,18 @@ class LayerCache(Readable):
         tokens are taken back. Slots that no later query could reach may be gone. After an eviction
         that failed when it had changed some slots, the layer is refused until `reset`.
         """
-        self._checks.queries(q, k, sinks)
-        self.check_gradients(q, k, v)
+        return self.run(StepInputs(q, k, v, position, scale, softcap, sinks), attend)
+
+    def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """`step`, of inputs that come as one."""
+        self._checks.queries(inputs.q, inputs.k, inputs.sinks)
+        self.check_gradients(*inputs[:3])
         with self.turn:
             self._begun = None
             try:
-                view = self._extend(k, v, position)
-                needed, observed = Need.MASS in self.policy.needs, self.policy.observed
-                options = Options(scale, softcap, sinks, needed, observed)
-                out, mass = (attend or dispatch)(q, view, options)
-                seen = Observation(mass, queries=q.detach(), scale=scale)
-                # Attention weights refer to the columns that were fed, so all slots stay.
-                self._settle(seen, pack=attend is None)
+                out = self._step(inputs, attend)
+                if attend is None:  # attention weights refer to all columns, so their slots stay
+                    self._pack()
             except BaseException:
                 begun = self._begun
                 if begun and not self._moving and self._ledger.floor == begun[0].floor:
@@ -287,9 +289,9 @@ class LayerCache(Readable):
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
-        if self._ledger.like is None:
+        if self._ledger.geometry is None:
             return
-        index = index.to(self._ledger.like[0].device)
+        index = index.to(self._ledger.geometry.device)
         with self.turn, self._moved():
             self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
@@ -401,8 +403,8 @@ class LayerCache(Readable):
 
     def positions(self) -> Tensor:
         """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""
-        heads = 1 if self._ledger.like is None else self._ledger.like[0].shape[1]
-        return self._slots.positions().expand(-1, heads, -1)
+        geometry = self._ledger.geometry
+        return self._slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     @property
     def live_bytes(self) -> int:
@@ -446,11 +448,21 @@ class LayerCache(Readable):
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes
 
-    def _view(self, position: Tensor) -> View:
-        n, reach = position.shape[-1], self.policy.reach
-        reaches = limits(reach, self.window, n, self.length, self.fed)
-        ragged = self.padded or self.policy.ragged or self._slots.frozen.hides  # empty slots
-        return View(self._slots.segments(), position, ragged, tuple(reaches))
+    def view_of(
+        self,
+        segments: tuple[Segment, ...],
+        queries: Tensor,
+        ledger: Ledger,
+        length: int,
+        hides: bool = False,
+    ) -> View:
+        """What queries see of segments that hold `length` slots, once `ledger` has passed; `hides`:
+        some slots are hidden, where texts were joined."""
+        empty = ledger.pads is not None or self.policy.ragged or hides
+        fed = ledger.columns
+        return view_of(
+            segments, queries, self.policy, self.window, length=length, fed=fed, empty=empty
+        )
 
     def seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""
@@ -502,7 +514,9 @@ class LayerCache(Readable):
     def _pack(self) -> None:
         """After a chunk with padding, free what it left empty, if that is much."""
         chunk = self._chunk
-        if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1 or not self._packs:
+        if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1:
+            return
+        if self.record_past or not self._packs:
             return
         shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():

@@ -21,9 +21,9 @@ class Readable:
     def in_order(self, view: View) -> Held:
         """Keys and values of a view in the order of their positions, for attention that masks by
         column. A copy once something was evicted or will be."""
-        assert self._ledger.like is not None
-        keys, values = self._ledger.like
-        return view.in_order(keys.dtype, values.dtype, moved=self.moved)
+        assert self._ledger.geometry is not None
+        dtype = self._ledger.geometry.dtype
+        return view.in_order(dtype, dtype, moved=self.moved)
 
     @property
     def moved(self) -> bool:
@@ -38,9 +38,9 @@ class Readable:
         Valid until the next change; where nothing had to be decoded or moved they are the slots
         themselves: do not write to them.
         """
-        if self._ledger.like is None:
+        if self._ledger.geometry is None:
             return None
-        newest = self._ledger.like[0].new_zeros(1, dtype=torch.int32)
+        newest = torch.zeros(1, dtype=torch.int32, device=self._ledger.geometry.device)
         held = self.in_order(View(self._slots.segments(), newest))
         return held if self._slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
 

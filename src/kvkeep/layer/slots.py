@@ -416,7 +416,7 @@ class LayerSlots:
             return
         self.reset()
         self.frozen = Past(frozen)
-        self._key_dtype = None if ledger.like is None else ledger.like[0].dtype
+        self._key_dtype = None if ledger.geometry is None else ledger.geometry.dtype
         self.storage = self._blank.behind(self.frozen.length)
 
     def freeze(self) -> None:

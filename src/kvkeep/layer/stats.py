@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep.codec import Codec, Plain
+from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
 
@@ -25,16 +26,11 @@ class LayerStats:
 
 
 def slot_planes(
-    policy: Policy,
-    key_codec: Codec,
-    value_codec: Codec,
-    key_width: int,
-    value_width: int,
-    dtype: torch.dtype,
+    policy: Policy, key_codec: Codec, value_codec: Codec, geometry: Geometry
 ) -> dict[str, PlaneSpec]:
     """The planes of slots of these codecs, the policy's among them."""
-    specs = joined(key_codec.planes(key_width, dtype), "k")
-    specs |= joined(value_codec.planes(value_width, dtype), "v")
+    specs = joined(key_codec.planes(geometry.key_width, geometry.dtype), "k")
+    specs |= joined(value_codec.planes(geometry.value_width, geometry.dtype), "v")
     tokens = (key_codec.block,) if key_codec.block > 1 else ()
     specs[POSITION] = PlaneSpec(tokens, torch.int32, shared=not policy.per_head)
     return specs | policy.planes
@@ -45,24 +41,19 @@ def promised_bytes(
     key_codec: Codec,
     value_codec: Codec,
     tokens: int,
-    *,
-    heads: int,
-    key_width: int,
-    value_width: int,
-    dtype: torch.dtype,
-    rows: int = 1,
+    geometry: Geometry,
 ) -> int:
     """What a layer's `live_bytes` will be after `tokens` columns; at least that for ragged heads
     and several rows, for a head frees what no row needs."""
     kept = tokens if policy.budget is None else min(tokens, policy.budget)
 
     def slot_bytes(key: Codec, value: Codec) -> int:
-        specs = slot_planes(policy, key, value, key_width, value_width, dtype)
-        return sum(spec.slot_bytes(heads) for spec in specs.values())
+        specs = slot_planes(policy, key, value, geometry)
+        return sum(spec.slot_bytes(geometry.heads) for spec in specs.values())
 
     block, tail = key_codec.block, max(key_codec.tail, value_codec.tail)
     if block == 1:
-        return rows * kept * slot_bytes(key_codec, value_codec)
+        return geometry.rows * kept * slot_bytes(key_codec, value_codec)
     blocks = max(0, kept - tail) // block
     plain = (kept - blocks * block) * slot_bytes(Plain(), Plain())
-    return rows * (blocks * slot_bytes(key_codec, value_codec) + plain)
+    return geometry.rows * (blocks * slot_bytes(key_codec, value_codec) + plain)

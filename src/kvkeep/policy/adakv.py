@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
+from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Arrivals, Observation, Policy
 from kvkeep.policy.ranking import lowest
@@ -86,8 +87,8 @@ class AdaKV(Policy):
     def observe(self, planes: Planes, seen: Observation) -> None:
         self.inner.observe(planes, seen)
 
-    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
-        return self.inner.why_not_memory(memory, like)
+    def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
+        return self.inner.why_not_memory(memory, geometry)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         position = planes[POSITION]

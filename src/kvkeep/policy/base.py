@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError, StateError
+from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes, PlaneSpec, Reach
 from kvkeep.rotary import Rotary
 
@@ -175,12 +176,12 @@ class Policy(ABC):
     def observe(self, planes: Planes, seen: Observation) -> None:  # noqa: B027 - most do not
         """Learn from a step: change the policy's own planes in place, and `seen.state`."""
 
-    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
+    def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
         """Why this policy can have left no such `seen.state`, which a file says it did; empty if it
         can.
 
         Args:
-            like: no keys, (B, H, 0, D), of the layer.
+            geometry: of the layer.
         """
         return f"policy {self.name} remembers no {sorted(memory)}" if memory else ""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
+from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, Planes, PlaneSpec, norms
 from kvkeep.policy.base import Need, Observation
 from kvkeep.policy.scored import Scored
@@ -56,8 +57,8 @@ class ExpectedAttention(Scored):
         for name, value in sums.items():
             state[name] = state[name] + value if name in state else value
 
-    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
-        rows, heads, _, width = like.shape
+    def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
+        rows, heads, width = geometry[:3]
         if not memory:
             return ""
         found = {name: (x.dtype, tuple(x.shape)) for name, x in memory.items()}

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from kvkeep.errors import SpecError
+from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Observation, Policy
 
@@ -50,8 +51,8 @@ class Pyramid(Policy):
         tokens = self.inner.protected + round(2 * shared - last + at * 2 * (last - shared))
         return self.inner.with_budget(max(self.inner.protected + 1, tokens))
 
-    def why_not_memory(self, memory: Planes, like: Tensor) -> str:
-        return self.inner.why_not_memory(memory, like)
+    def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
+        return self.inner.why_not_memory(memory, geometry)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         raise AssertionError("a layer asks the policy that in_layer() gives it")

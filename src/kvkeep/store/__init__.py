@@ -2,7 +2,7 @@
 
 from kvkeep.store.backend import Backend, Block, Label
 from kvkeep.store.disk import Disk
-from kvkeep.store.geometry import Geometry
+from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.lmcache import LMCache
 from kvkeep.store.location import Location
@@ -16,12 +16,12 @@ __all__ = [
     "Backend",
     "Block",
     "Disk",
-    "Geometry",
     "Hit",
     "LMCache",
     "Label",
     "Location",
     "Memory",
+    "ModelGeometry",
     "PrefixStore",
     "Redis",
     "StoreStats",

@@ -18,7 +18,7 @@ from kvkeep.errors import SpecError
 from kvkeep.files import tensor_file
 from kvkeep.files.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.files.tensor_file import Layout
-from kvkeep.layer.history import nothing_of
+from kvkeep.geometry import Geometry
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.store.layer_slices import Stretch
 
@@ -78,7 +78,7 @@ class Block:
         prefix: a hash of the tokens before it.
         tokens: its own, int64 (n,).
         routed: see `kvkeep.cache.Cache.routed`.
-        likes: of each layer, no keys and no values, (1, H, 0, D).
+        geometries: of one row of each layer.
     """
 
     identity: str
@@ -86,7 +86,7 @@ class Block:
     tokens: Tensor
     stretch: Stretch
     routed: bool | None
-    likes: Sequence[tuple[Tensor, Tensor]]
+    geometries: Sequence[Geometry]
 
     @property
     def key(self) -> str:
@@ -109,7 +109,7 @@ class Block:
             "identity": self.identity,
             "prefix": self.prefix,
             "routed": self.routed,
-            "likes": [[k.shape[1], k.shape[3], v.shape[3], str(k.dtype)] for k, v in self.likes],
+            "likes": [[*one[1:4], str(one.dtype)] for one in self.geometries],
             "checksums": {name: tensor_file.checksum(x) for name, x in self.tensors().items()},
         }
         return sealed(_HEADER, header)
@@ -145,9 +145,9 @@ class Block:
             raise ValueError("its header and data differ")
         if len(header.likes) > _MOST_LAYERS:
             raise ValueError(f"{len(header.likes)} layers, but up to {_MOST_LAYERS} are read")
-        likes = [_like(fields) for fields in header.likes]
-        numbers = {str(number): number for number in range(len(likes))}
-        layers: list[dict[str, Tensor]] = [{} for _ in likes]
+        geometries = [_geometry(fields) for fields in header.likes]
+        numbers = {str(number): number for number in range(len(geometries))}
+        layers: list[dict[str, Tensor]] = [{} for _ in geometries]
         for name, x in tensors.items():
             if tensor_file.checksum(x) != header.checksums[name]:
                 raise ValueError(f"tensor {name} has another checksum")
@@ -159,14 +159,14 @@ class Block:
         tokens = tensors["tokens"]
         if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
             raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype}")
-        for (k, _), planes in zip(likes, layers, strict=True):
+        for geometry, planes in zip(geometries, layers, strict=True):
             for name, x in planes.items():
-                if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, k.shape[1])}:
+                if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, geometry.heads)}:
                     raise ValueError(f"plane {name} is {tuple(x.shape)}")
         stretch = Stretch(layers, len(tokens))
         if not stretch.nbytes:
             raise ValueError("it holds nothing")
-        return cls(header.identity, header.prefix, tokens, stretch, header.routed, likes)
+        return cls(header.identity, header.prefix, tokens, stretch, header.routed, geometries)
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class Label:
     @classmethod
     def of(cls, block: Block) -> Label:
         """That of a block."""
-        kind = str(block.likes[0][0].dtype)
-        parts = (block.identity, block.prefix, block.tokens, len(block.likes))
+        kind = str(block.geometries[0].dtype)
+        parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
         return cls(*parts, kind, sum(x.nbytes for x in block.tensors().values()))
 
     @classmethod
@@ -216,7 +216,7 @@ class Label:
             if entry.dtype != torch.int64 or len(entry.shape) != 1 or stop > len(data):
                 raise ValueError("its tokens lie elsewhere")
             tokens = layout.tensor("tokens", bytearray(data[:stop])).clone()
-            kind = str(_like(header.likes[0])[0].dtype)
+            kind = str(_geometry(header.likes[0]).dtype)
             parts = (header.identity, header.prefix, tokens, len(header.likes))
             label = cls(*parts, kind, layout.nbytes)
             if label.key != (key or label.key):
@@ -232,7 +232,7 @@ def _header(metadata: Mapping[str, str]) -> _Header:
     return header
 
 
-def _like(fields: Any) -> tuple[Tensor, Tensor]:
+def _geometry(fields: Any) -> Geometry:
     heads, key_width, value_width, dtype = fields
     for number, most in (
         (heads, _MOST_HEADS),
@@ -241,7 +241,7 @@ def _like(fields: Any) -> tuple[Tensor, Tensor]:
     ):
         if type(number) is not int or not 1 <= number <= most:
             raise ValueError(f"a layer of {str(fields)[:80]}")
-    return nothing_of(1, heads, key_width, value_width, DTYPES[dtype])
+    return Geometry(1, heads, key_width, value_width, DTYPES[dtype])
 
 
 def token_bytes(tokens: Tensor) -> bytes:

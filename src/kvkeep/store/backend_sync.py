@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvkeep.store.backend import Backend, Block, beginning, key_of, token_bytes
-from kvkeep.store.geometry import Geometry
+from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import common
 
@@ -30,7 +30,7 @@ def share(
     tokens: Tensor,
     size: int,
     content_of: Callable[[int, int], Stretch],
-    geometry: Geometry,
+    geometry: ModelGeometry,
 ) -> None:
     """Put tokens, int64 (n,), into a backend in blocks of some size, unless they are there.
 
@@ -43,7 +43,7 @@ def share(
         start, prefix = places[key]
         own = tokens[start : start + size]
         content = content_of(start, start + len(own))
-        return Block(identity, prefix, own, content, geometry.routed, geometry.likes)
+        return Block(identity, prefix, own, content, geometry.routed, geometry.of_rows)
 
     backend.put_all(map(block, backend.missing(list(places))))
 
@@ -54,7 +54,7 @@ def shared(
     tokens: Tensor,
     first: int,
     size: int,
-    geometry_of: Callable[[], Geometry],
+    geometry_of: Callable[[], ModelGeometry],
 ) -> tuple[list[Block], int]:
     """What a backend has of tokens, int64 (n,), from `first` on: blocks that follow each other,
     and where their last token stands that is the same. Blocks of another geometry are quarantined.

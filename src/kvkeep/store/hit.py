@@ -9,7 +9,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import StateError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import Ledger
-from kvkeep.store.geometry import Geometry, planes_of
+from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Match, Node
 
@@ -24,7 +24,7 @@ class Hit:
     def __init__(
         self,
         match: Match[Stretch],
-        geometry: Geometry | None,
+        geometry: ModelGeometry | None,
         release: Callable[[Node[Stretch]], None],
     ) -> None:
         self.length = match.length if geometry is not None else 0
@@ -38,8 +38,8 @@ class Hit:
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
             return False
         return all(
-            planes_of(layer, like) == own.planes
-            for layer, like, own in zip(cache.layers, geometry.likes, geometry.layers, strict=True)
+            planes_of(layer, own.of_row) == own.planes
+            for layer, own in zip(cache.layers, geometry.layers, strict=True)
         )
 
     def fill(self, cache: Cache) -> None:
@@ -59,9 +59,9 @@ class Hit:
                 f"a hit of {geometry}, for a cache of {len(cache.layers)} layers, "
                 f"{cache.layers[0].kind}; give the specs it was stored with"
             )
-        for index, (layer, like) in enumerate(zip(cache.layers, geometry.likes, strict=True)):
+        for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             ledger = Ledger()
-            ledger.columns, ledger.like = self.length, like
+            ledger.columns, ledger.geometry = self.length, own
             layer.adopt(ledger, frozen=[Run.of(one.layers[index]) for one in self._stretches])
         cache.routed = geometry.routed
 

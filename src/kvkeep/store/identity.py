@@ -16,7 +16,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_routed
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.spec import CacheSpec
-from kvkeep.store.geometry import Geometry
+from kvkeep.store.geometry import ModelGeometry
 
 _TOKEN_BITS = 24  # of a token's id; what is above them says which adapter computed it
 
@@ -64,7 +64,7 @@ def keyed(
     return Keyed(identity, tokens)
 
 
-def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Geometry:
+def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> ModelGeometry:
     """The geometry of a model's slots in a cache like this one, found by feeding one token to
     another cache, because configs do not tell it for every model.
 
@@ -73,8 +73,8 @@ def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Geometr
     """
     probe = Cache(model)
     feed(model, tokens[:1], probe)
-    likes = Geometry.of_cache(probe).likes
-    return Geometry.of(cache.layers, likes, probe.routed)
+    found = ModelGeometry.of_cache(probe).of_rows
+    return ModelGeometry.of(cache.layers, found, probe.routed)
 
 
 def require_steady(model: PreTrainedModel) -> None:

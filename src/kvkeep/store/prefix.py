@@ -18,7 +18,7 @@ from kvkeep.hf.fingerprint import takeover_in
 from kvkeep.hf.specs import Specs
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.backend_sync import share, shared
-from kvkeep.store.geometry import Geometry
+from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import feed, flat, geometry_of, keyed, require_steady
 from kvkeep.store.layer_slices import (
@@ -69,14 +69,14 @@ class PrefixStore:
         self.block = block
         self.nbytes = 0
         self._trees: dict[str, RadixTree[Stretch]] = {}
-        self._geometries: dict[str, Geometry] = {}
+        self._geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
         self._lock = RLock()
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
         self._evicted = self._refused = 0
 
     def match(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None = None
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> Hit:
         """The longest stored prefix of some tokens, locked until it is released.
 
@@ -129,7 +129,7 @@ class PrefixStore:
             return stretch_of(states, start, stop, row)
 
         with self._lock:
-            geometry = self._agreed(identity, Geometry.of_cache(cache))
+            geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
             kept = self._keep(identity, tokens, content_of, priority)
         if self.backend is not None:
             share(self.backend, identity, tokens, self.block, content_of, geometry)
@@ -287,7 +287,7 @@ class PrefixStore:
         return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
 
     def known(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None = None
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> int:
         """How many first tokens of a text are stored, which counts as no hit or miss; of a
         backend's blocks as `match` says."""
@@ -319,7 +319,7 @@ class PrefixStore:
         return length
 
     def _fetch(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], Geometry] | None
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
         """Put what the backend has of tokens, and the tree has not, into the tree. While the
         backend is asked, other threads go on."""
@@ -330,7 +330,7 @@ class PrefixStore:
         if known == len(tokens):
             return
 
-        def agreed() -> Geometry:
+        def agreed() -> ModelGeometry:
             """What the model says, never what the backend does."""
             own = self._geometries.get(identity)
             if own is None:
@@ -342,7 +342,7 @@ class PrefixStore:
         blocks, stop = shared(self.backend, identity, tokens, first, self.block, agreed)
         if stop <= known:
             return
-        devices = [layer.device for layer in agreed().layers]
+        devices = [layer.of_row.device for layer in agreed().layers]
         whole = Stretch.joined([block.stretch for block in blocks]).to(devices)
         with self._lock:
             if self._tree(identity).match(tokens).length < first:
@@ -370,7 +370,7 @@ class PrefixStore:
     def _tree(self, identity: str) -> RadixTree[Stretch]:
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
-    def _agreed(self, identity: str, geometry: Geometry) -> Geometry:
+    def _agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
         """What an identity's entries have in common; the first that was computed here says it.
 
         Raises:

@@ -1,11 +1,9 @@
 """What a layer's attention does with a chunk, on the way forward and back.
 
-Each class is a `Step` of `hf.apart`: `step(q, k, v, position, scale=..., softcap=..., sinks=...)`.
+Each class has a `run`, as a `LayerCache` has.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +12,8 @@ from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
-from kvkeep.planes import POSITION, limits
-from kvkeep.policy import Need, Observation
+from kvkeep.layer.step import StepInputs
+from kvkeep.planes import POSITION
 from kvkeep.train.slots import HeldSlots
 
 
@@ -29,19 +27,17 @@ class Recorder:
     def __init__(self, layer: LayerCache) -> None:
         self.window, self._layer = layer.window, layer
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **asked: Any) -> Tensor:
-        """As `LayerCache.step`."""
-        layer, policy, options = self._layer, self._layer.policy, Options(**asked)
-        self.before = layer.evicted = []
-        view = layer.extend(k, v, position)
-        self.after = layer.evicted = []
-        mass = None
-        if Need.MASS in policy.needs:
-            shown = options._replace(need_mass=True, observed=policy.observed)
-            mass = dispatch(q, view, shown)[1]
-        out = dispatch(q, view, options, differentiable=True)[0]
-        layer.settle(Observation(mass, queries=q, scale=options.scale))
-        return out
+    def run(self, inputs: StepInputs) -> Tensor:
+        """As `LayerCache.run`."""
+        self.before = self._layer.evicted = []
+        return self._layer.run(inputs, self._attend)
+
+    def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
+        """By the operations of `Cell`, so that both give the same; the mass apart from that."""
+        self.after = self._layer.evicted = []
+        mass = dispatch(q, view, options)[1] if options.need_mass else None
+        plain = options._replace(need_mass=False, observed=None)
+        return dispatch(q, view, plain, differentiable=True)[0], mass
 
 
 class Captured(Exception):  # noqa: N818 - no error, but the way out of a layer
@@ -58,9 +54,10 @@ class Capture:
     def __init__(self, layer: LayerCache) -> None:
         self.window, self._layer = layer.window, layer
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **asked: Any) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         """Raise Captured, with keys and values as slots hold them."""
-        raise Captured(*encoded(self._layer, k, v), position)
+        assert inputs.position is not None
+        raise Captured(*encoded(self._layer, inputs.k, inputs.v), inputs.position)
 
 
 class Cell:
@@ -78,25 +75,25 @@ class Cell:
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()
         )
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **asked: Any) -> Tensor:
-        """As `LayerCache.step`, but nothing is kept."""
-        self.keys, self.values = keys, values = encoded(self._layer, k, v)
-        rows, n = k.shape[0], k.shape[2]
-        place = position.reshape(-1, 1, n).to(torch.int32)
+    def run(self, inputs: StepInputs) -> Tensor:
+        """As `LayerCache.run`, but nothing is kept."""
+        assert inputs.position is not None
+        self.keys, self.values = keys, values = encoded(self._layer, inputs.k, inputs.v)
+        rows, n = inputs.k.shape[0], inputs.k.shape[2]
+        place = inputs.position.reshape(-1, 1, n).to(torch.int32)
         if self.past is not None:
             keys = torch.cat([self.past.keys, keys], dim=2)
             values = torch.cat([self.past.values, values], dim=2)
             before = self.past.position
             place = torch.cat([before, place.expand(rows, before.shape[1], n)], dim=2)
-        policy = self._layer.policy
-        after, queries = self._before.feed(position, rows)
-        if not policy.shows_padding:
-            queries = position.expand_as(queries)
-        reaches = limits(policy.reach, self.window, n, keys.shape[2], after.columns)
+        layer = self._layer
+        after, queries = self._before.feed(
+            inputs.position, rows, shows_padding=layer.policy.shows_padding
+        )
         segment = Segment({"k": keys, "v": values, POSITION: place}, Plain(), Plain())
-        ragged = after.pads is not None or policy.ragged
-        view = View((segment,), queries, ragged, tuple(reaches))
-        return dispatch(q, view, Options(**asked), differentiable=True)[0]
+        view = layer.view_of((segment,), queries, after, keys.shape[2])
+        options = Options(inputs.scale, inputs.softcap, inputs.sinks)
+        return dispatch(inputs.q, view, options, differentiable=True)[0]
 
 
 def encoded(layer: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

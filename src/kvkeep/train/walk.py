@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.files.offload import Kept, Offload
-from kvkeep.host import Embedded, Host, Layerwise, Specs, Step, per_layer
+from kvkeep.host import Embedded, Host, LayerStep, Layerwise, Specs, per_layer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
@@ -155,7 +155,7 @@ class Walk:
             slots.push(k, v, position, evicted[c])
         return slots
 
-    def _layer(self, index: int, c: int, hidden: Tensor, step: Step) -> Tensor:
+    def _layer(self, index: int, c: int, hidden: Tensor, step: LayerStep) -> Tensor:
         # Autocast may have cached weights that were cast without gradients, or in another graph.
         torch.clear_autocast_cache()
         call = self._store.get_tree(self._calls[c][index])
