@@ -21,8 +21,8 @@ from kvkeep.bench.environment import environment
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.blocks import prefill
 from kvkeep.hf.attach import attach
-from kvkeep.hf.cache import Cache
 from kvkeep.hf.models import load
+from kvkeep.host import ModelCache, host_of
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep.store.identity import feed
 
@@ -163,15 +163,15 @@ class _Reader:
         found: Tensor = logits.double().log_softmax(dim=-1)
         return found
 
-    def _rest(self, cache: Cache) -> Tensor:
+    def _rest(self, cache: ModelCache) -> Tensor:
         """What was not fed of the question, (n,)."""
         return self._question[cache.fed - self._before :]
 
-    def _documents(self, mode: str) -> Cache:
+    def _documents(self, mode: str) -> ModelCache:
         """A cache of the documents, and perhaps of some of the question."""
         if mode == "cold":
-            cache = Cache(self._model)
-            feed(self._model, torch.cat(list(self._texts)), cache)
+            cache = host_of(self._model).new_cache()
+            feed(host_of(self._model), torch.cat(list(self._texts)), cache)
             return cache
         if mode.startswith(BLOCKS):
             how = mode.removeprefix(BLOCKS)

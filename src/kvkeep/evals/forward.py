@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError
-from kvkeep.host import Host
+from kvkeep.host import Host, ModelCache
 
 Tick = Callable[[int], None]
 """Called after every forward with its cost, in tokens of a prefill."""
@@ -18,7 +17,7 @@ STEP_COST = 16
 """The least cost of a forward, in tokens of a prefill: each forward reads all weights."""
 
 
-def fill(host: Host, cache: Cache, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
+def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
     """Feed ids (B, n), in one call or in chunks of `chunk` tokens -> logits (B, V) after the
     last token."""
     for piece in torch.split(ids, chunk or ids.shape[1], dim=1):
@@ -27,7 +26,9 @@ def fill(host: Host, cache: Cache, ids: Tensor, chunk: int | None, tick: Tick) -
     return logits
 
 
-def follow(host: Host, cache: Cache, first: Tensor, ids: Tensor, tick: Tick) -> Iterator[Tensor]:
+def follow(
+    host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick
+) -> Iterator[Tensor]:
     """The logits (B, V) that predict each of ids (B, N): `first`, then those after each token of
     ids but the last. Tokens are fed one at a time, as when a model generates."""
     yield first

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError
 from kvkeep.evals.forward import STEP_COST, Tick, fill
-from kvkeep.host import Host
+from kvkeep.host import Host, ModelCache
 
 DEPTHS = (10, 30, 50, 70, 90)
 """Where numbers are hidden, in percent of the text before them."""
@@ -55,7 +54,7 @@ def probes(tokenizer: Any, text: Tensor, length: int, seed: int = 0) -> list[Pro
 
 
 def recovered(
-    host: Host, tokenizer: Any, cache: Cache, probe: Probe, chunk: int | None, tick: Tick
+    host: Host, tokenizer: Any, cache: ModelCache, probe: Probe, chunk: int | None, tick: Tick
 ) -> bool:
     """Whether the greedy answer through an empty cache contains the hidden number."""
     logits = fill(host, cache, probe.prompt.to(host.device), chunk, tick)

@@ -1,11 +1,9 @@
 """What kvkeep asks of a model library, and which library a model is of."""
 
-from kvkeep.host.cache import ModelCache
+from kvkeep.host.cache import Activation, LayerShape, ModelCache
 from kvkeep.host.contract import (
-    Activation,
     Generation,
     Host,
-    LayerShape,
     Narrowed,
 )
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+import torch
 
 from kvkeep.cache import Cache
 from kvkeep.errors import SpecError
+from kvkeep.geometry import Geometry
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
+from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import Need
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
-if TYPE_CHECKING:
-    from kvkeep.host.contract import Activation
-
 DEFAULT_SPEC = "keep_all"
+
+
+class LayerShape(NamedTuple):
+    """What a layer gives to its cache: keys (B, heads, n, key_width), values (B, heads, n,
+    value_width), of a dtype."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+
+class Activation(NamedTuple):
+    """From which position on an activated adapter computes, and a hash of it, hexadecimal, 128
+    bits."""
+
+    start: int
+    adapter: str
 
 
 class ModelCache(Cache):
@@ -35,7 +54,7 @@ class ModelCache(Cache):
         SpecError: a spec that does not exist or does not fit the model.
     """
 
-    activation: Activation | None
+    activation: Activation | None = None
 
     def __init__(
         self,
@@ -64,8 +83,7 @@ class ModelCache(Cache):
                 if isinstance(spec, str | CacheSpec):
                     raise fitting_some(one, kinds, error) from error
                 raise
-        super().__init__(layers)
-        self.activation = None
+        Cache.__init__(self, layers)
 
     def token_limit(self, layer: int | None = None) -> int | None:
         """Most tokens that fit, into one layer or all; None where there is no limit."""
@@ -73,7 +91,21 @@ class ModelCache(Cache):
         limits = [x.limit for x in layers if x.limit is not None and x.policy.budget is None]
         return min(limits, default=None)
 
+    def bytes_of(self, shapes: Sequence[LayerShape], tokens: int, rows: int = 1) -> int:
+        """What `live_bytes` will be once `tokens` columns of keys and values of such shapes, one
+        for each layer, have passed."""
+        return sum(
+            promised_bytes(
+                layer.policy,
+                layer.key_codec,
+                layer.value_codec,
+                tokens,
+                Geometry(rows, *shape),
+            )
+            for layer, shape in zip(self.layers, shapes, strict=True)
+        )
+
     def reset(self) -> None:
         """Forget every token."""
-        super().reset()
+        Cache.reset(self)
         self.activation = None

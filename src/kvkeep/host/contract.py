@@ -15,32 +15,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cache, CacheStats
+from kvkeep.cache import CacheStats
 from kvkeep.errors import UnsupportedError
-from kvkeep.geometry import Geometry
-from kvkeep.host.cache import DEFAULT_SPEC, ModelCache
+from kvkeep.host.cache import DEFAULT_SPEC, Activation, LayerShape, ModelCache
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.specs import LayerKind, Specs
-from kvkeep.layer.stats import promised_bytes
 from kvkeep.rotary import Rotary
-
-
-class Activation(NamedTuple):
-    """From which position on an activated adapter computes, and a hash of it, hexadecimal, 128
-    bits."""
-
-    start: int
-    adapter: str
-
-
-class LayerShape(NamedTuple):
-    """What a layer gives to its cache: keys (B, heads, n, key_width), values (B, heads, n,
-    value_width), of a dtype."""
-
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: torch.dtype
 
 
 class Narrowed(NamedTuple):
@@ -186,7 +166,7 @@ class Host(ABC):
 
     @abstractmethod
     def forward(
-        self, ids: Tensor, cache: Cache, *, position: Tensor | None = None, last: int = 1
+        self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
     ) -> Tensor:
         """Feed a chunk to the model, through a cache of its own.
 
@@ -201,26 +181,9 @@ class Host(ABC):
             Logits (B, last, V).
         """
 
-    def feed(self, ids: Tensor, cache: Cache, *, position: Tensor | None = None) -> None:
+    def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         """`forward`, without logits."""
         self.forward(ids, cache, position=position)
-
-    def bytes_for(self, cache: Cache, tokens: int, rows: int = 1) -> int:
-        """What `cache.live_bytes` will be once `tokens` columns have passed.
-
-        Raises:
-            UnsupportedError: the model does not say how wide its keys are.
-        """
-        return sum(
-            promised_bytes(
-                layer.policy,
-                layer.key_codec,
-                layer.value_codec,
-                tokens,
-                Geometry(rows, *shape),
-            )
-            for layer, shape in zip(cache.layers, self.shapes(), strict=True)
-        )
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -272,7 +235,7 @@ class Host(ABC):
         self,
         tokenizer: Any,
         ids: Tensor,
-        cache: Cache,
+        cache: ModelCache,
         *,
         max_new_tokens: int,
         temperature: float = 0.0,

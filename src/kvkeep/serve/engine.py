@@ -90,14 +90,14 @@ class Engine:
         self._host = host_of(model)
         self._host.attach(cache)
         held = self._host.new_cache(cache)
-        lengths = self._host.context, held.token_limit
+        lengths = self._host.context, held.token_limit()
         self.context: int | None = min((n for n in lengths if n), default=None)
         self.prompt_bytes = self.limits.prompt_of(self.context)
         self.why_no_reuse = ""
         """Why no prompt reuses the prefixes of others; empty if they do."""
         try:
             require_keepable(held)
-            require_steady(model)
+            require_steady(self._host)
             if store is not None:
                 self._host.fingerprint(glance=True)  # entries are found by it
         except UnsupportedError as error:

@@ -1,4 +1,4 @@
-"""Geometry: what the slots of one identity are like, as the model says, not a block."""
+"""ModelGeometry: what the slots of one identity are like, as the model says, not a block."""
 
 from __future__ import annotations
 
