@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kvkeep.hf.layerwise import Apart, Call
-from kvkeep.hf.replayed import Decisions, replaying
+from kvkeep.host import Layerwise, host_of
+from kvkeep.layer.layer import LayerCache
+from kvkeep.train.replay import Decisions, replaying
 
 _PIECE = 256
 """Tokens whose logits are computed at once."""
@@ -29,26 +30,34 @@ def unrolled(model: Any, ids: Tensor, cache: str, chunk: int, decisions: Decisio
     """
     count = ids.shape[1]
     chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
-    with Apart(model, ids, None) as parts:
-        before = [parts.before(columns) for columns in chunks]
-        hidden = [first for first, _ in before]
-        for index, layer in enumerate(replaying(parts.model, cache, decisions).layers):
-            hidden = _through_layer(parts, index, layer, hidden, [c[index] for _, c in before])
-        total = _loss(parts, torch.cat(hidden, dim=1))
+    with host_of(model).layerwise(ids) as decoder:
+        embedded = [decoder.embed(columns) for columns in chunks]
+        hidden = [one.hidden for one in embedded]
+        for index, layer in enumerate(replaying(model, cache, decisions).layers):
+            calls = [one.calls[index] for one in embedded]
+            hidden = _through_layer(decoder, index, layer, chunks, hidden, calls)
+        total = _loss(decoder, torch.cat(hidden, dim=1))
         total.backward()  # type: ignore[no-untyped-call]
     return total.detach()
 
 
 def _through_layer(
-    parts: Apart, index: int, layer: Any, hidden: list[Tensor], calls: list[Call]
+    decoder: Layerwise,
+    index: int,
+    layer: LayerCache,
+    chunks: list[slice],
+    hidden: list[Tensor],
+    calls: list[Any],
 ) -> list[Tensor]:
     """The outputs of a layer for each chunk, with attention by an empty LayerCache."""
     held, found = layer.state(), []
-    for given, call in zip(hidden, calls, strict=True):
+    for columns, given, call in zip(chunks, hidden, calls, strict=True):
 
-        def cell(given: Tensor, call: Call = call, held: Any = held) -> Tensor:
+        def cell(
+            given: Tensor, columns: slice = columns, call: Any = call, held: Any = held
+        ) -> Tensor:
             layer.restore(held)  # differentiable copies
-            return parts.layer(index, given, call, layer)
+            return decoder.layer(index, columns, given, call, layer)
 
         found.append(_checkpointed(cell, given))
         held = layer.state()
@@ -56,12 +65,12 @@ def _through_layer(
     return found
 
 
-def _loss(parts: Apart, hidden: Tensor) -> Tensor:
-    targets = parts.input_ids[:, 1:]
+def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:
+    targets = decoder.input_ids[:, 1:]
     count = targets.shape[1]
 
     def share(given: Tensor, columns: slice) -> Tensor:
-        logits = parts.logits(columns, given).flatten(0, 1)
+        logits = decoder.logits(columns, given).flatten(0, 1)
         wanted = targets[:, columns].flatten()
         return torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
 

@@ -27,6 +27,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
+from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.host import (
@@ -34,6 +35,7 @@ from kvkeep.host import (
     Generation,
     Host,
     LayerKind,
+    Layerwise,
     ModelCache,
     Narrowed,
     Specs,
@@ -202,6 +204,9 @@ class TransformersHost(Host):
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 
     # -- training and generation ------------------------------------------------------------
+
+    def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
+        return Decoder(self.model, input_ids, attention_mask)
 
     def generate(
         self, tokenizer: Any, ids: Tensor, cache: ModelCache, **options: Any

@@ -5,24 +5,22 @@ from kvkeep.host.contract import (
     Generation,
     Host,
     Narrowed,
-    Parts,
-    Start,
-    Step,
 )
+from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 
 __all__ = [
     "Activation",
+    "Embedded",
     "Generation",
     "Host",
     "LayerKind",
+    "LayerStep",
+    "Layerwise",
     "ModelCache",
     "Narrowed",
-    "Parts",
     "Specs",
-    "Start",
-    "Step",
     "fitting_some",
     "host_of",
     "load_model",

@@ -7,18 +7,19 @@ model, so a library is added by one folder with a `Host`, and a row in `kvkeep.h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvkeep.cache import CacheStats
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
+from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.rotary import Rotary
 
@@ -43,72 +44,6 @@ class Generation:
     ttft_s: float
     cache: CacheStats
     ids: Tensor
-
-
-class Step(Protocol):
-    """What takes the place of a layer's attention, such as `LayerCache`."""
-
-    @property
-    def window(self) -> int | None:
-        """The layer's own sliding window in tokens."""
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, **asked: Any) -> Tensor:
-        """Write a chunk's keys and values, and attend.
-
-        Args:
-            q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv), rotated.
-            position: int32 (n,), or (B, n) with -1 for padding.
-            asked: scale, softcap and sinks, where the model has them.
-
-        Returns:
-            (B, Hq, n, Dv).
-        """
-
-
-class Start(NamedTuple):
-    """What a model computes of a chunk before its layers.
-
-    Args:
-        hidden: what the first layer gets, (B, n, width), with its graph.
-        calls: what each layer is called with beside hidden states: trees of tensors that
-            `Parts.layer` takes back.
-        ends: outputs of the same forward that also need a gradient, of zeros.
-    """
-
-    hidden: Tensor
-    calls: list[Any]
-    ends: tuple[Tensor, ...] = ()
-
-
-class Parts(Protocol):
-    """A decoder in parts, for one batch of texts whose columns are computed a chunk at a time. The
-    layers run one by one, each on all chunks before the next."""
-
-    input_ids: Tensor
-    """(B, T)."""
-
-    attention_mask: Tensor | None
-    """(B, T), 0 for padding; None where nothing is padded."""
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """The decoder's layers."""
-
-    @property
-    def beside(self) -> list[nn.Parameter]:
-        """Weights outside of the layers."""
-
-    def before(self, columns: slice) -> Start:
-        """Compute what stands before the layers."""
-
-    def layer(self, index: int, hidden: Tensor, call: Any, step: Step) -> Tensor:
-        """Run one layer on a chunk (B, n, width), with attention by `step`, once."""
-
-    def hidden(self, columns: slice, hidden: Tensor) -> Tensor:
-        """The last layer's output (B, n, width) after the model's last norm."""
-
-    def logits(self, columns: slice, hidden: Tensor) -> Tensor:
-        """Logits (B, n, V) of the last layer's output (B, n, width)."""
 
 
 class Host(ABC):
@@ -285,10 +220,8 @@ class Host(ABC):
 
     # -- training and generation ------------------------------------------------------------
 
-    def parts(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> AbstractContextManager[Parts]:
-        """The decoder in parts, for these texts; the model is attached meanwhile.
+    def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
+        """The model run layer by layer on these texts, to be entered as a context manager.
 
         Args:
             input_ids: (B, T).
