@@ -16,11 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvkeep.blocks import Block, BlockReport, Encoded, Report
 from kvkeep.blocks.chat import Marks, located
 from kvkeep.blocks.parts import Mark, Refused, marked
-from kvkeep.blocks.tokenize import SHORTEST, segmented
+from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
+from kvkeep.blocks.tokenize import SHORTEST, tokenized
 from kvkeep.hf.attach import attach, detach
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
-from kvkeep.hf.specs import Specs
+from kvkeep.host import ModelCache, Specs
 from kvkeep.store import PrefixStore
 
 try:
@@ -166,7 +165,7 @@ class KVKeepBackend(LocalHFBackend):
         places = sorted(
             (place for _, place in read if isinstance(place, Mark)), key=lambda place: place.start
         )
-        ids, segments = segmented(
+        ids, segments = tokenized(
             self._tokenizer, text, [*places, *lost.values()], special=False, shortest=SHORTEST
         )
         return _Call(Encoded(ids, segments))
@@ -213,7 +212,7 @@ class _CallStore:
         namespace: str,
         chunk: int | None,
         capacity: int | None,
-    ) -> Cache:
+    ) -> ModelCache:
         """A cache of all tokens (n,) but the last. Blocks are used if these are the very tokens in
         which they were found."""
         call = _CALL.get() or _Call()
@@ -239,13 +238,15 @@ class _CallStore:
             )
             unused = [
                 BlockReport(segment.text[:_SHOWN], None, None, _OTHER)
-                for segment in ([] if encoded is None else encoded.segments)
+                for segment in ([] if encoded is None else encoded.blocks)
             ]
             report = Report(cache.fed, found, 0, 0, 0, 0.0, unused)
         call.report = report
         return cache
 
-    def learn(self, model: PreTrainedModel, tokens: Tensor, cache: Cache, *, namespace: str) -> int:
+    def learn(
+        self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
+    ) -> int:
         """Keep what a cache was fed, tokens (n,); how many of them are kept."""
         return self._store.learn(model, tokens, cache, namespace=namespace)
 

@@ -191,11 +191,14 @@ def test_bad_input():
         with pytest.raises(SpecError, match="recompute="):
             prefill(model, parts, recompute=recompute)
     from kvkeep.blocks import recomputation
+    from kvkeep.host import host_of
 
     cache = prefill(model, parts)
     with torch.inference_mode():
         model(parts[0][None], past_key_values=cache)
     with pytest.raises(ShapeError, match="that was fed 23"):
-        recomputation.recompute(model, cache, torch.cat(parts), torch.arange(3))
+        recomputation.recompute(host_of(model), cache, torch.cat(parts), torch.arange(3))
     with pytest.raises(StateError, match="went on since"):
-        recomputation.recompute(model, cache, torch.cat([*parts, parts[0]]), torch.arange(3))
+        recomputation.recompute(
+            host_of(model), cache, torch.cat([*parts, parts[0]]), torch.arange(3)
+        )

@@ -12,6 +12,7 @@ import kvkeep
 from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf.models import resolve
+from kvkeep.host import host_of
 from kvkeep.store import Disk, ModelGeometry, PrefixStore
 from kvkeep.store.identity import keyed
 
@@ -46,7 +47,7 @@ def question(*order, blocks=Block):
 
 
 def spans_of(encoded):
-    return [segment.span for segment in encoded.segments if not segment.refused]
+    return [segment.span for segment in encoded.blocks if not segment.refused]
 
 
 def last(model, encoded, cache):
@@ -153,7 +154,7 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     start = spans_of(encoded)[0].start
     answer = model.generate(encoded, max_new_tokens=5, do_sample=False)
     assert encoded.report.approximate > 0
-    text = keyed(model, answer[0], kvkeep.Cache(model).specs)
+    text = keyed(host_of(model), answer[0], kvkeep.Cache(model).specs)
     fed = kvkeep.Cache(model)
     with torch.inference_mode():
         model(answer[:, :1], past_key_values=fed)

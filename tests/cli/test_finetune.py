@@ -75,10 +75,10 @@ def test_finetune(base, data, tmp_path):
 
     again = run(base, data, out, *options, *more)
     assert again.exit_code == 2
-    assert "holds a run already (checkpoint-3); go on with --resume" in again.stderr
+    assert "holds a run already (checkpoint-3); resume it with --resume" in again.stderr
     same = run(base, data, out, *options, *more, "--resume", "--json")
     assert last_line(same) == found
-    assert "going on after step 3" in same.stderr
+    assert "resuming after step 3" in same.stderr
     changed = run(base, data, out, *options, *more[:-2], "--resume", "--seed", "1")
     assert changed.exit_code == 2
     assert "seed is 1, was 0" in changed.stderr

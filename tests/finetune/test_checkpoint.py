@@ -126,7 +126,7 @@ def test_an_interrupted_run_gives_the_same_weights(data, tmp_path, whole):
     torch.rand(7)
     said = []
     result = run(data, tmp_path, resume=True, said=said)
-    assert said[0] == "going on after step 4"
+    assert said[0] == "resuming after step 4"
     assert not any(doing.startswith("step 4/") for doing in said)
     assert same(result, figures)
     for name in FILES:
@@ -201,7 +201,7 @@ def test_a_run_that_is_over_only_says_so(data, tmp_path):
     (tmp_path / FILES[1]).unlink()  # as if it had been killed just then
     said = []
     assert same(run(data, tmp_path, resume=True, steps=2, said=said), first)
-    assert said == ["going on after step 2"]
+    assert said == ["resuming after step 2"]
     assert (tmp_path / FILES[1]).exists()
 
 
@@ -213,7 +213,9 @@ def test_resume_begins_where_there_is_nothing(data, tmp_path):
 
 def test_a_run_is_not_written_over(data, tmp_path):
     run(data, tmp_path, steps=2)
-    with pytest.raises(CheckpointError, match=r"a run already \(checkpoint-2\); go on with --res"):
+    with pytest.raises(
+        CheckpointError, match=r"a run already \(checkpoint-2\); resume it with --res"
+    ):
         run(data, tmp_path, steps=2)
     (tmp_path / "checkpoint-2").rename(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"a run already \(adapter_model.safetensors\)"):
@@ -233,12 +235,12 @@ def test_what_may_not_change(data, tmp_path):
             r"model: config\.rms_norm_eps was 1e-06, is 0\.001; model: modules differ;",
         ),
     ):
-        with pytest.raises(CheckpointError, match=f"of another run: {says}"):
+        with pytest.raises(CheckpointError, match=f"another run: {says}"):
             run(data, tmp_path, resume=True, **options)
     model = finetuning.model()
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    with pytest.raises(CheckpointError, match="of another run: model: weights differ;"):
+    with pytest.raises(CheckpointError, match="another run: model: weights differ;"):
         run(data, tmp_path, resume=True, model=model)
     lines = data.read_bytes().splitlines()
     for changed, says in (
@@ -246,7 +248,7 @@ def test_what_may_not_change(data, tmp_path):
         ([*lines[:-1], lines[0]], "evaluation is"),
     ):
         (tmp_path / "other").write_bytes(b"\n".join(changed))
-        with pytest.raises(CheckpointError, match=f"of another run: {says}"):
+        with pytest.raises(CheckpointError, match=f"another run: {says}"):
             run(tmp_path / "other", tmp_path, resume=True)
 
 
@@ -306,9 +308,9 @@ def early(data, tmp_path_factory):
         ("optimizer.safetensors", flip, "another checksum"),
         ("optimizer.safetensors", Path.unlink, "No such file"),
         (checkpoint.STATE, Path.unlink, "No such file"),
-        (checkpoint.STATE, truncate, "not as it was written"),
-        (checkpoint.STATE, lambda path: path.write_text("[]"), "not as it was written"),
-        (checkpoint.STATE, lambda path: path.write_text("[" * 99999), "not as it was written"),
+        (checkpoint.STATE, truncate, "is damaged"),
+        (checkpoint.STATE, lambda path: path.write_text("[]"), "is damaged"),
+        (checkpoint.STATE, lambda path: path.write_text("[" * 99999), "is damaged"),
         (
             checkpoint.STATE,
             lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": 3')),

@@ -81,7 +81,7 @@ def test_templates_whose_answers_cannot_be_found(tmp_path, template, says):
         (b'{"text": "a", "messages": []}', 'either "text" or "messages"'),
         (b'{"text": 3}', '"text" is 3'),
         (b'{"text": " "}', "\"text\" is ' '; give text that is not empty"),
-        (b'{"text": "\\ud800"}', "half a character"),
+        (b'{"text": "\\ud800"}', "half of a surrogate pair"),
         (b'{"messages": {}}', '"messages" is {}'),
         (b'{"messages": []}', r'"messages" is \[\]'),
         (b'{"messages": ["hi"]}', "message 0 is 'hi'"),

@@ -15,6 +15,7 @@ from kvkeep.errors import LossError, ShapeError, SpecError
 from kvkeep.finetune.data import DataError, batched, order, pieces, read
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.run import finetune
+from kvkeep.host import host_of
 
 LENGTH = 48
 
@@ -285,11 +286,11 @@ def test_modules_by_name(data, tmp_path, tokenizer):
 
 def test_chunk_and_length_fit_cache_and_model():
     model = finetuning.model()
-    found = Options(cache="h2o:64").checked().for_model(model)
+    found = Options(cache="h2o:64").checked().for_model(host_of(model))
     assert (found.chunk, found.length) == (64, 256)
-    found = Options(cache="keep_all", length=9).checked().for_model(model)
+    found = Options(cache="keep_all", length=9).checked().for_model(host_of(model))
     assert (found.chunk, found.length) == (1024, 9)
-    assert Options(cache="h2o:2048").for_model(model).chunk == 1024
+    assert Options(cache="h2o:2048").for_model(host_of(model)).chunk == 1024
 
 
 def test_rate():

@@ -88,7 +88,7 @@ def test_refuses_what_it_cannot_train_on(tmp_path):
     text = padded(examples(2))
     with pytest.raises(kvkeep.UnsupportedError, match="position_ids"):
         trainer.training_step(trainer.model, text | {"position_ids": text["input_ids"]})
-    with pytest.raises(kvkeep.UnsupportedError, match="no metrics"):
+    with pytest.raises(kvkeep.UnsupportedError, match="metrics of them"):
         trainer.prediction_step(trainer.model, text, prediction_loss_only=False)
 
 

@@ -15,11 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import kvkeep
 from kvkeep.blocks.prompt import Encoded
-from kvkeep.blocks.tokenize import Segment, Span
+from kvkeep.blocks.tokenize import BlockTokens, Span
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf import adapters
-from kvkeep.hf.adapters import NEVER, Activation, Takeover
-from kvkeep.hf.fingerprint import takeover_in
+from kvkeep.hf.fingerprint import activation_in
+from kvkeep.host import Activation, adapters, host_of
+from kvkeep.host.adapters import NEVER, InvokedAdapter
 from kvkeep.store import Disk, PrefixStore
 from kvkeep.store.identity import feed, keyed
 
@@ -57,7 +57,7 @@ def prompt(*parts):
 def test_a_forward_that_fails_leaves_no_adapter_in_charge(monkeypatch):
     model = adapted()
     cache = kvkeep.Cache(model)
-    cache.takeover = Takeover(0, "0")
+    cache.activation = Activation(0, "0")
 
     def interrupted(**_):
         assert adapters._OFFSET.get() == 5
@@ -65,12 +65,12 @@ def test_a_forward_that_fails_leaves_no_adapter_in_charge(monkeypatch):
 
     monkeypatch.setattr(model.get_decoder(), "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        feed(model, text(5), cache)
+        feed(host_of(model), text(5), cache)
     assert adapters._OFFSET.get() is None
 
 
 def test_where_the_last_invocation_begins():
-    at = Activation("default", (5, 6)).start
+    at = InvokedAdapter("default", (5, 6)).start
     assert at(torch.tensor([1, 5, 6, 2, 5, 6, 3])) == 4
     assert at(torch.tensor([5, 6])) == 0
     assert at(torch.tensor([5, 5, 6])) == 1
@@ -82,18 +82,18 @@ def test_where_the_last_invocation_begins():
 def test_keys_say_which_adapter_computed_a_token():
     model, specs = tiny("llama"), []
     tokens = text(12)
-    plain = keyed(model, tokens, specs)
+    plain = keyed(host_of(model), tokens, specs)
     assert plain.keys.equal(tokens)
-    found = [keyed(model, tokens, specs, "", Takeover(7, digit * 32)) for digit in "01f"]
+    found = [keyed(host_of(model), tokens, specs, "", Activation(7, digit * 32)) for digit in "01f"]
     for one in found:
         assert one.identity == plain.identity
         assert one.keys[:7].equal(tokens[:7])
         assert (one.keys & 0xFFFFFF).equal(tokens)
         assert bool((one.keys[7:] > 0xFFFFFF).all())
     assert not any(a.keys.eq(b.keys)[7:].any() for a, b in pairwise(found))
-    late = keyed(model, tokens, specs, "", Takeover(7, "0" * 24 + "1" + "0" * 7))
+    late = keyed(host_of(model), tokens, specs, "", Activation(7, "0" * 24 + "1" + "0" * 7))
     assert late.keys.ne(found[0].keys).tolist() == [False] * 7 + [True, False, False, False, True]
-    assert keyed(model, tokens, specs, "", Takeover(NEVER, "f" * 32)).keys.equal(tokens)
+    assert keyed(host_of(model), tokens, specs, "", Activation(NEVER, "f" * 32)).keys.equal(tokens)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -215,7 +215,7 @@ def test_what_cannot_be_stored():
     both.base_model.set_adapter(["default", "other"])
     kvkeep.attach(both)
     with pytest.raises(UnsupportedError, match="by itself"):
-        takeover_in(both.get_base_model(), ids[0])
+        activation_in(both.get_base_model(), ids[0])
     one, store = adapted(), PrefixStore()
     kvkeep.attach(one, store=store)
     cache = kvkeep.Cache(one)
@@ -256,7 +256,7 @@ def test_blocks_before_the_invocation():
     store = PrefixStore()
 
     def logits(recompute, *more):
-        encoded = Encoded(ids[0], [Segment("", span) for span in (*spans, *more)])
+        encoded = Encoded(ids[0], [BlockTokens("", span) for span in (*spans, *more)])
         cache, report = encoded.prefill(tuned.get_base_model(), store=store, recompute=recompute)
         with torch.inference_mode():
             out = tuned.get_base_model()(ids[:, -1:], past_key_values=cache).logits[0]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 import kvkeep
 from kvkeep.blocks import prefill
 from kvkeep.blocks.prompt import Encoded
-from kvkeep.blocks.tokenize import Segment, Span
+from kvkeep.blocks.tokenize import BlockTokens, Span
 from kvkeep.errors import UnsupportedError
 from kvkeep.store import PrefixStore
 
@@ -161,7 +161,7 @@ def test_adapters_named_for_a_prompt_with_blocks():
     with tuned.disable_adapter():
         base = tuned.generate(input_ids=ids(40), **GREEDY)
     kvkeep.attach(tuned, store=store, recompute="all")
-    encoded = Encoded(ids(40)[0], [Segment("", Span(5, 30))])
+    encoded = Encoded(ids(40)[0], [BlockTokens("", Span(5, 30))])
     with tuned.base_model._enable_peft_forward_hooks(adapter_names=["__base__"]):
         assert inner.generate(encoded, **GREEDY).equal(base)
     assert store.stats().entries == 0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvkeep.attention import Rotation
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, decoder_config
-from kvkeep.hf.rotary import rotaries_of
+from kvkeep.host import Host, ModelCache, host_of
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import Ledger
 from kvkeep.planes import POSITION
@@ -20,7 +18,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.store.layer_slices import require_whole
 
 
-def join(model: PreTrainedModel, caches: Sequence[Cache]) -> Cache:
+def join(model: Any, caches: Sequence[ModelCache]) -> ModelCache:
     """A cache that holds what several caches hold, one text behind the other.
 
     Each text was fed by itself, from position 0, so its tokens saw no other text: the result is
@@ -42,12 +40,12 @@ def join(model: PreTrainedModel, caches: Sequence[Cache]) -> Cache:
             moved: they are learned, or its frequencies depend on the length.
     """
     *starts, columns = accumulate((cache.fed for cache in caches), initial=0)
-    return place(model, caches, starts, columns)
+    return join_at(host_of(model), caches, starts, columns)
 
 
-def place(
-    model: PreTrainedModel, caches: Sequence[Cache], starts: Sequence[int], columns: int
-) -> Cache:
+def join_at(
+    host: Host, caches: Sequence[ModelCache], starts: Sequence[int], columns: int
+) -> ModelCache:
     """`join`, with gaps.
 
     Args:
@@ -56,8 +54,8 @@ def place(
             fed, see `kvkeep.blocks.recomputation`.
     """
     _require_alike(caches)
-    rotaries = moving(model)
-    result = Cache(model, caches[0].specs)
+    rotaries = moving(host)
+    result = host.new_cache(caches[0].specs)
     texts = [(cache, start) for cache, start in zip(caches, starts, strict=True) if cache.fed]
     for cache, _ in texts:
         cache.freeze()
@@ -74,24 +72,23 @@ def place(
     return result
 
 
-def moving(model: PreTrainedModel) -> list[Rotary]:
+def moving(host: Host) -> list[Rotary]:
     """How each layer rotates its keys; by no frequency where it does not.
 
     Raises:
         UnsupportedError: what was computed at a position belongs there.
     """
-    config = base_config(model)
-    found = rotaries_of(config)
+    found = host.rotaries()
     if not any(found):
         raise UnsupportedError(
-            f"{decoder_config(config).model_type} has no rotary embedding, so what it computed for "
+            f"{host.name} has no rotary embedding, so what it computed for "
             "a text belongs to its place; use a PrefixStore, which keeps places"
         )
     none = Rotary(torch.empty(0))
     return [one or none for one in found]
 
 
-def windowed(cache: Cache) -> str:
+def windowed(cache: ModelCache) -> str:
     """Which layers of a cache see a window of their own, in words; empty if none does."""
     found = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
     if not found:
@@ -113,7 +110,7 @@ def _moved(run: Run, by: int, rotary: Rotary) -> Run:
     return Run.of({**run.planes, POSITION: place}, rotation)
 
 
-def _require_alike(caches: Sequence[Cache]) -> None:
+def _require_alike(caches: Sequence[ModelCache]) -> None:
     if not caches:
         raise ShapeError("no caches to join; give at least one")
     for cache in caches:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvkeep.blocks import recomputation
-from kvkeep.blocks.join import place
+from kvkeep.blocks.join import join_at
+from kvkeep.blocks.recompute_option import Recompute, parsed
 from kvkeep.errors import ShapeError
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.recompute_option import Recompute, parsed
-from kvkeep.hf.specs import Specs
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
@@ -36,7 +34,7 @@ class Assembled(NamedTuple):
     how far the keys and values of the others are from what reading everything gives (a relative
     norm in the second layer, of a sample; None where nothing tells)."""
 
-    cache: Cache
+    cache: ModelCache
     exact: int
     found: int
     repaired: int
@@ -44,14 +42,14 @@ class Assembled(NamedTuple):
 
 
 def prefill(
-    model: PreTrainedModel,
+    model: Any,
     texts: Sequence[Tensor],
     *,
     recompute: Recompute = 0,
     spec: Specs = "keep_all",
     store: PrefixStore | None = None,
     namespace: str = "",
-) -> Cache:
+) -> ModelCache:
     """A cache of texts, one behind the other, each of which was computed by itself.
 
     Args:
@@ -89,7 +87,7 @@ def prefill(
 
 
 def assemble(
-    model: PreTrainedModel,
+    model: Any,
     tokens: Tensor,
     spans: Sequence[Span],
     *,
@@ -116,6 +114,7 @@ def assemble(
             layers.
     """
     mode, amount = parsed(recompute)
+    host = host_of(model)
     prompt = tokens if prompt is None else prompt
 
     def read(start: int, stop: int, prompt: Tensor) -> Reading:
@@ -135,13 +134,13 @@ def assemble(
     kinds = _kinds(len(tokens), [begins, *spans])
     certain = kinds == _BETWEEN
     if mode != "none" or bool(certain.any()):
-        recomputation.require_repairable(Cache(model, spec, capacity=capacity))
+        recomputation.require_repairable(host, host.new_cache(spec, capacity=capacity))
     begun = read(0, first, prompt)
     others = [read(start, stop, prompt[:0]) for start, stop in spans]
     spans = [begins, *spans]
     caches = [begun.cache, *(other.cache for other in others)]
-    cache = place(model, caches, [span.start for span in spans], len(tokens))
-    cache.takeover = begun.cache.takeover
+    cache = join_at(host, caches, [span.start for span in spans], len(tokens))
+    cache.activation = begun.cache.activation
     if mode == "boundary":
         for start, stop in spans[1:]:
             certain[start : min(start + int(amount), stop)] = True
@@ -149,16 +148,16 @@ def assemble(
     deviation = None
     computed = certain.nonzero().flatten()
     # Without a token that is computed in every layer there is no forward that could tell.
-    if more or (estimate and len(computed) and recomputation.compares(model)):
+    if more or (estimate and len(computed) and recomputation.compares(host)):
         sample = ((kinds == _SPAN) & ~certain).nonzero().flatten()
         if mode != "share":
             sample = sample[:: max(1, len(sample) // _SAMPLED)]
         candidates = torch.cat([computed, sample]).sort().values
         computed, deviation = recomputation.blend(
-            model, cache, tokens, candidates, certain=certain[candidates], count=more
+            host, cache, tokens, candidates, certain=certain[candidates], count=more
         )
     elif len(computed):
-        recomputation.recompute(model, cache, tokens, computed)
+        recomputation.recompute(host, cache, tokens, computed)
     repaired = int((kinds[computed] == _SPAN).sum())
     found = sum(other.found for other in others)
     return Assembled(cache, begun.found, found, repaired, deviation)

@@ -7,21 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvkeep.blocks import chat
 from kvkeep.blocks.join import moving, windowed
 from kvkeep.blocks.parts import Part, listed, marked
 from kvkeep.blocks.prefill import Assembled, Span, assemble
 from kvkeep.blocks.recomputation import compares
-from kvkeep.blocks.tokenize import SHORTEST, Segment, segmented
+from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
+from kvkeep.blocks.tokenize import SHORTEST, BlockTokens, tokenized
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
-from kvkeep.hf.adapters import Takeover
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import is_latent, is_routed
-from kvkeep.hf.fingerprint import takeover_in
-from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed, keyed, require_steady
 from kvkeep.store.layer_slices import require_keepable
@@ -78,7 +73,7 @@ class Report:
 class Prefilled(NamedTuple):
     """A cache of all tokens of a prompt but the last, and where they came from."""
 
-    cache: Cache
+    cache: ModelCache
     report: Report
 
 
@@ -87,18 +82,18 @@ class Encoded:
 
     Attributes:
         input_ids: int64 (1, n).
-        segments: what became of each marked block, in order, those inside others behind them.
+        blocks: what became of each marked block, in order, those inside others behind them.
         report: of the last prefill, by `generate` too; None before.
     """
 
-    def __init__(self, ids: Tensor, segments: Sequence[Segment]) -> None:
+    def __init__(self, ids: Tensor, blocks: Sequence[BlockTokens]) -> None:
         self.input_ids = ids[None]
-        self.segments = list(segments)
+        self.blocks = list(blocks)
         self.report: Report | None = None
 
     def prefill(
         self,
-        model: PreTrainedModel,
+        model: Any,
         *,
         store: PrefixStore | None = None,
         recompute: Recompute = RECOMPUTE,
@@ -126,23 +121,24 @@ class Encoded:
         """
         parsed(recompute)
         store = PrefixStore() if store is None else store
-        cache = Cache(model, spec, capacity=capacity)
-        tokens = self._tokens(cache)
+        host = host_of(model)
+        cache = host.new_cache(spec, capacity=capacity)
+        tokens = self._tokens(host.context)
         prompt = self.input_ids[0]
-        cache.takeover = takeover = takeover_in(model, prompt)
+        cache.activation = host.activation_in(prompt)
         try:
             require_keepable(cache)
-            require_steady(model)
+            require_steady(host)
         except UnsupportedError as error:
-            feed(model, tokens, cache)
-            refused = [segment.refuse(str(error)) for segment in self.segments]
+            feed(host, tokens, cache)
+            refused = [segment.refuse(str(error)) for segment in self.blocks]
             return self._reported(Assembled(cache, 0, 0, 0, 0.0), [], refused)
-        whole = _why_not_any(model, cache, recompute)
+        whole = _why_not_any(host, cache, recompute)
         segments = [
-            segment.refuse(whole or _why_not(segment, cache, store, takeover))
-            for segment in self.segments
+            segment.refuse(whole or _why_not(segment, host, cache, store.budget))
+            for segment in self.blocks
         ]
-        known = store.known(*keyed(model, tokens, cache.specs, namespace, takeover))
+        known = store.known(*keyed(host, tokens, cache.specs, namespace, cache.activation))
         spans = [
             Span(one.span.start, min(one.span.stop, len(tokens)))
             for one in segments
@@ -166,10 +162,9 @@ class Encoded:
         )
         return self._reported(read, behind, segments)
 
-    def _tokens(self, cache: Cache) -> Tensor:
+    def _tokens(self, most: int | None) -> Tensor:
         """All tokens but the last, (n,)."""
         ids = self.input_ids[0]
-        most = getattr(cache.config, "max_position_embeddings", None)
         if not len(ids) or len(ids) > (most or len(ids)):
             raise ShapeError(
                 f"a prompt of {len(ids)} tokens, but the model takes 1 to {most or 'any number'}; "
@@ -178,7 +173,7 @@ class Encoded:
         return ids[:-1]
 
     def _reported(
-        self, read: Assembled, spans: Sequence[Span], segments: Sequence[Segment]
+        self, read: Assembled, spans: Sequence[Span], segments: Sequence[BlockTokens]
     ) -> Prefilled:
         approximate = sum(span.stop - span.start for span in spans) - read.repaired
         self.report = Report(
@@ -222,7 +217,7 @@ class Prompt:
         Args:
             shortest: blocks of fewer tokens are not reused.
         """
-        ids, segments = segmented(
+        ids, segments = tokenized(
             tokenizer, self.text, self._marked.marks, special=True, shortest=shortest
         )
         return Encoded(ids, segments)
@@ -264,17 +259,19 @@ class Chat:
             return text
 
         text, marks = chat.rendered({"conversation": self.messages} | self.options, render)
-        ids, segments = segmented(tokenizer, text, marks, special=False, shortest=shortest)
+        ids, segments = tokenized(tokenizer, text, marks, special=False, shortest=shortest)
         return Encoded(ids, segments)
 
 
-def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> str:
+def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     """Why no block can be reused by a model; empty if they can."""
     if recompute == "all":
         return 'recompute="all" reads everything'
-    if is_latent(cache.config):
-        return f"{cache.config.model_type} keeps a latent, whose positions are not moved"
-    if not is_routed(cache.config):
+    try:
+        moving(host)
+    except UnsupportedError as error:
+        return str(error)
+    if not host.attached:
         return "the model is not attached; kvkeep.attach(model)"
     windows = windowed(cache)
     if windows:
@@ -283,32 +280,27 @@ def _why_not_any(model: PreTrainedModel, cache: Cache, recompute: Recompute) -> 
         return "the spec evicts, and would take what is computed again for the newest; use keep_all"
     if any(layer.storage.limited for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
-    try:
-        moving(model)
-    except UnsupportedError as error:
-        return str(error)
-    if parsed(recompute).mode == "share" and not compares(model):
+    if parsed(recompute).mode == "share" and not compares(host):
         return "the model has no second layer to tell what differs; use recompute='boundary:32'"
     return ""
 
 
-def _why_not(segment: Segment, cache: Cache, store: PrefixStore, takeover: Takeover | None) -> str:
+def _why_not(segment: BlockTokens, host: Host, cache: ModelCache, budget: int | None) -> str:
     """Why a block cannot be reused; empty if it can."""
     if segment.span is None:
         return ""
-    if takeover is not None and segment.span.stop > takeover.start:
-        return (
-            f"an adapter takes over at token {takeover.start}, and what it computes belongs there"
-        )
-    if store.budget is None:
+    active: Activation | None = cache.activation
+    if active is not None and segment.span.stop > active.start:
+        return f"an adapter takes over at token {active.start}, and what it computes belongs there"
+    if budget is None:
         return ""
     tokens = segment.span.stop - segment.span.start
-    nbytes = cache.bytes_for(tokens)
-    if nbytes > store.budget:
-        return f"its {tokens} tokens take {nbytes} bytes, the store holds {store.budget}"
+    nbytes = cache.bytes_of(host.geometries(), tokens)
+    if nbytes > budget:
+        return f"its {tokens} tokens take {nbytes} bytes, the store holds {budget}"
     return ""
 
 
-def _report_of(segment: Segment) -> BlockReport:
+def _report_of(segment: BlockTokens) -> BlockReport:
     start, stop = segment.span or (None, None)
     return BlockReport(segment.text[:_SHOWN], start, stop, segment.refused)

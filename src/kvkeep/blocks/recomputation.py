@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from kvkeep.blocks.join import windowed
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import is_routed
-from kvkeep.hf.masks import MaskRequest, as_mask
+from kvkeep.host import Host, ModelCache, Narrowed
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION, part, slot_count
@@ -30,7 +24,7 @@ class Blended(NamedTuple):
 
 
 @torch.inference_mode()
-def recompute(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor) -> None:
+def recompute(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> None:
     """Compute tokens of a joined cache again, now that they see all before them.
 
     Args:
@@ -38,16 +32,16 @@ def recompute(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: T
         tokens: all that the cache counts as fed, int64 (T,).
         positions: of those to compute, int64 (n,), ascending; all of those that it does not hold.
     """
-    _require(cache, tokens, positions)
+    _require(host, cache, tokens, positions)
     for layer in cache.layers:
         _replace(layer, positions)
-    _feed(model, cache, tokens, positions)
+    _feed(host, cache, tokens, positions)
 
 
 @torch.inference_mode()
 def blend(
-    model: PreTrainedModel,
-    cache: Cache,
+    host: Host,
+    cache: ModelCache,
     tokens: Tensor,
     candidates: Tensor,
     *,
@@ -67,10 +61,10 @@ def blend(
 
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
-    _require(cache, tokens, candidates[certain])
-    if not compares(model):
+    _require(host, cache, tokens, candidates[certain])
+    if not compares(host):
         raise UnsupportedError(
-            f"{type(model).__name__} has no list of several layers, of which the second would tell "
+            f"{type(host.model).__name__} has no list of several layers, whose second would tell "
             "what differs; use recompute='boundary:32' or 'all'"
         )
     own = cache.layers
@@ -79,8 +73,8 @@ def blend(
     others: list[Any] = [choice, *(_Later(layer, choice) for layer in own[2:])]
     cache.layers = [own[0], *others]
     try:
-        with _narrowed(model, choice):
-            _feed(model, cache, tokens, candidates)
+        with host.narrowed(2, len(candidates), choice.narrowed):
+            _feed(host, cache, tokens, candidates)
     finally:
         cache.layers = own
     return Blended(choice.chosen, choice.deviation)
@@ -129,6 +123,10 @@ class _Choice(_Stand):
         """Their positions."""
         return self.candidates[self.index]
 
+    def narrowed(self) -> Narrowed:
+        """What the layers behind this one get."""
+        return Narrowed(self.index, self.chosen)
+
     def run(self, inputs: StepInputs) -> Tensor:
         layer, self._stepped = self._layer, True
         assert inputs.position is not None
@@ -160,48 +158,9 @@ class _Choice(_Stand):
         return differ.cpu().masked_fill(self._certain, torch.inf), norm.cpu()
 
 
-@contextmanager
-def _narrowed(model: PreTrainedModel, choice: _Choice) -> Iterator[None]:
-    """The third layer and those after it get the chosen tokens only."""
-    stack, thread = _stack(model), get_ident()
-
-    # torch calls it without kwargs in a forward during which another thread removes it.
-    def narrow(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if get_ident() != thread or kwargs is None:  # another forward of this model
-            return None
-        count = len(choice.candidates)
-
-        def chosen(x: Any) -> Any:
-            if isinstance(x, tuple):
-                return tuple(map(chosen, x))
-            asked: MaskRequest | None = getattr(x, "kvkeep", None)
-            if asked is not None:
-                return as_mask(choice.chosen.to(torch.int32), asked.window)
-            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == count:
-                return x[:, choice.index]
-            return x
-
-        return chosen(args), {name: chosen(x) for name, x in kwargs.items()}
-
-    hooks = [layer.register_forward_pre_hook(narrow, with_kwargs=True) for layer in stack[2:]]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def compares(model: PreTrainedModel) -> bool:
-    """Whether it can be told of a model's tokens how much they differ from what they would be."""
-    return len(_stack(model)) > 1
-
-
-def _stack(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers, if it has a list of them."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    return list(layers) if isinstance(layers, nn.ModuleList) else []
+def compares(host: Host) -> bool:
+    """Whether the second layer can tell how much a token's keys and values would change."""
+    return host.narrows and len(host.kinds) > 1
 
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:
@@ -212,20 +171,13 @@ def _replace(layer: LayerCache, positions: Tensor) -> None:
     layer.adopt_frozen(ledger, [run.without(positions) for run in layer.slots.frozen.runs])
 
 
-def _feed(model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor) -> None:
-    decoder: Callable[..., Any] = model.get_decoder()
-    decoder(
-        input_ids=tokens[positions][None].to(model.device),
-        attention_mask=as_mask(positions.to(torch.int32), None),
-        position_ids=positions[None].to(model.device),
-        past_key_values=cache,
-        use_cache=True,
-    )
+def _feed(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> None:
+    host.feed(tokens[positions][None].to(host.device), cache, position=positions)
 
 
-def require_repairable(cache: Cache) -> None:
+def require_repairable(host: Host, cache: ModelCache) -> None:
     """Raise UnsupportedError when tokens in a cache like this one can never be computed again."""
-    if not is_routed(cache.config):
+    if not host.attached:
         raise UnsupportedError("tokens are computed again by attached models; kvkeep.attach(model)")
     windows = windowed(cache)
     if windows:
@@ -241,8 +193,8 @@ def require_repairable(cache: Cache) -> None:
         )
 
 
-def _require(cache: Cache, tokens: Tensor, certain: Tensor) -> None:
-    require_repairable(cache)
+def _require(host: Host, cache: ModelCache, tokens: Tensor, certain: Tensor) -> None:
+    require_repairable(host, cache)
     if tokens.shape != (cache.fed,):
         raise ShapeError(f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}")
     held = cache.layers[0].positions()[0, 0].cpu()

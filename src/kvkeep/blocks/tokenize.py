@@ -17,7 +17,7 @@ SHORTEST = 16
 
 
 @dataclass(frozen=True)
-class Segment:
+class BlockTokens:
     """What became of a block that was marked.
 
     Args:
@@ -30,14 +30,14 @@ class Segment:
     span: Span | None
     refused: str = ""
 
-    def refuse(self, reason: str) -> Segment:
+    def refuse(self, reason: str) -> BlockTokens:
         """The same, not reused."""
         return self if self.refused else replace(self, refused=reason)
 
 
-def segmented(
+def tokenized(
     tokenizer: Any, text: str, marks: Sequence[Mark | Refused], *, special: bool, shortest: int
-) -> tuple[Tensor, list[Segment]]:
+) -> tuple[Tensor, list[BlockTokens]]:
     """The tokens of a text, and those of each block.
 
     The text is encoded once, as a whole, and a block's are those that lie inside of its mark: what
@@ -58,15 +58,15 @@ def segmented(
     if not offsets:
         refused = "the tokenizer does not say which text a token is of"
         return ids, [
-            Segment(m.text if isinstance(m, Refused) else text[m.start : m.stop], None, refused)
+            BlockTokens(m.text if isinstance(m, Refused) else text[m.start : m.stop], None, refused)
             for m in marks
         ]
     places = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2)
     taken: list[Mark] = []
-    found: list[Segment] = []
+    found: list[BlockTokens] = []
     for mark in marks:
         if isinstance(mark, Refused):
-            found.append(Segment(mark.text, None, mark.reason))
+            found.append(BlockTokens(mark.text, None, mark.reason))
             continue
         segment = _segment(text, mark, places, shortest)
         if any(one.start <= mark.start and mark.stop <= one.stop for one in taken):
@@ -77,11 +77,11 @@ def segmented(
     return ids, found
 
 
-def _segment(text: str, mark: Mark, places: Tensor, shortest: int) -> Segment:
+def _segment(text: str, mark: Mark, places: Tensor, shortest: int) -> BlockTokens:
     """A block's tokens, (start, stop) characters of each token being `places`, (n, 2)."""
     own = text[mark.start : mark.stop]
     if not own:
-        return Segment(own, None, "it is empty")
+        return BlockTokens(own, None, "it is empty")
     starts, stops = places.unbind(dim=1)
     real = stops > starts
     inside = (real & (starts >= mark.start) & (stops <= mark.stop)).nonzero().flatten()
@@ -89,14 +89,14 @@ def _segment(text: str, mark: Mark, places: Tensor, shortest: int) -> Segment:
         for index in (real & (starts < edge) & (stops > edge)).nonzero().flatten().tolist():
             start, stop = places[index].tolist()
             if text[edge - 1].isalnum() and text[edge].isalnum():
-                return Segment(
+                return BlockTokens(
                     own,
                     None,
                     f"its boundary re-tokenises: one token is of {text[start:stop]!r}, and it is "
                     "within a word of that; put white space between them",
                 )
     if len(inside) < shortest:
-        return Segment(
+        return BlockTokens(
             own, None, f"it is too short: {len(inside)} tokens of its own, at least {shortest}"
         )
-    return Segment(own, Span(int(inside[0]), int(inside[-1]) + 1))
+    return BlockTokens(own, Span(int(inside[0]), int(inside[-1]) + 1))

@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.hf.config import base_config, decoder_config
+from kvkeep.host import Host, ModelCache
 
 Tick = Callable[[int], None]
-"""Told the cost of every forward, in tokens of a prefill."""
+"""Called after every forward with its cost, in tokens of a prefill."""
 
 STEP_COST = 16
-"""What a forward costs at least, in tokens of a prefill: all weights are read for it."""
+"""The least cost of a forward, in tokens of a prefill: each forward reads all weights."""
 
 
-def fill(model: Any, cache: Any, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
-    """Feed ids (B, n), in one call or `chunk` tokens a call -> logits (B, V) after the last."""
-    for part in torch.split(ids, chunk or ids.shape[1], dim=1):
-        logits: Tensor = model(part, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        tick(max(STEP_COST, part.numel()))
+def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
+    """Feed ids (B, n), in one call or in chunks of `chunk` tokens -> logits (B, V) after the
+    last token."""
+    for piece in torch.split(ids, chunk or ids.shape[1], dim=1):
+        logits = host.forward(piece, cache)[:, -1]
+        tick(max(STEP_COST, piece.numel()))
     return logits
 
 
-def follow(model: Any, cache: Any, first: Tensor, ids: Tensor, tick: Tick) -> Iterator[Tensor]:
+def follow(
+    host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick
+) -> Iterator[Tensor]:
     """The logits (B, V) that predict each of ids (B, N): `first`, then those after each token of
-    ids but the last, fed one at a time as a decoder does."""
+    ids but the last. Tokens are fed one at a time, as when a model generates."""
     yield first
     for token in torch.split(ids[:, :-1], 1, dim=1):
-        yield fill(model, cache, token, None, tick)
+        yield fill(host, cache, token, None, tick)
 
 
-def require_positions(model: Any, context: int, more: int = 0) -> None:
-    """Raise when there is no context, or a model's positions end before it and `more` tokens do.
+def require_positions(host: Host, context: int, more: int = 0) -> None:
+    """Require a context that is not empty, and that it and `more` tokens fit the model.
 
     Raises:
-        ShapeError: so it is.
+        ShapeError: it is empty, or too long.
     """
     if context < 1:
         raise ShapeError(f"a context of {context} tokens; give at least 1")
-    most = getattr(decoder_config(base_config(model)), "max_position_embeddings", None)
+    most = host.context
     if most is not None and context + more > most:
         after = f" and {more} more" if more else ""
         raise ShapeError(

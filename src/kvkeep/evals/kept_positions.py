@@ -8,33 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.bench.decode_loop import prepared
 from kvkeep.bench.text import windows_of_text
 from kvkeep.evals.forward import fill, require_positions
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Specs, host_of
 
 Kept = list[list[list[int]]]
 """Positions kept, ascending: layer -> kv head -> positions."""
 
 
 def prompt_ids(model: Any, tokenizer: Any, prompt: str, context: int | None = None) -> Tensor:
-    """Ids (1, n) of a prompt as it is, or of `context` tokens of the standard library's help texts.
+    """Token ids (1, n) of a prompt; with `context`, of that many tokens of the standard library's
+    help texts instead.
 
     Raises:
-        ShapeError: no token, or more than the model holds.
+        ShapeError: no tokens, or more than the model's context.
     """
+    host = host_of(model)
     if context is not None:
-        require_positions(model, context)
+        require_positions(host, context)
         return windows_of_text(tokenizer, 1, context)
     ids: Tensor = tokenizer(prompt, return_tensors="pt", verbose=False).input_ids
-    require_positions(model, ids.shape[1])
+    require_positions(host, ids.shape[1])
     return ids
 
 
 @torch.inference_mode()
 def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept:
-    """Feed ids (1, n) to a model that is not attached, and say what is held then.
+    """Feed ids (1, n) to a model that is not attached, and return the positions that are held
+    then.
 
     Args:
         chunk: feed the tokens in chunks of that many; None: at once.
@@ -43,10 +44,11 @@ def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept
         SpecError: the spec does not exist or does not fit the model.
         CapacityError: its fixed slots cannot hold the tokens.
     """
-    cache = Cache(model, spec, capacity=ids.shape[1])
+    host = host_of(model)
+    cache = host.new_cache(spec, capacity=ids.shape[1])
     cache.admit(ids.shape[1])
-    with prepared("keep_all", model):
-        fill(model, cache, ids.to(model.device), chunk, lambda cost: None)
+    with host.attach():
+        fill(host, cache, ids.to(host.device), chunk, lambda cost: None)
     return [
         [sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()]
         for layer in cache.layers

@@ -1,4 +1,4 @@
-"""Models whose keys have a few channels much larger than the rest, made of ordinary ones."""
+"""Make a few channels of a model's keys much larger than the rest, as some models have them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from kvkeep.errors import UnsupportedError
 
 @contextmanager
 def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) -> Iterator[None]:
-    """Make one rotary pair of each kv head's keys `times` larger, until the block ends.
+    """Make one rotary pair of each kv head's keys `times` larger within the context.
 
     `scaled` and `turned` do not change what the model computes in full precision: queries are
-    divided by what keys are multiplied by. `bias` does, so compare with the model as it is then.
+    divided by what keys are multiplied by. `bias` does, so compare with the biased model's full
+    cache.
 
     Args:
         model: one whose attention has q_proj, k_proj and `apply_rotary_pos_emb` (Llama, Qwen2).
-        kind: `scaled`, before the rotary embedding, in the weights of a pair of any frequency;
-            `turned`, behind it, in two single channels; `bias`, a constant before it, in a pair
-            of the lowest quarter of frequencies, as Qwen2.5 has them.
+        kind: `scaled`: the weights of a rotary pair of any frequency, before the rotary embedding;
+            `turned`: two single channels, after the rotary embedding; `bias`: a constant added
+            before it to a pair in the lowest quarter of frequencies, as in Qwen2.5.
         times: how much larger than the root mean square of the layer's keys.
-        seed: chooses the channels.
+        seed: determines the channels.
 
     Raises:
         UnsupportedError: an unknown kind, or a model of another structure.
@@ -38,7 +39,8 @@ def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) ->
     found = [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
     if not found or not hasattr(sys.modules[type(found[0]).__module__], "apply_rotary_pos_emb"):
         raise UnsupportedError(
-            f"{type(model).__name__} keeps its keys' weights elsewhere; use a Llama or Qwen2"
+            f"{type(model).__name__} has no q_proj, k_proj and apply_rotary_pos_emb; use a Llama "
+            "or Qwen2"
         )
     projections = [p for m in found for p in (m.q_proj, m.k_proj)]
     before = [(p, p.weight.data.clone(), p.bias) for p in projections]

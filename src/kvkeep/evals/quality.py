@@ -35,7 +35,7 @@ def compare(logits: Iterable[Tensor], full: Iterable[Tensor], ids: Tensor) -> Qu
     for mine, theirs, token in zip(logits, full, ids.T, strict=True):
         log_q, log_p = (torch.log_softmax(x.cpu().double(), -1) for x in (mine, theirs))
         loss -= float(log_q.gather(1, token.cpu()[:, None]).sum())
-        # A token that the model rules out (log-probability -inf) counts 0 where both do.
+        # p * log(p / q) is 0 where p is 0; -inf - log_q would make it NaN.
         difference = torch.where(log_p == -torch.inf, 0, log_p - log_q)
         kl += float((log_p.exp() * difference).sum())
         agreed += int((log_q.argmax(dim=-1) == log_p.argmax(dim=-1)).sum())

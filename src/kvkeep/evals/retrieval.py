@@ -1,4 +1,4 @@
-"""Hidden numbers: can a model still find a sentence somewhere in a long prompt?"""
+"""Retrieval: does a model still find a number that is hidden in a long prompt?"""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.evals.forward import STEP_COST, Tick, fill
+from kvkeep.host import Host, ModelCache
 
 DEPTHS = (10, 30, 50, 70, 90)
-"""Where numbers are hidden, in percent of the text."""
+"""Where numbers are hidden, in percent of the text before them."""
 
 ANSWER_TOKENS = 12
-"""Most tokens of an answer; its first words are given, so the number comes next."""
+"""Most tokens of an answer. Its first words are part of the prompt, so the number comes next."""
 
 _NAMES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dublin", "Athens")
-_SEEK = 100  # tokens by which a sentence moves to stand on a line of its own
+_SEEK = 100  # most tokens that a sentence is moved back by, to the start of a line
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt (1, n) of token ids, and the number that its answer should have."""
+    """A prompt of token ids (1, n), and the number that its answer should contain."""
 
     depth: int
     prompt: Tensor
@@ -33,17 +34,18 @@ class Probe:
 
 def probes(tokenizer: Any, text: Tensor, length: int, seed: int = 0) -> list[Probe]:
     """One prompt of `length` tokens for each depth: text with a number hidden in it, then the
-    question, then the first words of the answer. It is formatted as a chat if the model has one.
+    question, then the first words of the answer; formatted as a chat if the tokenizer has a chat
+    template.
 
     Args:
-        text: ids (n,) of a window of text, at least `length`.
-        seed: another one hides other numbers under other names.
+        text: token ids (n,) of a window of text, at least `length`.
+        seed: determines numbers and names.
 
     Raises:
-        ShapeError: the length has no room for the question.
+        ShapeError: the length leaves no room for the question.
     """
     draw = random.Random(seed)
-    text = text[len(tokenizer("").input_ids) :]  # a prompt has its first token already
+    text = text[len(tokenizer("").input_ids) :]  # the prompt brings its own first token
     names = draw.sample(_NAMES, len(DEPTHS))
     return [
         _probe(tokenizer, text, length, depth, name, str(draw.randint(10000, 99999)))
@@ -52,10 +54,10 @@ def probes(tokenizer: Any, text: Tensor, length: int, seed: int = 0) -> list[Pro
 
 
 def recovered(
-    model: Any, tokenizer: Any, cache: Any, probe: Probe, chunk: int | None, tick: Tick
+    host: Host, tokenizer: Any, cache: ModelCache, probe: Probe, chunk: int | None, tick: Tick
 ) -> bool:
     """Whether the greedy answer through an empty cache contains the hidden number."""
-    logits = fill(model, cache, probe.prompt.to(model.device), chunk, tick)
+    logits = fill(host, cache, probe.prompt.to(host.device), chunk, tick)
     answer: list[int] = []
     for left in reversed(range(ANSWER_TOKENS)):
         token = logits.argmax(dim=-1, keepdim=True)
@@ -64,12 +66,12 @@ def recovered(
         if found or answer[-1] == tokenizer.eos_token_id:
             return found
         if left:
-            logits = fill(model, cache, token, None, tick)
+            logits = fill(host, cache, token, None, tick)
     return False
 
 
 def cost(length: int) -> int:
-    """Most that all probes of one text tick, for prompts of `length` tokens."""
+    """Most cost of all probes of one text, for prompts of `length` tokens; see `Tick`."""
     return len(DEPTHS) * (length + ANSWER_TOKENS * STEP_COST)
 
 
@@ -93,7 +95,7 @@ def _probe(tokenizer: Any, text: Tensor, length: int, depth: int, name: str, num
 
 
 def _frame(tokenizer: Any) -> tuple[str, str]:
-    """What stands before a user's text, and between its end and the answer."""
+    """The text before a user's message, and the text between its end and the answer."""
     if getattr(tokenizer, "chat_template", None) is None:
         return "", "\n"
     mark = "<text>"
@@ -101,7 +103,7 @@ def _frame(tokenizer: Any) -> tuple[str, str]:
         [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
     )
     before, _, after = chat.partition(mark)
-    # The template spells the tokenizer's own first token out; it is put there already.
+    # The template writes the tokenizer's first token as text; the prompt has it already.
     first = tokenizer.decode(tokenizer("").input_ids)
     return before.removeprefix(first), after
 

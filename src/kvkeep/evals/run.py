@@ -11,27 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.bench.decode_loop import prepared
 from kvkeep.bench.text import windows_of_text
 from kvkeep.bench.timing import interleaved
 from kvkeep.errors import SpecError
 from kvkeep.evals import retrieval
 from kvkeep.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep.evals.quality import compare
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.models import load
+from kvkeep.host import Host, ModelCache, host_of, load_model
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 
 BASELINE = "keep_all"
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and the share of everything that is done, 0 to 1."""
+"""Called with what is being done, and the share of the whole that is done, 0 to 1."""
 
 _Spec = CacheSpec | PerType
 
 _TURNS, _BURST = 4, 3
 TIMED_STEPS = (_TURNS + 1) * _BURST
-"""Steps that are made to time a cache."""
+"""Steps that are run to time a cache."""
 
 
 def run(
@@ -48,15 +46,15 @@ def run(
     retrieve: bool = True,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
-    """`evaluate` a model by name, and its adapter: see `kvkeep.hf.models.load`.
+    """`evaluate` a model by name, with an adapter or without; see `kvkeep.host.load_model`.
 
     Raises:
-        SpecError, before the model is loaded: a spec that does not exist.
+        SpecError: a spec that does not exist; raised before the model is loaded.
         ModelError: the model or dtype does not exist or cannot be loaded.
     """
     for spec in specs:
         parse_specs(spec)
-    loaded, tokenizer = load(
+    loaded, tokenizer = load_model(
         model, dtype, progress=lambda doing: progress(doing, 0.0), adapter=adapter
     )
     contexts = [context] if isinstance(context, int) else context
@@ -91,19 +89,19 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare cache specs with the full cache, on a loaded model that is not attached.
 
-    Each spec is fed the context, then the true continuation one token at a time, so that it evicts
-    and encodes as it does when a model generates.
+    With each spec the model is fed the context, then the true continuation one token at a time, so
+    that the cache evicts and encodes as it does in generation.
 
     Args:
-        specs: what to compare with `keep_all`, which is always measured.
-        contexts: tokens fed before the first that is predicted; also the length of the prompts in
-            which numbers are hidden.
-        continuation: tokens that are predicted.
-        windows: places in the text whose figures are averaged.
+        specs: compared with `keep_all`, which is always measured.
+        contexts: how many tokens are fed before the first that is predicted; also the length of the
+            prompts in which numbers are hidden.
+        continuation: how many tokens are predicted.
+        windows: how many windows of the text the figures are averaged over.
         chunk: feed the context in chunks of that many tokens; None: at once.
         text_file: UTF-8 text; None takes the standard library's help texts.
         retrieve: hide numbers and ask for them, which takes five more prefills per window.
-        progress: told what is being done.
+        progress: called with what is being done.
 
     Returns:
         `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
@@ -122,9 +120,10 @@ def evaluate(
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
     parsed = {spec: parse_specs(spec) for spec in specs}
     distinct = list(dict.fromkeys([parse_specs(BASELINE), *parsed.values()]))
+    host = host_of(model)
     for context in contexts:
-        require_positions(model, context, max(continuation, TIMED_STEPS))
-    # Every text is cut, and every cache built once, before anything is computed.
+        require_positions(host, context, max(continuation, TIMED_STEPS))
+    # Cut every text and build every cache once, so that errors come before any computation.
     texts = [
         windows_of_text(tokenizer, windows, context + continuation, text_file)
         for context in contexts
@@ -134,13 +133,13 @@ def evaluate(
             retrieval.probes(tokenizer, text[0], context)
     for spec in distinct:
         most, after = max(contexts), max(continuation, TIMED_STEPS)
-        _cache(model, spec, most, after).admit(most + after)
+        _cache(host, spec, most, after).admit(most + after)
     rows, baseline = [], []
     total = sum(_cost(windows, c, continuation, retrieve) for c in contexts) * len(distinct)
     work = _Work(progress, total)
-    with prepared(BASELINE, model):
+    with host.attach(BASELINE):
         for context, text in zip(contexts, texts, strict=True):
-            one = _Context(model, tokenizer, text.to(model.device), context, chunk, retrieve, work)
+            one = _Context(host, tokenizer, text.to(host.device), context, chunk, retrieve, work)
             found = one.rows(distinct)
             baseline.append({"spec": BASELINE, **found[distinct[0]]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
@@ -154,7 +153,7 @@ def evaluate(
 
 
 class _Work:
-    """How much of everything is done; a stage that ends early counts as a whole one."""
+    """The share of all work that is done; a stage that ends early counts as complete."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total = progress, total
@@ -172,11 +171,12 @@ class _Work:
 
 
 class _Context:
-    """All specs at one context: text (windows, context + continuation), one window in a row."""
+    """All specs at one context; `text` is (windows, context + continuation), a window in each
+    row."""
 
     def __init__(
         self,
-        model: Any,
+        host: Host,
         tokenizer: Any,
         text: Tensor,
         context: int,
@@ -184,14 +184,14 @@ class _Context:
         retrieve: bool,
         work: _Work,
     ) -> None:
-        self.model, self.tokenizer, self.work = model, tokenizer, work
+        self.host, self.tokenizer, self.work = host, tokenizer, work
         self.past, self.ids = text[:, :context], text[:, context:]
         self.context, self.chunk, self.retrieve = context, chunk, retrieve
         self._full: list[Tensor] = []  # the full cache's predictions
-        self._held: dict[_Spec, Cache] = {}  # one row of each after the context, to be timed
+        self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
 
     def rows(self, specs: Sequence[_Spec]) -> dict[_Spec, dict[str, Any]]:
-        """Each spec's figures; the first is the full cache, with which the others are compared."""
+        """Each spec's figures; `specs[0]` is the full cache, the baseline of the comparison."""
         found: dict[_Spec, dict[str, Any]] = {}
         for spec in specs:
             found[spec] = self._quality(spec) | self._retrieval(spec)
@@ -207,8 +207,8 @@ class _Context:
     def _quality(self, spec: _Spec) -> dict[str, Any]:
         rows, length = self.ids.shape
         self._begin(spec, "text", _text_cost(rows, self.context, length))
-        cache = _cache(self.model, spec, self.context, length)
-        first = fill(self.model, cache, self.past, self.chunk, self.work.tick)
+        cache = _cache(self.host, spec, self.context, length)
+        first = fill(self.host, cache, self.past, self.chunk, self.work.tick)
         held = {
             "context": self.context,
             "bytes": cache.live_bytes // rows,
@@ -216,7 +216,7 @@ class _Context:
         }
         self._held[spec] = deepcopy(cache)
         self._held[spec].select([0])
-        logits = follow(self.model, cache, first, self.ids, self.work.tick)
+        logits = follow(self.host, cache, first, self.ids, self.work.tick)
         if not self._full:
             self._full = [x.cpu() for x in logits]
             logits = iter(self._full)
@@ -229,22 +229,22 @@ class _Context:
         self._begin(spec, "hidden numbers", len(self.past) * retrieval.cost(self.context))
         for index, text in enumerate(torch.cat([self.past, self.ids], dim=1).cpu()):
             for probe in retrieval.probes(self.tokenizer, text, self.context, seed=index):
-                cache = _cache(self.model, spec, self.context, retrieval.ANSWER_TOKENS)
+                cache = _cache(self.host, spec, self.context, retrieval.ANSWER_TOKENS)
                 found[probe.depth].append(
                     retrieval.recovered(
-                        self.model, self.tokenizer, cache, probe, self.chunk, self.work.tick
+                        self.host, self.tokenizer, cache, probe, self.chunk, self.work.tick
                     )
                 )
         shares = {str(depth): statistics.fmean(hits) for depth, hits in found.items()}
         return {"retrieval": statistics.fmean(shares.values()), "retrieval_by_depth": shares}
 
     def _speed(self) -> dict[_Spec, float]:
-        """Tokens per second of single steps after the context, all specs taking turns."""
+        """Tokens per second of single steps after the context, with the specs interleaved."""
         self.work.stage("timing", len(self._held) * TIMED_STEPS * STEP_COST)
         token = self.ids[:1, :1]
 
-        def step(cache: Cache) -> None:
-            fill(self.model, cache, token, None, self.work.tick)
+        def step(cache: ModelCache) -> None:
+            fill(self.host, cache, token, None, self.work.tick)
 
         steps = {spec: (lambda c=cache: step(c)) for spec, cache in self._held.items()}
         seconds = interleaved(steps, turns=_TURNS, burst=_BURST)
@@ -254,9 +254,9 @@ class _Context:
         self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
 
 
-def _cache(model: Any, spec: _Spec, context: int, more: int) -> Cache:
+def _cache(host: Host, spec: _Spec, context: int, more: int) -> ModelCache:
     """An empty cache with room for the context and what is fed after it."""
-    return Cache(model, spec, capacity=context + max(more, TIMED_STEPS))
+    return host.new_cache(spec, capacity=context + max(more, TIMED_STEPS))
 
 
 def _text_cost(rows: int, context: int, continuation: int) -> int:
@@ -264,6 +264,6 @@ def _text_cost(rows: int, context: int, continuation: int) -> int:
 
 
 def _cost(windows: int, context: int, continuation: int, retrieve: bool) -> int:
-    """What a spec costs at one context, in tokens of a prefill."""
+    """The cost of a spec at one context, in tokens of a prefill."""
     hidden = windows * retrieval.cost(context) if retrieve else 0
     return _text_cost(windows, context, continuation) + hidden + TIMED_STEPS * STEP_COST

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not there, checked before they are used, nothing unpickled."""
+"""Checkpoints of a run: written atomically, verified before they are used, without pickle."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvkeep.errors import KVKeepError
 from kvkeep.files.atomic import PARTIAL, sync_to_disk
 from kvkeep.files.headers import typed
 from kvkeep.finetune import lora
-from kvkeep.hf.fingerprint import differences
+from kvkeep.host.fingerprint import differences
 
 VERSION = 1
 OPTIMIZER = "optimizer.safetensors"
 STATE = "kvkeep_finetune.json"
 
 MODEL = "model's "
-"""How the parts of a model's fingerprint begin among what a run depends on."""
+"""The prefix of the names of a model's fingerprint among what a run depends on."""
 
 _RANDOM = "random"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
@@ -38,14 +38,15 @@ _STATES = ("step", "exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(KVKeepError, ValueError):
-    """A directory that a run cannot write to or go on from."""
+    """A directory that a run cannot write to or resume from."""
 
 
 @dataclass
 class State:
-    """Where a run is, beside its weights.
+    """The state of a run, besides its weights.
 
-    `options` are those that its weights depend on; losses are by step, `eval_loss` from "0".
+    `options` are those that its weights depend on. `train_loss` has one loss for each step;
+    `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on.
     """
 
     options: dict[str, str | int | float | None]
@@ -60,10 +61,10 @@ class State:
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """The directory of a run, which nobody else writes to meanwhile.
+    """Create and lock the directory of a run, so that no other process writes to it.
 
     Raises:
-        CheckpointError: it cannot be written, or somebody does.
+        CheckpointError: it cannot be written, or another process holds the lock.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def claimed(out: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"another process is fine-tuning into {out}; wait for it, or give another directory"
             ) from error
-        for left in out.glob(f".*{PARTIAL}"):  # by a run that was killed
+        for left in out.glob(f".*{PARTIAL}"):  # left by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
@@ -85,26 +86,27 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 def steps_in(out: Path) -> list[int]:
-    """The steps of the checkpoints there, the newest last."""
+    """The steps of the checkpoints in a directory, ascending."""
     found = (_NAME.fullmatch(path.name) for path in out.iterdir())
     return sorted(int(name[1]) for name in found if name)
 
 
 def require_unused(out: Path) -> None:
-    """Raise CheckpointError if a directory holds a run."""
+    """Raise CheckpointError if a directory holds a run already."""
     steps = steps_in(out)
     held = [f"checkpoint-{steps[-1]}"] if steps else [n for n in lora.FILES if (out / n).exists()]
     if held:
         raise CheckpointError(
-            f"{out} holds a run already ({held[0]}); go on with --resume, or give another directory"
+            f"{out} holds a run already ({held[0]}); resume it with --resume, or give another "
+            "directory"
         )
 
 
 def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, keep: int) -> None:
-    """Write a run as it is, and keep the newest `keep` checkpoints.
+    """Write a checkpoint of a run, and delete all but the newest `keep`.
 
     Raises:
-        CheckpointError: it cannot be written; the other checkpoints are as they were.
+        CheckpointError: it cannot be written; the other checkpoints are unchanged.
     """
     tensors = {_RANDOM: torch.get_rng_state()}
     for name, parameter in _trained(model):
@@ -123,16 +125,16 @@ def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, 
             work.rename(target)
             sync_to_disk(out)
         for old in steps_in(out)[:-keep]:
-            with _partial(out) as work:  # so that no half of it ever has the name
+            with _partial(out) as work:  # renamed first, so that the name is never on a part of it
                 (out / f"checkpoint-{old}").rename(work / "old")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write {target}: {error}; make room, and go on with --resume"
+            f"cannot write {target}: {error}; make room, and resume with --resume"
         ) from error
 
 
 def save_adapter(out: Path, model: Any) -> None:
-    """Write the adapter as PEFT reads it; of its two files, the one that it is known by last.
+    """Write the adapter for PEFT; the file by which PEFT recognises an adapter comes last.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -145,7 +147,7 @@ def save_adapter(out: Path, model: Any) -> None:
                 (work / name).replace(out / name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write an adapter to {out}: {error}; make room, and go on with --resume"
+            f"cannot write an adapter to {out}: {error}; make room, and resume with --resume"
         ) from error
 
 
@@ -153,13 +155,13 @@ def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
     """The newest checkpoint of a run with these options; None if there is none.
 
     Raises:
-        CheckpointError: it is not whole, or it is another run's.
+        CheckpointError: it is damaged, or it belongs to another run.
     """
     steps = steps_in(out)
     if not steps:
         if any((out / name).exists() for name in lora.FILES):
             raise CheckpointError(
-                f"{out} holds an adapter but no checkpoint to go on from; give another directory"
+                f"{out} holds an adapter but no checkpoint to resume from; give another directory"
             )
         return None
     path = out / f"checkpoint-{steps[-1]}"
@@ -174,23 +176,23 @@ def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
     differ += [f"model: {x}" for x in differences(_of_model(state.options), _of_model(options))]
     if differ:
         raise CheckpointError(
-            f"{path} is of another run: {'; '.join(differ)}; go on with the same data and options, "
-            "or give another directory"
+            f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data and "
+            "options, or give another directory"
         )
     return state, path
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
-    """The fingerprint among what a run depends on."""
+    """The model's fingerprint, from all that a run depends on."""
     named = ((name, str(value)) for name, value in options.items() if name.startswith(MODEL))
     return {name.removeprefix(MODEL): value for name, value in named}
 
 
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Make weights, optimizer and random numbers those of a checkpoint.
+    """Load weights, optimizer state and the state of the random number generator.
 
     Raises:
-        CheckpointError: it does not fit the model.
+        CheckpointError: the checkpoint is of another adapter, or damaged.
     """
     weights, tensors = _tensors(path / lora.FILES[0]), _tensors(path / OPTIMIZER)
     if weights.keys() != lora.weights_of(model).keys():
@@ -200,7 +202,7 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         states = {
             index: {key: tensors[f"{name}.{key}"] for key in _STATES}
             for index, (name, _) in enumerate(trained)
-            if f"{name}.{_STATES[0]}" in tensors  # else it never had a gradient
+            if f"{name}.{_STATES[0]}" in tensors  # without it, it never had a gradient
         }
         torch.set_rng_state(tensors[_RANDOM])
     except (KeyError, RuntimeError, TypeError) as error:
@@ -211,19 +213,19 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """As the optimizer has them."""
+    """The trained parameters by name, in the optimizer's order."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _read(path: Path) -> State:
-    """The state of a checkpoint, once all of its files are as they were written."""
+    """The state of a checkpoint, after verifying the checksums of all its files."""
     try:
         fields = json.loads((path / STATE).read_bytes())
         checksum = fields.pop("checksum")
         version = fields["version"]
         if version != VERSION:
             raise CheckpointError(
-                f"{path} is of version {version}, this kvkeep reads version {VERSION}; go on with "
+                f"{path} is of version {version}, this kvkeep reads version {VERSION}; resume with "
                 "the kvkeep that wrote it"
             )
         if checksum != _seal(fields):
@@ -245,8 +247,7 @@ def _read(path: Path) -> State:
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not as it was written: {reason}; remove {path.parent} to go on from the "
-        "checkpoint before it"
+        f"{path} is damaged: {reason}; remove {path.parent} to resume from the checkpoint before it"
     )
 
 
@@ -276,7 +277,8 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def _partial(out: Path) -> Iterator[Path]:
-    """A directory beside a run's, whose name says that it is not whole; gone at the end."""
+    """A temporary directory inside a run's, with a name that marks it as incomplete; removed on
+    exit."""
     path = out / f".{os.getpid()}{PARTIAL}"
     path.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Texts and conversations of a JSON Lines file, as tokens and what of them is to be learned."""
+"""Texts and conversations of a JSON Lines file, as token ids and labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.errors import KVKeepError
 
 IGNORED = -100
-"""The label of a token that is not to be learned."""
+"""The label of a token that is not learned."""
 
 
 class DataError(KVKeepError, ValueError):
@@ -22,24 +22,24 @@ class DataError(KVKeepError, ValueError):
 
 
 class Tokens(NamedTuple):
-    """A text or a piece of one: (n,) token ids, and labels: its own id, or -100."""
+    """A text or a piece of one: token ids (n,), and labels (n,), a token's own id or -100."""
 
     ids: Tensor
     labels: Tensor
 
     @property
     def learned(self) -> int:
-        """Labels that count: nothing predicts the first token."""
+        """How many labels are learned; the first token is not predicted."""
         return int((self.labels[1:] != IGNORED).sum())
 
 
 def read(path: Path, tokenizer: Any) -> list[Tokens]:
     """The documents of a JSON Lines file: `{"text": ...}` or `{"messages": [...]}` on each line.
 
-    Of a text all tokens are learned, of a conversation those of the assistant.
+    All tokens of a text are learned, and the assistant's tokens of a conversation.
 
     Raises:
-        DataError: the file cannot be read, holds nothing, or a line is not like that.
+        DataError: the file cannot be read or is empty, or a line has another form.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -61,8 +61,8 @@ def read(path: Path, tokenizer: Any) -> list[Tokens]:
 
 
 def pieces(documents: Iterable[Tokens], length: int) -> list[Tokens]:
-    """Documents cut to at most `length` tokens; without pieces that have nothing to learn, such as
-    those of a single token."""
+    """Documents cut into pieces of at most `length` tokens. Pieces with nothing to learn, such as
+    those of a single token, are left out."""
     found = []
     for ids, labels in documents:
         cut = zip(torch.split(ids, length), torch.split(labels, length), strict=True)
@@ -71,7 +71,7 @@ def pieces(documents: Iterable[Tokens], length: int) -> list[Tokens]:
 
 
 def digest(texts: Iterable[Tokens]) -> str:
-    """XXH3 of tokens and labels."""
+    """The XXH3 hash of tokens and labels."""
     found = xxhash.xxh3_128()
     for text in texts:
         for x in text:
@@ -102,7 +102,9 @@ def _text(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} has half a character, {error}; write it as UTF-8") from error
+        raise DataError(
+            f"{name} has half of a surrogate pair ({error}); write whole characters"
+        ) from error
     return value
 
 
@@ -136,9 +138,9 @@ def _conversation(tokenizer: Any, messages: list[dict[str, Any]]) -> Tokens:
             for shorter, longer in ((prompt, answered), (answered, ids)):
                 if len(shorter) > len(longer) or not shorter.equal(longer[: len(shorter)]):
                     raise DataError(
-                        f"with the model's chat template, what stands before the end of message "
+                        f"with the model's chat template, the text before the end of message "
                         f"{index} depends on what follows, so the assistant's tokens cannot be "
-                        "found; give each answer a line of its own, that ends with it, or the "
+                        "found; give each answer a line of its own, which ends with it, or the "
                         'whole as {"text": ...}'
                     )
             labels[len(prompt) : len(answered)] = ids[len(prompt) : len(answered)]
@@ -157,7 +159,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = Fal
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> Tensor:
-    # verbose: a text may be longer than the model, for it will be cut.
+    # verbose=False: no warning about a text longer than the model's context; it will be cut.
     ids = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
     return torch.tensor(ids, dtype=torch.int64)
 
@@ -171,7 +173,7 @@ class Batch(NamedTuple):
 
 
 def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
-    """So many rows at a time; the last may have fewer."""
+    """Batches of `rows` texts; the last may have fewer."""
     for start in range(0, len(texts), rows):
         some = texts[start : start + rows]
 
@@ -186,6 +188,6 @@ def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
 
 
 def order(count: int, seed: int, epoch: int) -> list[int]:
-    """In which order an epoch takes its pieces."""
+    """The order of an epoch's `count` pieces: a permutation that depends on seed and epoch."""
     mixed = xxhash.xxh3_64_intdigest(f"{seed} {epoch}".encode()) >> 1
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed)).tolist()

@@ -1,4 +1,4 @@
-"""PEFT's LoRA: put on a model, written, and read without pickles."""
+"""PEFT's LoRA: added to a model, written to files, and read from them without pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.finetune.options import OptionError, Options
-from kvkeep.hf.adapters import adapter_layers
+from kvkeep.host.adapters import adapter_layers
 
 try:
     from peft import (
@@ -24,14 +24,14 @@ except ImportError as error:
     ) from error
 
 FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""What PEFT reads; it knows an adapter by the last."""
+"""The files that PEFT reads; it recognises an adapter by the last."""
 
 
 def with_adapter(model: Any, options: Options) -> Any:
-    """The model with a new adapter, which alone can be trained.
+    """The model with a new adapter; only the adapter's parameters require gradients.
 
     Raises:
-        OptionError: the model has none of the modules, or an adapter.
+        OptionError: the model has none of the target modules, or has an adapter already.
     """
     if adapter_layers(model):
         raise OptionError("the model has an adapter already; give its base model")
@@ -44,7 +44,7 @@ def with_adapter(model: Any, options: Options) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+            warnings.simplefilter("ignore", FutureWarning)  # raised by how PEFT uses transformers
             return get_peft_model(model, config)
     except ValueError as error:
         reason = " ".join(str(error).split())
@@ -55,20 +55,20 @@ def with_adapter(model: Any, options: Options) -> Any:
 
 
 def write(model: Any, directory: Path) -> None:
-    """Write the files of a model's adapter, and nothing else."""
-    # "auto" would ask the hub for the base model's vocabulary.
+    """Write the files of a model's adapter, and no others."""
+    # "auto", the default, would ask the hub for the base model's vocabulary.
     model.save_pretrained(directory, save_embedding_layers=False)
     for path in directory.iterdir():
-        if path.name not in FILES:  # a model card to be filled in
+        if path.name not in FILES:  # an empty model card
             path.unlink()
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """The adapter's weights, as they are called in its file."""
+    """The adapter's weights, by their names in its file."""
     found: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return found
 
 
 def set_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    """The inverse of `weights_of`."""
+    """Set the adapter's weights, by their names in its file."""
     set_peft_model_state_dict(model, weights)

@@ -1,14 +1,12 @@
-"""How to fine-tune, and what must fit together for it."""
+"""The options of a fine-tuning run, and whether they fit each other, the model and the data."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from kvkeep.errors import KVKeepError
-from kvkeep.hf.config import base_config, decoder_config, layer_kinds
-from kvkeep.hf.specs import per_layer
+from kvkeep.host import Host, per_layer
 from kvkeep.spec import parse_specs
 from kvkeep.train.walk import CHUNK
 
@@ -16,7 +14,7 @@ LENGTH = 8192
 DECAYS = ("linear", "cosine")
 
 _BESIDE = {"eval_every", "save_every", "keep", "host_bytes", "spill"}
-"""What the weights do not depend on."""
+"""Options that the trained weights do not depend on."""
 
 
 class OptionError(KVKeepError, ValueError):
@@ -28,19 +26,20 @@ class Options:
     """How to fine-tune.
 
     Attributes:
-        cache: what is kept while training, as when the model is served.
+        cache: what is kept while training; use the spec that the model will be served with.
         chunk: tokens computed at once; None: 1,024, or the cache's budget if that is less.
-        length: most tokens of a piece; None: 8,192, or what the model holds if that is less.
+        length: most tokens of a piece; None: 8,192, or the model's context if that is less.
         batch: pieces computed together.
-        accumulate: batches whose gradients make a step.
-        rank, alpha, dropout: of LoRA.
+        accumulate: batches whose gradients are summed for one step.
+        rank, alpha, dropout: LoRA's.
         targets: names of modules, comma-separated, or "all-linear".
-        lr: of AdamW, after `warmup` steps of rising and before `decay`, "linear" or "cosine", to 0.
-        clip: most norm of a step's gradients; 0: any.
-        steps, epochs: how long; None for both: one epoch.
-        seed: of weights, order and dropout.
-        eval_every, save_every: steps between; 0: at the end only.
-        keep: newest checkpoints that stay.
+        lr: the learning rate of AdamW. It rises over the first `warmup` steps, then falls to 0.
+        decay: how it falls, "linear" or "cosine".
+        clip: greatest norm of a step's gradients, to which they are clipped; 0: no limit.
+        steps, epochs: how long to train; None for both: one epoch.
+        seed: determines initial weights, the order of the pieces, and dropout.
+        eval_every, save_every: steps between evaluations and checkpoints; 0: at the end only.
+        keep: how many of the newest checkpoints to keep.
         host_bytes, spill: see `kvkeep.files.offload.Offload`; `spill` is its directory.
     """
 
@@ -67,10 +66,10 @@ class Options:
     spill: str | None = None
 
     def checked(self) -> Options:
-        """These, if they can be, with the cache's spec in full.
+        """These options, validated, with the cache's spec in full.
 
         Raises:
-            OptionError: they cannot.
+            OptionError: a value out of range, or two options that exclude each other.
             SpecError: the cache's spec does not exist.
         """
         least = {"chunk": 1, "length": 2, "batch": 1, "accumulate": 1, "rank": 1, "warmup": 0}
@@ -101,15 +100,15 @@ class Options:
             )
         return replace(self, cache=str(parse_specs(self.cache)))
 
-    def for_model(self, model: Any) -> Options:
-        """These, with chunk and length chosen.
+    def for_model(self, host: Host) -> Options:
+        """These options, with chunk and length set.
 
         Raises:
-            OptionError: the model has not so many positions.
+            OptionError: pieces longer than the model's context.
         """
-        specs = per_layer(self.cache, layer_kinds(base_config(model)))
+        specs = per_layer(self.cache, host.kinds)
         chunk = self.chunk or min(CHUNK, *(spec.policy.budget or CHUNK for spec in specs))
-        most = getattr(decoder_config(base_config(model)), "max_position_embeddings", None)
+        most = host.context
         if self.length is not None and most is not None and self.length > most:
             raise OptionError(
                 f"pieces of {self.length} tokens, but the model holds {most}; use a length of at "
@@ -118,10 +117,10 @@ class Options:
         return replace(self, chunk=chunk, length=self.length or min(LENGTH, most or LENGTH))
 
     def for_data(self, count: int) -> Options:
-        """These, with the number of steps that so many pieces take.
+        """These options, with the number of steps that `count` pieces take.
 
         Raises:
-            OptionError: warming up takes all of them.
+            OptionError: the warm-up takes all steps.
         """
         steps, epochs = self.steps, None
         if steps is None:
@@ -136,13 +135,13 @@ class Options:
 
     @property
     def named_targets(self) -> str | list[str]:
-        """As PEFT wants them."""
+        """`targets` in the form that PEFT takes."""
         if self.targets == "all-linear":
             return self.targets
         return [name.strip() for name in self.targets.split(",") if name.strip()]
 
     def that_matter(self) -> dict[str, str | int | float | None]:
-        """What the weights depend on."""
+        """The options that the trained weights depend on."""
         return {name: value for name, value in asdict(self).items() if name not in _BESIDE}
 
     def rate(self, step: int) -> float:

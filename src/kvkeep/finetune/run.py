@@ -1,4 +1,4 @@
-"""LoRA through a cache: the same data gives the same weights, interrupted or not."""
+"""`finetune`: train a LoRA adapter through a cache, reproducibly and resumably."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvkeep.finetune.checkpoint import State
 from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
 from kvkeep.finetune.lora import with_adapter
 from kvkeep.finetune.options import OptionError, Options
-from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.host import host_of
 from kvkeep.train import backward, loss
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and the share of everything that is done, 0 to 1."""
+"""Called with what is being done, and the share of the whole that is done, 0 to 1."""
 
 
 def finetune(
@@ -39,20 +39,20 @@ def finetune(
 ) -> dict[str, Any]:
     """Train a LoRA adapter on long texts, through the cache that the model will be served with.
 
-    The loss is evaluated before and after on texts that are not trained on, through the same cache.
-    What is done is a function of data, options, model and machine: a run that was interrupted
-    goes on to the same weights, on the CPU to the last bit.
+    The loss is evaluated before and after training on texts that are not trained on, through the
+    same cache. The result depends only on data, options, model and machine: a run that was
+    interrupted and resumed gives the same weights, on the CPU bit for bit.
 
     Args:
-        model: a transformers model; it keeps the adapter.
+        model: the base model; it keeps the adapter.
         tokenizer: the model's.
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
-        out: where the adapter goes, and the checkpoints: `checkpoint-STEP`.
+        out: the directory of the adapter and of the checkpoints, `checkpoint-STEP`.
         evaluation: a file like `data`, to evaluate on.
         holdout: without that file, so many documents at the end of `data` are evaluated on instead
             of trained on; None: one if there are several. 0: nothing is evaluated.
-        resume: go on from the newest checkpoint in `out`, if there is one.
-        progress: told after each step.
+        resume: resume from the newest checkpoint in `out`, if there is one.
+        progress: called during and after each step.
 
     Returns:
         `cache`, `steps`, `tokens` trained on, `seconds`, `train_loss` and `eval_loss` (a list of
@@ -61,23 +61,24 @@ def finetune(
 
     Raises:
         OptionError: options that do not fit each other, the data or the model.
-        DataError: a file of texts that cannot be trained on; nothing was.
-        CheckpointError: `out` cannot be written or gone on from, or holds a run and `resume` is
+        DataError: a file of texts that cannot be trained on; no step was taken.
+        CheckpointError: `out` cannot be written or resumed from, or holds a run and `resume` is
             not set.
-        LossError: a loss or gradient is not finite. Neither weights nor optimizer were changed by
-            that step, and the checkpoints are there.
+        LossError: a loss or gradient is not finite. That step changed neither weights nor
+            optimizer, and the checkpoints are kept.
     """
-    options = options.checked().for_model(model)
+    host = host_of(model)
+    options = options.checked().for_model(host)
     if evaluation is not None and holdout is not None:
         raise OptionError("a file to evaluate on and a holdout; give one of them")
-    if model.dtype == torch.float16:
+    if any(p.dtype == torch.float16 for p in model.parameters()):
         raise OptionError(
             "the model is in float16, in which gradients underflow; load it in bfloat16 or float32"
         )
     train, held = _texts(tokenizer, data, evaluation, holdout, options)
     options = options.for_data(len(train))
     matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
-    matter |= {checkpoint.MODEL + name: value for name, value in fingerprint(model).items()}
+    matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
     with checkpoint.claimed(out), torch.random.fork_rng():
         if not resume:
             checkpoint.require_unused(out)
@@ -110,6 +111,7 @@ class _Run:
         progress: Progress,
     ) -> None:
         self.model, self._options = model, options
+        self._device = host_of(model).device
         self._train, self._held, self._progress = train, held, progress
         self._said = "training"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -117,18 +119,18 @@ class _Run:
         self._offload = Offload(options.host_bytes, options.spill)
 
     def begin(self, state: State) -> None:
-        """Step 0: what the model is like as it was given."""
+        """Start a run: evaluate the model as it was given."""
         self.state = state
         with self._timed():
             self._evaluate()
 
     def go_on(self, state: State) -> None:
-        """Be where a checkpoint is, whose weights the model has."""
+        """Resume from a checkpoint whose weights the model has."""
         self.state = state
-        self._say(f"going on after step {state.step}")
+        self._say(f"resuming after step {state.step}")
 
     def train(self, out: Path) -> None:
-        """From where the run is to its end; that is saved, too."""
+        """Train to the last step, and save the checkpoints on the way and at the end."""
         options, last = self._options, self._options.steps
         assert last is not None
         while self.state.step < last:
@@ -155,8 +157,8 @@ class _Run:
             )
             if not bool(torch.isfinite(norm)):
                 raise LossError(
-                    f"step {state.step + 1}: the norm of the gradients is {float(norm)}, of a loss "
-                    f"of {total}: no weight and no optimizer was changed; lower the learning rate, "
+                    f"step {state.step + 1}: the norm of the gradients is {float(norm)}, the loss "
+                    f"{total}: no weight and no optimizer was changed; lower the learning rate, "
                     "or compute in float32"
                 )
             if options.clip:
@@ -174,7 +176,8 @@ class _Run:
         self._say(f"step {state.step}/{options.steps}, loss {total:.4f}, {rate:,.0f} tokens/s")
 
     def _texts_of(self, step: int) -> list[Tokens]:
-        """The pieces of a step: so many of the epochs' orders, one after the other."""
+        """The pieces of a step: the next in the order of the epoch, which goes over into the next
+        epoch's."""
         options, count = self._options, len(self._train)
         size = options.batch * options.accumulate
         stop = (step + 1) * size
@@ -204,9 +207,9 @@ class _Run:
     def _through(
         self, compute: Callable[..., Tensor], batch: Batch, items: int, when: str
     ) -> float:
-        """The loss of a batch, as `backward` or `loss` computes it; a LossError says when."""
+        """The loss of a batch, computed by `backward` or `loss`; a LossError begins with `when`."""
         ids, labels, mask = batch
-        device, options = self.model.device, self._options
+        device, options = self._device, self._options
         try:
             found = compute(
                 self.model,
@@ -223,7 +226,7 @@ class _Run:
         return float(found)
 
     def _say(self, doing: str, part: float = 0.0) -> None:
-        """What is done, and how much of the next step."""
+        """Report what is being done; `part` is the share of the next step that is done."""
         assert self._options.steps is not None
         self._said = doing
         self._progress(doing, (self.state.step + part) / self._options.steps)
@@ -238,7 +241,7 @@ class _Run:
 def _texts(
     tokenizer: Any, data: Path, evaluation: Path | None, holdout: int | None, options: Options
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """Pieces to train on, and pieces to evaluate on."""
+    """The pieces to train on, and the pieces to evaluate on."""
     assert options.length is not None
     documents = read(data, tokenizer)
     if evaluation is not None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
-from kvkeep.hf.adapters import activate, deactivate
 from kvkeep.hf.attention import attention_over
-from kvkeep.hf.cache import DEFAULT_SPEC, Cache
+from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
 from kvkeep.hf.generate_hook import (
     PREFILL_CHUNK,
@@ -28,10 +28,11 @@ from kvkeep.hf.generate_hook import (
 )
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.masks import mask_over
-from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
-from kvkeep.hf.specs import Specs
 from kvkeep.hf.weights import ask_for_weights
+from kvkeep.host import Specs
+from kvkeep.host.adapters import activate, deactivate
+from kvkeep.host.cache import DEFAULT_SPEC
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -278,11 +279,11 @@ def _require_attended(
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache, position = kwargs.get("past_key_values"), kwargs.get("position_ids")
-    takeover = cache.takeover if isinstance(cache, Cache) else None
-    if takeover is None or position is None:
+    activation = cache.activation if isinstance(cache, Cache) else None
+    if activation is None or position is None:
         given = args[0] if args else kwargs.get("input_ids")
         given = kwargs.get("inputs_embeds") if given is None else given
         n = 0 if given is None else given.shape[1]
         start = cache.fed if isinstance(cache, Cache) else 0
         position = torch.arange(start, start + n)[None]
-    activate(decoder, takeover, position[0])
+    activate(decoder, activation, position[0])

@@ -12,10 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.attention import Attend
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.handover import Handed
+from kvkeep.hf.handover import AttendedLayer, Handed
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.weights import explicit_step
-from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -74,7 +73,7 @@ def attention_over(original: str) -> AttentionFunction:
         explicit = explicit_step(handed, dropout)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
-        traced = handed.traced  # None in training, whose steps are no layer's
+        traced = handed.traced  # None in training, which is not compiled
         if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
             position = attention_mask.flatten(1)
             out = traced.run(StepInputs(query, key, value, position, scale, softcap, s_aux))
@@ -90,7 +89,7 @@ def attention_over(original: str) -> AttentionFunction:
     return attention
 
 
-def _step(layer: LayerCache, inputs: StepInputs, *attend: Attend) -> Tensor:
+def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
     """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
     for torch's own attention."""
     device = inputs.q.device.type
@@ -102,7 +101,7 @@ def _step(layer: LayerCache, inputs: StepInputs, *attend: Attend) -> Tensor:
     return layer.run(inputs, *attend)
 
 
-def _confirmed(position: Tensor, layer: LayerCache, rows: int) -> Tensor:
+def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
     """Positions (1|B, n) that came without the request they were made for, after seeing that they
     are what they seem to be."""
     real = position >= 0

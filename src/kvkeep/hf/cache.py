@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -15,33 +16,28 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
-from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.files import snapshot
-from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import LayerTicket, Traced
-from kvkeep.hf.adapters import Takeover
 from kvkeep.hf.config import (
     base_config,
     decoder_config,
     is_latent,
     is_routed,
+    layer_geometries,
     layer_kinds,
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.rotary import rotaries_of
-from kvkeep.hf.specs import Specs, fitting_some, per_layer
 from kvkeep.hf.unattached import require_fitting_mask
-from kvkeep.layer.stats import promised_bytes
+from kvkeep.host import ModelCache, Specs
+from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.layer.turn import Turn
-from kvkeep.policy import Need
-from kvkeep.spec import CacheSpec
-
-DEFAULT_SPEC = "keep_all"
 
 
-class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
+class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     """A kvkeep cache for a transformers model: pass it as `past_key_values`.
 
     With an attached model (`kvkeep.attach`) attention runs on the slots where they lie, for every
@@ -78,29 +74,17 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         config = base_config(model)
         self.config = decoder_config(config)
         self._kinds = layer_kinds(config)
-        self.specs = per_layer(spec, self._kinds)
         self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
-        asking = any(Need.ROTARY in s.policy.needs for s in self.specs)
-        rotaries = rotaries_of(config) if asking else [None] * len(self._kinds)
-        layers = []
-        for i, (s, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
-            place: dict[str, int] = {"index": i, "count": len(self._kinds)}
-            try:
-                layers.append(
-                    s.layer(window=kind.window, capacity=capacity, rotary=rotaries[i], **place)
-                )
-            except SpecError as error:
-                if isinstance(spec, str | CacheSpec):
-                    raise fitting_some(s, self._kinds, error) from error
-                raise
-        core.Cache.__init__(self, layers)
-        kept = {(kind, layer.policy) for kind, layer in zip(self._kinds, layers, strict=True)}
+        ModelCache.__init__(
+            self, self._kinds, spec, capacity=capacity, rotaries=partial(rotaries_of, config)
+        )
+        policies = [layer.policy for layer in self.layers]
+        kept = set(zip(self._kinds, policies, strict=True))
         self._alike = len(kept) == len(set(self._kinds))
         self._issue_tickets()
         self._uncropped = False  # whether a forward came since recording began, or the last crop
-        self.takeover: Takeover | None = None  # of an activated adapter, among what it holds
         self.drafting = False  # a draft model's: several forwards come before each crop
 
     def __repr__(self) -> str:
@@ -206,20 +190,10 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
         Raises:
             UnsupportedError: the model's config does not say how wide its keys are.
         """
-        config = self.config
-        query_heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-        if is_latent(config):
-            raise UnsupportedError(f"{config.model_type} keeps a latent, not keys and values")
-        if dtype is None:
-            own = config.dtype
-            dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
-        heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
-        geometry = Geometry(rows, heads, width, width, dtype)
-        return sum(
-            promised_bytes(layer.policy, layer.key_codec, layer.value_codec, tokens, geometry)
-            for layer in self.layers
-        )
+        geometries = layer_geometries(self.config)
+        if dtype is not None:
+            geometries = [one._replace(dtype=dtype) for one in geometries]
+        return self.bytes_of(geometries, tokens, rows)
 
     def save(
         self,
@@ -296,13 +270,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens that fit, -1 when there is no limit."""
-        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
-        limits = [
-            layer.limit
-            for layer in layers
-            if layer.limit is not None and layer.policy.budget is None
-        ]
-        return min(limits, default=-1)
+        limit = self.token_limit(layer_idx)
+        return -1 if limit is None else limit
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `kvkeep.cache.Cache.crop`; what assisted generation calls after every step."""
@@ -333,8 +302,8 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token."""
-        core.Cache.reset(self)
-        self._handed = self._feeding = self.takeover = None
+        ModelCache.reset(self)
+        self._handed = self._feeding = None
         self._turn = Turn()
         self._record_past(False)
 

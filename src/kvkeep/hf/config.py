@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.geometry import Geometry
+from kvkeep.host import LayerKind
 
 ATTENTION_PREFIX = "kvkeep_"
 """Attention implementations that start with this route a model's attention through its cache."""
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """One layer's attention: transformers' name for it, and its sliding window in tokens."""
-
-    name: str
-    window: int | None
 
 
 def base_config(model: Any) -> PreTrainedConfig:
@@ -73,6 +67,23 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
             text, f"its layers of type {', '.join(unknown)} keep no plain keys and values"
         )
     return [LayerKind(name, window if name == _SLIDING else None) for name in names]
+
+
+def layer_geometries(config: PreTrainedConfig) -> list[Geometry]:
+    """Heads, widths and dtype of each layer's keys and values, of one row.
+
+    Raises:
+        UnsupportedError: the model's config does not say how wide its keys are.
+    """
+    text = decoder_config(config)
+    if is_latent(text):
+        raise UnsupportedError(f"{text.model_type} keeps a latent, not keys and values")
+    query_heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    heads = int(getattr(text, "num_key_value_heads", None) or query_heads)
+    own = text.dtype
+    dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+    return [Geometry(1, heads, width, width, dtype)] * len(layer_kinds(config))
 
 
 def changing_ropes(config: PreTrainedConfig) -> list[str]:

@@ -17,7 +17,7 @@ from kvkeep.hf.attach import attach, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed, layer_kinds
 from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Specs
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
 

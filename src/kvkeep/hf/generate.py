@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kvkeep.cache import CacheStats
 from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Generation, Specs
 
 _CUT = "\ufffd"
 """What a tokenizer decodes a part of a character to."""
@@ -29,20 +27,6 @@ _CUT = "\ufffd"
 
 class PromptError(KVKeepError, ValueError):
     """A prompt that cannot be continued."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What was generated. Times are in seconds; `ttft_s` runs from the call to the first token,
-    `tokens_per_s` counts the tokens after it; `ids` (1, n) are the prompt's and the new ones."""
-
-    text: str
-    tokens: int
-    prompt_tokens: int
-    tokens_per_s: float
-    ttft_s: float
-    cache: CacheStats
-    ids: Tensor
 
 
 class _Streamer(BaseStreamer):

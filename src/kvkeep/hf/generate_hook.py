@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.adapters import learns_prompts, names_adapters
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.demands import Demands
-from kvkeep.hf.fingerprint import takeover_in
-from kvkeep.hf.recompute_option import Recompute
-from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.weights import drops_weights
+from kvkeep.host import ModelCache, Specs, per_layer
+from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.spec import CacheSpec
 
 PREFILL_CHUNK = 1024
@@ -40,10 +40,12 @@ class PromptStore(Protocol):
         namespace: str,
         chunk: int | None,
         capacity: int | None,
-    ) -> Cache:
+    ) -> ModelCache:
         """A cache of all tokens (n,) but the last."""
 
-    def learn(self, model: PreTrainedModel, tokens: Tensor, cache: Cache, *, namespace: str) -> int:
+    def learn(
+        self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
+    ) -> int:
         """Keep what a cache was fed, tokens (n,); how many of them are kept."""
 
 
@@ -62,7 +64,7 @@ class BlockPrompt(Protocol):
         spec: Specs,
         namespace: str,
         capacity: int | None,
-    ) -> tuple[Cache, Any]:
+    ) -> tuple[ModelCache, Any]:
         """A cache of all tokens but the last, and a report."""
 
 
@@ -168,7 +170,7 @@ def prepare_cache(
                 f"this cache holds {given.fed} tokens, and where tokens are drafted transformers "
                 "feeds the whole prompt to it again; give an empty cache, or do not draft"
             )
-        _take_over(model, given)
+        _activate_later(model, given)
         if several > 1 and given.rows == batch_size:
             given.freeze()
             given.repeat(several)
@@ -251,13 +253,14 @@ def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _take_over(model: PreTrainedModel, cache: Cache) -> None:
-    """An activated adapter that a prompt invokes behind what a cache holds takes over there."""
+def _activate_later(model: PreTrainedModel, cache: Cache) -> None:
+    """Where a prompt invokes an activated adapter behind what a cache holds, it computes from
+    there on."""
     call = _CALL.get()
-    if cache.takeover is not None and call is not None and call.ids is not None:
-        found = takeover_in(model, call.ids[0].cpu())
+    if cache.activation is not None and call is not None and call.ids is not None:
+        found = activation_in(model, call.ids[0].cpu())
         if found is not None and found.start >= cache.fed:
-            cache.takeover = found
+            cache.activation = found
 
 
 def _filled(
@@ -284,16 +287,18 @@ def _filled(
     ):
         return None
     options: dict[str, Any] = {"spec": settings.spec, "namespace": settings.namespace}
+    filled: Any = None
     try:
         if call.blocks is not None:
             options |= {"store": settings.store, "recompute": settings.recompute}
-            call.cache, _ = call.blocks.prefill(model, capacity=capacity, **options)
+            filled, _ = call.blocks.prefill(model, capacity=capacity, **options)
         elif settings.store is not None:
-            call.cache = settings.store.prefill(
+            filled = settings.store.prefill(
                 model, call.ids[0], chunk=chunk, capacity=capacity, **options
             )
     except UnsupportedError:
         return None
+    call.cache = filled
     return call.cache
 
 

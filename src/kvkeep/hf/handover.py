@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvkeep.graph.custom_ops import Traced
-from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.step import StepInputs
+
+
+class MaskedLayer(Protocol):
+    """What the mask function asks of a layer: a `LayerCache`, or one that `kvkeep.train` runs."""
+
+    @property
+    def window(self) -> int | None:
+        """The layer's own sliding window, in tokens."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was fed before this chunk."""
+
+    @property
+    def fed(self) -> int:
+        """Columns fed before this chunk, padding included."""
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens fed before this chunk, int64 (B,), padding not counted."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether some row had padding."""
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """Positions of the next n tokens; see `Ledger.next_positions`."""
+
+    def positions(self) -> Tensor:
+        """Positions of the tokens held, int32 (B, H, S), -1 for an empty slot."""
+
+
+class AttendedLayer(Protocol):
+    """What the attention function asks of a layer."""
+
+    @property
+    def window(self) -> int | None:
+        """The layer's own sliding window, in tokens."""
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """Positions of the next n tokens; see `Ledger.next_positions`."""
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Attention of one chunk; see `LayerCache.run`."""
 
 
 class MaskLength(int):
     """The key length of a mask request, carrying the layer it is for to the mask function."""
 
-    layer: LayerCache
-    traced: Traced
+    layer: MaskedLayer
+    traced: Traced | None
     routed: bool
     compileable: bool
 
@@ -25,16 +71,20 @@ class Handed:
     """What `update` tags new keys and values with: the layer whose step the attention function
     runs on them, once. `versions` are the tensors' own, where torch counts them."""
 
-    layer: LayerCache
-    traced: Traced
+    layer: AttendedLayer
+    traced: Traced | None
     versions: tuple[int, int] | None = None
     taken: bool = False
     weights: bool = False
     """Whether attention is to return its weights."""
 
 
-def hand_over(k: Tensor, v: Tensor, layer: LayerCache, traced: Traced) -> Handed:
-    """Tag new keys and values, (B, H, n, D) each, as those of one step of a layer."""
+def hand_over(k: Tensor, v: Tensor, layer: AttendedLayer, traced: Traced | None) -> Handed:
+    """Tag new keys and values, (B, H, n, D) each, as those of one step of a layer.
+
+    Args:
+        traced: the layer's step as an operation of a graph; None where steps are never compiled.
+    """
     handed = Handed(layer, traced)
     if not torch.compiler.is_compiling() and not (k.is_inference() or v.is_inference()):
         handed.versions = k._version, v._version

@@ -1,136 +1,84 @@
-"""A decoder taken apart: what stands before its layers, each layer by itself, what comes after."""
+"""A transformers decoder run layer by layer: what precedes its layers, each layer, what follows.
+
+What a model does before and after its layers is found by running it with stubs in place of the
+layers, which also show whether it does anything between them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
+from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.history import Ledger
 from kvkeep.layer.step import StepInputs
 
 
-class Step(Protocol):
-    """What a layer's attention does with its chunk, such as a `LayerCache`."""
-
-    @property
-    def window(self) -> int | None:
-        """The layer's own sliding window."""
-
-    def run(self, inputs: StepInputs) -> Tensor:
-        """See `LayerCache.run`."""
-
-
 class Call(NamedTuple):
-    """What a model calls a layer with, beside the hidden states."""
+    """What a model passes to a layer beside the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-class Apart:
-    """The parts of a model, for one batch of texts whose columns are fed a chunk at a time.
-
-    While it is entered, the model is attached, if it was not.
+class Decoder(Layerwise):
+    """A transformers model run layer by layer. It is attached inside the context, if it was not.
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one.
-        input_ids: (B, T).
+        input_ids: token ids (B, T).
         attention_mask: (B, T), 0 for padding; None: there is none.
 
     Raises:
-        UnsupportedError: a model that cannot be taken apart.
+        UnsupportedError: the model cannot be run layer by layer.
         StateError: gradient checkpointing is on.
+        ShapeError: a token id that the model does not know.
     """
 
     def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        adapters = getattr(model, "peft_config", {}).values()
-        if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
-            raise UnsupportedError(
-                "an activated LoRA is switched on in the midst of a text by PEFT's own forward, "
-                "which this does not run; train it as PEFT does"
-            )
-        prompts = [adapter for adapter in adapters if adapter.is_prompt_learning]
-        if prompts:
-            raise UnsupportedError(
-                f"{prompts[0].peft_type} puts learned tokens before a text, outside of the model; "
-                "train LoRA or the model's own weights"
-            )
-        self.model = unwrapped(model)
-        if is_latent(self.model.config):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} caches a latent, which its own attention expands; "
-                "there are no gradients through a kvkeep cache for it"
-            )
-        if getattr(decoder_config(self.model.config), "output_router_logits", False):
-            raise UnsupportedError(
-                "the model's config asks for router logits, for an auxiliary loss which is not "
-                "computed here; set output_router_logits=False (TRL: router_aux_loss_coef=0.0)"
-            )
-        if any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
-            raise StateError(
-                "the model is in gradient checkpointing, which this replaces; call "
-                "model.gradient_checkpointing_disable(), or give a trainer's arguments "
-                "gradient_checkpointing=False"
-            )
-        self.decoder = decoder_of(self.model)
-        self.kinds = layer_kinds(self.model.config)
-        self.layers = _layers_of(self.decoder, len(self.kinds))
-        check_tokens(self.model, input_ids)
-        self.input_ids = input_ids
-        padded = attention_mask is not None and not bool(attention_mask.bool().all())
-        self.attention_mask = attention_mask if padded else None
-        self._feed = _Feed(self.attention_mask, len(input_ids), [k.window for k in self.kinds])
+        _require_trainable_adapters(model)
+        inner = unwrapped(model)
+        _require_layerwise(inner)
+        self._base, self.decoder = inner, decoder_of(inner)
+        windows = [kind.window for kind in layer_kinds(inner.config)]
+        self._modules = _layers_of(self.decoder, len(windows))
+        check_tokens(inner, input_ids)
+        vocabulary: int = decoder_config(inner.config).vocab_size
+        layers = [layer for layer in self._modules._modules.values() if layer is not None]
+        super().__init__(inner, input_ids, attention_mask, layers=layers, vocabulary=vocabulary)
+        self._cache = _TextCache(self, windows)
         self._attachment: Any = None
-        self._output: Any = None
 
-    def __enter__(self) -> Apart:
-        self._share_out()
-        if not is_routed(decoder_config(self.model.config)):
-            self._attachment = attach(self.model)
+    def __enter__(self) -> Self:
+        self._reshard()
+        if not is_routed(decoder_config(self._base.config)):
+            self._attachment = attach(self._base)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._attachment is not None:
             self._attachment.__exit__(*error)
-        self._share_out()
+        self._reshard()
 
-    @property
-    def beside(self) -> list[nn.Parameter]:
-        """Weights outside of the layers."""
-        of_layers = {id(p) for p in self.layers.parameters()}
-        return [p for p in self.model.parameters() if id(p) not in of_layers]
-
-    def _share_out(self) -> None:
-        """Weights lie where FSDP2 keeps them, so that gradients are found beside those."""
+    def _reshard(self) -> None:
+        """Put parameters where FSDP2 keeps them between forwards, where it adds gradients too."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def ledger(self, columns: int) -> Ledger:
-        """What has passed through every layer once so many columns have."""
-        self._feed.seek(columns)
-        return self._feed.ledger
-
-    def before(self, columns: slice) -> tuple[Tensor, list[Call]]:
-        """What the first layer gets for some columns, (B, n, width), and what each layer is called
-        with beside."""
+    def embed(self, columns: slice) -> Embedded:
         first: list[Tensor] = []
         calls: list[Call] = []
 
@@ -145,115 +93,110 @@ class Apart:
             return hidden
 
         output = self._forward(columns, layer, last=True)
-        self._output = output[0] if isinstance(self.model, FSDPModule) else None
         if len(calls) != len(self.layers):
             raise UnsupportedError(
                 f"{type(self.model).__name__} ran {len(calls)} of its {len(self.layers)} layers"
             )
-        return first[0], calls
+        outputs = (output[0],) if isinstance(self.model, FSDPModule) else ()
+        return Embedded(first[0], list(calls), outputs)
 
-    def before_backward(self, hidden: Tensor, gradient: Tensor, *, last: bool) -> None:
-        """From the gradient of what `before` just computed to those of weights; `last`: the last
-        that they get."""
-        ends, gradients = [hidden], [gradient]
-        if isinstance(self.model, FSDPModule):  # it waits for a gradient of its own output
-            ends.append(self._output)
-            gradients.append(torch.zeros_like(self._output))
-        reduces(self.model, last, recurse=False)
-        accumulate(ends, gradients)
-
-    def layer(self, index: int, hidden: Tensor, call: Call, step: Step) -> Tensor:
-        """One layer on a chunk (B, n, width), with attention by `step`."""
-        self._feed.step = step
-        try:
-            out = self.layers[index](hidden, *call.args, **call.kwargs)
-            if not self._feed.attended:
+    def layer(
+        self, index: int, columns: slice, hidden: Tensor, call: Call, step: LayerStep
+    ) -> Tensor:
+        module = self.layers[index]
+        self._cache.seek(columns.start)
+        with self._cache.attending(index, step) as handed:
+            out = module(hidden, *call.args, **call.kwargs)
+            if [one.taken for one in handed] != [True]:
                 raise UnsupportedError(
-                    f"{type(self.layers[index]).__name__} does not attend once to the keys that "
-                    "it gives to its cache"
+                    f"{type(module).__name__} does not attend once to the keys that it gives to "
+                    "its cache"
                 )
-        finally:
-            self._feed.forget()
         if not isinstance(out, Tensor):
-            raise UnsupportedError(
-                f"{type(self.layers[index]).__name__} returns more than hidden states"
-            )
+            raise UnsupportedError(f"{type(module).__name__} returns more than hidden states")
         return out
 
-    def hidden(self, columns: slice, hidden: Tensor) -> Tensor:
-        """What the model makes of the last layer's output: last_hidden_state, (B, n, width)."""
+    def hidden(self, columns: slice, output: Tensor) -> Tensor:
         found: list[Tensor] = []
 
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(output[0])
+        def keep(module: nn.Module, args: Any, result: Any) -> None:
+            found.append(result[0])
 
         hook = self.decoder.register_forward_hook(keep)
         try:
-            self._forward(columns, self._replaced(hidden), last=True)
+            self._forward(columns, self._returning(output), last=True)
         finally:
             hook.remove()
         return found[-1]
 
-    def logits(self, columns: slice, hidden: Tensor) -> Tensor:
-        """What the model makes of the last layer's output: logits (B, n, V).
-
-        Raises:
-            UnsupportedError: the model has no language model head.
-        """
-        logits = getattr(self._forward(columns, self._replaced(hidden)), "logits", None)
-        if logits is None or logits.shape[:2] != hidden.shape[:2]:
+    def logits(self, columns: slice, output: Tensor) -> Tensor:
+        logits = getattr(self._forward(columns, self._returning(output)), "logits", None)
+        if logits is None or logits.shape[:2] != output.shape[:2]:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has no logits for each token; give a head, a "
                 "function of hidden states"
             )
         return cast(Tensor, logits)
 
-    def _replaced(self, hidden: Tensor) -> Callable[[int, Tensor, Call], Tensor]:
+    def _returning(self, output: Tensor) -> Callable[[int, Tensor, Call], Tensor]:
+        """Layers that pass their input on, but for the last, which returns `output`."""
         last = len(self.layers) - 1
-        return lambda index, given, call: hidden if index == last else given
+        return lambda index, given, call: output if index == last else given
 
     def _forward(
         self, columns: slice, layer: Callable[[int, Tensor, Call], Tensor], last: bool = False
     ) -> Any:
-        """The whole model, with `layer` in place of each layer; `last`: logits of one token do."""
+        """The whole model, with `layer` in place of each layer; `last`: the logits of one token
+        are enough."""
         options: dict[str, Any] = {}
         if last and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             options["logits_to_keep"] = 1
         mask = self.attention_mask
-        self._feed.seek(columns.start)
-        with _stubs(self.layers, layer):
+        self._cache.seek(columns.start)
+        with _stubs(self._modules, layer):
             return self.model(
                 input_ids=self.input_ids[:, columns],
                 attention_mask=None if mask is None else mask[:, : columns.stop],
-                past_key_values=self._feed,
+                past_key_values=self._cache,
                 use_cache=True,
                 **options,
             )
 
 
-def accumulate(ends: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-    """`torch.autograd.backward`, in the dtypes of the forward."""
-    with torch.autocast(ends[0].device.type, enabled=False):
-        torch.autograd.backward(ends, gradients)
+def _require_trainable_adapters(model: Any) -> None:
+    """Raise UnsupportedError for adapters of PEFT that are part of its own forward."""
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
+        raise UnsupportedError(
+            "an activated LoRA is switched on within a text by PEFT's own forward, which is not "
+            "run here; train it with PEFT"
+        )
+    prompts = [adapter for adapter in adapters if adapter.is_prompt_learning]
+    if prompts:
+        raise UnsupportedError(
+            f"{prompts[0].peft_type} puts learned tokens before a text, outside of the model; "
+            "train LoRA or the model's own weights"
+        )
 
 
-def average(model: nn.Module) -> None:
-    """Average gradients over processes, as the backward of a DistributedDataParallel does; others
-    are left alone."""
-    if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
-        return
-    for p in model.parameters():
-        if p.requires_grad:  # on every process alike, or they would wait for each other
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            torch.distributed.all_reduce(p.grad, group=model.process_group)
-            p.grad /= torch.distributed.get_world_size(model.process_group)
-
-
-def reduces(module: nn.Module, on: bool, *, recurse: bool = True) -> None:
-    """Whether a backward through a module reduces its gradients over the processes that share it,
-    or leaves them to a later one; for FSDP2."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(on, recurse=recurse)
+def _require_layerwise(model: Any) -> None:
+    """Raise UnsupportedError or StateError for what a run layer by layer would leave out."""
+    if is_latent(model.config):
+        raise UnsupportedError(
+            f"{type(model).__name__} caches a latent, which its own attention expands; "
+            "there are no gradients through a kvkeep cache for it"
+        )
+    if getattr(decoder_config(model.config), "output_router_logits", False):
+        raise UnsupportedError(
+            "the model's config asks for router logits, for an auxiliary loss which is not "
+            "computed here; set output_router_logits=False (TRL: router_aux_loss_coef=0.0)"
+        )
+    if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise StateError(
+            "the model has gradient checkpointing enabled, which is not needed here; call "
+            "model.gradient_checkpointing_disable(), or give a trainer's arguments "
+            "gradient_checkpointing=False"
+        )
 
 
 def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
@@ -264,14 +207,14 @@ def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
 
 
 class _Stub(nn.Module):
-    """Stands where a layer does; models read other attributes of their layers too."""
+    """Takes a layer's place; other attributes are the layer's, since models read those too."""
 
     def __init__(self, layer: nn.Module, run: Callable[[Tensor, Call], Tensor]) -> None:
         super().__init__()
-        self.__dict__["_stands_for"], self.__dict__["_run"] = layer, run
+        self.__dict__["_layer"], self.__dict__["_run"] = layer, run
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_stands_for"], name)
+        return getattr(self.__dict__["_layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = self.__dict__["_run"](hidden_states, Call(args, kwargs))
@@ -283,7 +226,7 @@ def _stubs(layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor]) ->
     modules, before = layers._modules, dict(layers._modules)
     if any(isinstance(layer, _Stub) for layer in before.values()):
         raise StateError(
-            "this model is being taken apart by another thread; give each thread a model of its own"
+            "another thread is training this model; give each thread a model of its own"
         )
     try:
         for index, (name, layer) in enumerate(before.items()):
@@ -298,59 +241,76 @@ def _stubs(layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor]) ->
         modules.update(before)
 
 
-class _Feed(transformers.Cache):
-    """What a model asks of its cache while no layer runs; new keys go to the step that is handed.
+class _TextLayer:
+    """A layer without slots, after some columns of a text; a `LayerStep` computes its attention."""
 
-    Its `ledger` is that of every layer once `columns` columns have passed.
-    """
+    def __init__(self, text: Layerwise, ledger: Ledger, window: int | None) -> None:
+        self._text, self.ledger, self.window = text, ledger, window
+        self.attention: LayerStep | None = None
+
+    @property
+    def fed(self) -> int:
+        return self.ledger.columns
+
+    @property
+    def seen(self) -> Tensor:
+        return self.ledger.seen
+
+    @property
+    def padded(self) -> bool:
+        return self.ledger.pads is not None
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        return self.ledger.next_positions(n, device, real)
+
+    def positions(self) -> Tensor:
+        before = self._text.positions(slice(0, self.fed))
+        return before.expand(len(self._text.input_ids), -1)[:, None]
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        assert self.attention is not None
+        return self.attention.run(inputs)
+
+
+class _TextCache(transformers.Cache):
+    """The cache of a model whose layers are run one by one: it answers what the model asks about
+    the columns before a chunk, and hands new keys to the step that computes attention."""
 
     is_compileable = False
 
-    def __init__(self, mask: Tensor | None, rows: int, windows: list[int | None]) -> None:
-        self.step: Step | None = None
+    def __init__(self, text: Layerwise, windows: list[int | None]) -> None:
+        self._text, self._windows = text, windows
         self._handed: list[Handed] = []
-        self._mask, self._rows, self._windows = mask, rows, windows
         self.seek(0)
 
     def seek(self, columns: int) -> None:
-        """Be as after so many columns."""
-        self.ledger = Ledger()
-        self.ledger.columns = self.ledger.floor = columns
-        self.ledger.geometry = Geometry(self._rows, 1, 1, 1, torch.float32)
-        if self._mask is not None:
-            self.ledger.pads = (self._mask[:, :columns] == 0).sum(dim=1)
+        """Answer as after so many columns."""
+        ledger = self._text.ledger(columns)
+        self._layers = [_TextLayer(self._text, ledger, window) for window in self._windows]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer, untraced = cast(Any, self.step), cast(Any, None)
-        self._handed.append(hand_over(key_states, value_states, layer, untraced))
+    @contextmanager
+    def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
+        """Let `step` compute the attention of one layer; gives what was handed to it so far."""
+        layer, self._handed = self._layers[index], []
+        layer.attention = step
+        try:
+            yield self._handed
+        finally:
+            layer.attention = None  # keys in the graph hold the layer, and the step may hold keys
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._handed.append(hand_over(key_states, value_states, self._layers[layer_idx], None))
         return key_states, value_states
 
-    @property
-    def attended(self) -> bool:
-        """Whether keys were given, and taken, once."""
-        return [handed.taken for handed in self._handed] == [True]
-
-    def forget(self) -> None:
-        """Free the step, which keys would hold as long as it holds them."""
-        for handed in self._handed:
-            handed.layer = cast(Any, None)
-        self._handed.clear()
-        self.step = None
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.ledger.columns
+        return self._layers[layer_idx].fed
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        ledger, length = self.ledger, MaskLength(self.ledger.columns + query_length)
-        seen = SimpleNamespace(
-            next_positions=ledger.next_positions,
-            window=self._windows[layer_idx],
-            fed=ledger.columns,
-            seen=ledger.seen,
-            padded=ledger.pads is not None,
-            ledger=ledger,
-        )
-        length.layer, length.routed, length.compileable = cast(Any, seen), True, False
+        layer = self._layers[layer_idx]
+        length = MaskLength(layer.fed + query_length)
+        length.layer, length.routed, length.compileable = layer, True, False
         return length, 0
 
     @property

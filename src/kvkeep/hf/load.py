@@ -12,7 +12,8 @@ from kvkeep.errors import CapacityError, SavedCacheError, SpecError, Unsupported
 from kvkeep.files.snapshot import Saved
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config
-from kvkeep.hf.fingerprint import differences, fingerprint
+from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.host.fingerprint import differences
 from kvkeep.storage.allocate import SHORTAGE
 
 

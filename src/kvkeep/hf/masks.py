@@ -19,8 +19,7 @@ from transformers.masking_utils import (
 )
 
 from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.hf.handover import MaskLength
-from kvkeep.layer.layer import LayerCache
+from kvkeep.hf.handover import MaskedLayer, MaskLength
 
 _AT_ONCE = 1 << 22
 """Most elements of a mask that is looked at."""
@@ -90,6 +89,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 )
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
+            assert kv_length.traced is not None
             place = torch.device(device)
             found: Any = kv_length.traced.next_positions(q_length, real, place)[:, None, None]
             found.kvkeep = MaskRequest(local_size)
@@ -132,7 +132,7 @@ def _is_causal(n: int, columns: int, window: int | None, request: dict[str, Any]
 
 
 def _positions(
-    layer: LayerCache, n: int, attention_mask: Tensor | None, device: torch.device
+    layer: MaskedLayer, n: int, attention_mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Positions of the next n tokens, continuing each row."""
     if attention_mask is None:
@@ -155,7 +155,7 @@ def _positions(
     return layer.next_positions(n, device, None if real.all() else real)
 
 
-def _was_fed(layer: LayerCache, real: Tensor) -> bool:
+def _was_fed(layer: MaskedLayer, real: Tensor) -> bool:
     """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
     known, and False only, while nothing was evicted; afterwards, for the columns before that."""
     shown = layer.ledger.shown

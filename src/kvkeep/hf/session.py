@@ -24,11 +24,11 @@ from kvkeep.files.cache_header import Header
 from kvkeep.files.snapshot import Saved
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.generate import Generation, PromptError, follow
+from kvkeep.hf.generate import PromptError, follow
 from kvkeep.hf.load import load
 from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Generation, Specs
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

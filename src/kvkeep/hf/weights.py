@@ -57,7 +57,8 @@ def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
             f"{what} where kvkeep computes attention again, with no dropout and without weights; "
             "call model.eval(), or set the dropout in the model's config to 0.0"
         )
-    if torch.compiler.is_compiling() or handed.traced.on_device:
+    on_device = handed.traced is not None and handed.traced.on_device
+    if torch.compiler.is_compiling() or on_device:
         raise UnsupportedError(COMPILED.format(what))
     return Explicit(handed.layer, dropout)
 

@@ -1,4 +1,4 @@
-"""Engine: one model that answers one request after the other, and the store it reads from."""
+"""Engine: one model that answers one request at a time, and the store that it reuses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.attach import attach, detach
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.hf.generate import follow
-from kvkeep.hf.specs import Specs
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
@@ -33,7 +29,7 @@ _LOG = logging.getLogger("kvkeep.serve")
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that a choice goes on with."""
+    """The next piece of a choice's text."""
 
     index: int
     text: str
@@ -41,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finished:
-    """A choice is whole; why: "stop" or "length"."""
+    """A choice is complete; `reason` is "stop" or "length"."""
 
     index: int
     reason: str
@@ -49,8 +45,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Used:
-    """All choices are whole. Tokens of the prompt, of all answers, and those of the prompt that
-    were found instead of computed."""
+    """All choices are complete. Counts of tokens: of the prompt, of all answers, and of the prompt
+    those that were found in the store instead of computed."""
 
     prompt: int
     completion: int
@@ -58,23 +54,24 @@ class Used:
 
 
 Event = Piece | Finished | Used | RequestError
-"""What an answer consists of; it ends with `Used`, or with an error."""
+"""The events of an answer; the last is `Used` or an error."""
 
 
 @final
 class Engine:
-    """Answers requests one at a time, in the order they came, in a thread of its own.
+    """Answers requests one at a time, in the order of arrival, in a thread of its own.
 
     Args:
-        model, tokenizer: attached until `close`.
-        name: what clients call the model.
+        model, tokenizer: the model is attached until `close`.
+        name: the model's name for clients.
         cache: what to keep.
-        store: where the beginnings of prompts are found and kept; None computes everything.
-        namespace: of the store's entries; those of a request's own name are below it.
-        limits: what a request may take.
+        store: holds prefixes of prompts for reuse; None: every prompt is computed.
+        namespace: of the store's entries; a request's own namespace is appended to it.
+        limits: of each request.
 
     Raises:
-        SpecError, UnsupportedError: the cache or the model cannot work.
+        SpecError, UnsupportedError: the spec does not fit the model, or the model cannot be
+            attached.
     """
 
     def __init__(
@@ -90,22 +87,23 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
-        attach(model, cache)
-        held = Cache(model, cache)
-        lengths = (getattr(held.config, "max_position_embeddings", None), held.get_max_length())
-        self.context: int | None = min((n for n in lengths if n and n > 0), default=None)
+        self._host = host_of(model)
+        self._host.attach(cache)
+        held = self._host.new_cache(cache)
+        lengths = self._host.context, held.token_limit()
+        self.context: int | None = min((n for n in lengths if n), default=None)
         self.prompt_bytes = self.limits.prompt_of(self.context)
         self.why_no_reuse = ""
-        """Why no prompt begins with what others began with; empty if it does."""
+        """Why no prompt reuses the prefixes of others; empty if they do."""
         try:
             require_keepable(held)
-            require_steady(model)
+            require_steady(self._host)
             if store is not None:
-                fingerprint(model, glance=True)  # which tells its entries from another model's
+                self._host.fingerprint(glance=True)  # entries are found by it
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
-        self._encoding = threading.Lock()  # a tokenizer is not for several threads at once
+        self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
         self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-serve")
 
@@ -114,13 +112,13 @@ class Engine:
 
         Raises:
             RequestError: the chat template or the tokenizer refuses it, it is longer than the
-                model's context, or its answers may be longer than the limit.
+                model's context, or its answers could be longer than the limit.
         """
         if isinstance(asked.prompt, list):
             ids = asked.prompt
             self._require_context(asked, len(ids))
-            known = int(self.model.get_input_embeddings().num_embeddings)
-            if not all(0 <= token < known for token in ids):
+            known = self._host.embeddings
+            if known is not None and not all(0 <= token < known for token in ids):
                 raise RequestError(
                     f"prompt has token ids outside of 0 to {known - 1}", param=asked.param
                 )
@@ -143,10 +141,10 @@ class Engine:
             )
 
     def _most_of(self, asked: Asked, length: int) -> int:
-        """Most tokens of each answer to a prompt of that length, in tokens.
+        """The most tokens that each answer to a prompt of `length` tokens may have.
 
         Raises:
-            RequestError: those of all answers are more than the limit.
+            RequestError: all answers together could exceed the limit.
         """
         limit = self.limits.answer_tokens
         most = max(1, limit // asked.n) if asked.max_tokens is None else asked.max_tokens
@@ -172,9 +170,9 @@ class Engine:
         template = self.tokenizer.get_chat_template(tools=asked.tools)
         calls = any("tool_calls" in message for message in asked.messages)
         for used, field in ((asked.tools, "tools"), (calls, "tool_calls")):
-            if used and field not in template:  # it would leave them out without a word
+            if used and field not in template:  # it would silently leave them out
                 raise RequestError(
-                    f"the chat template of {self.name} has no place for {field}", param=field
+                    f"the chat template of {self.name} does not render {field}", param=field
                 )
         try:
             if _is_larger([asked.messages, asked.tools], self.prompt_bytes):
@@ -185,7 +183,7 @@ class Engine:
             return self._text_ids(text, asked, add_special_tokens=False)
         except RequestError:
             raise
-        except Exception as error:  # templates raise what they like, for the messages they refuse
+        except Exception as error:  # templates are programs, and raise errors of any class
             reason = " ".join(str(error).split())[:300]
             raise RequestError(
                 f"the chat template of {self.name} cannot render these messages: {reason}",
@@ -209,31 +207,31 @@ class Engine:
         *,
         name: str | None = "",
     ) -> Future[None]:
-        """Answer a request when those before it are answered.
+        """Answer a request after those that were submitted before it.
 
         Args:
             ids: from `encode`.
+            emit: called with each event from another thread; the last is `Used` or an error.
+            gone: set it to end the answer with the next token, or before it begins.
             name: the namespace whose stored prompts it may reuse; None: it reuses and stores none.
-            emit: given each event, the last of which is `Used` or an error; from other threads.
-            gone: when it is set, the answer ends with the next token, or never begins.
 
         Raises:
             RequestError: the engine is closed.
         """
         try:
             future = self._worker.submit(self._run, asked, ids, emit, gone, name)
-        except RuntimeError:  # it was closed
+        except RuntimeError:  # the engine was closed
             raise _stopped() from None
         future.add_done_callback(lambda done: emit(_stopped()) if done.cancelled() else None)
         return future
 
     def close(self) -> None:
-        """Stop with the next token, and detach the model."""
+        """End the answer in progress with its next token, and detach the model."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._worker.shutdown(cancel_futures=True)
-        detach(self.model)
+        self._host.detach()
 
     def _run(
         self,
@@ -250,7 +248,7 @@ class Engine:
             self._answer(asked, ids, emit, stopped, name)
             if stopped():
                 emit(_stopped())
-        except BaseException:  # a tokenizer's panic is no Exception; whoever asked has to be told
+        except BaseException:  # a panic of a Rust tokenizer is no Exception
             _LOG.exception("a request failed")
             emit(RequestError("the server failed; its log says why", status=500))
 
@@ -264,9 +262,9 @@ class Engine:
     ) -> None:
         most = self._most_of(asked, len(ids))
         store, namespace = self._store_of(asked, name)
-        # Of the generator that all requests share, none is to decide what another draws.
+        # All requests share one generator: a seed of its own keeps each independent of the others.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        ends = _end_tokens(self.model)
+        ends = self._host.end_tokens()
         cached = completion = 0
         for index in range(asked.n):
             if stopped():
@@ -282,10 +280,9 @@ class Engine:
             def ended(stops: Stops = stops) -> bool:
                 return stops.found or stopped()
 
-            result = follow(
-                self.model,
+            result = self._host.generate(
                 self.tokenizer,
-                ids[None].to(self.model.device),
+                ids[None].to(self._host.device),
                 cache,
                 max_new_tokens=most,
                 temperature=asked.temperature,
@@ -308,17 +305,22 @@ class Engine:
                 store.learn(self.model, fed, cache, namespace=namespace)
 
     def _store_of(self, asked: Asked, name: str | None) -> tuple[PrefixStore | None, str]:
-        """Where a request's prompt is looked up and kept, and in which namespace."""
+        """The store in which a request's prompt is looked up and kept, and the namespace."""
         if self.store is None or name is not None:
             return self.store, "/".join(filter(None, (self.namespace, name)))
-        # Its answers share the prompt in a store of its own, which ends with the request.
+        # Its answers share the prompt through a store that lives as long as the request.
         return (PrefixStore(self.store.budget) if asked.n > 1 else None), ""
 
     def _prepare(
         self, ids: Tensor, store: PrefixStore | None, namespace: str
-    ) -> tuple[Cache, int, PrefixStore | None]:
-        """A cache that holds all tokens of a prompt, int64 (n,), but the last, or nothing; how many
-        of them were found instead of computed; and the store, unless this prompt cannot use it."""
+    ) -> tuple[ModelCache, int, PrefixStore | None]:
+        """Prepare to answer a prompt, int64 (n,).
+
+        Returns:
+            A cache that holds all tokens of the prompt but the last, or an empty one; how many of
+            them were found instead of computed; and the store, or None if this prompt cannot use
+            it.
+        """
         if store is not None:
             try:
                 cache, found = store.read(
@@ -327,7 +329,7 @@ class Engine:
                 return cache, found, store
             except UnsupportedError as error:
                 _LOG.warning("a prompt is computed without the store: %s", error)
-        return Cache(self.model, self.spec), 0, None
+        return self._host.new_cache(self.spec), 0, None
 
 
 def _stopped() -> RequestError:
@@ -335,12 +337,7 @@ def _stopped() -> RequestError:
 
 
 def _is_larger(given: Any, limit: int) -> bool:
-    """Whether a template that writes all that it is given, indented, would write more bytes than a
-    limit. What is nested deeply becomes long by indentation, so nothing is written to find out."""
+    """Whether a template that writes its input as indented JSON would write more than `limit`
+    bytes. Deeply nested input becomes long by indentation, so it is counted without writing it."""
     pieces = json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(given)
     return any(total > limit for total in accumulate(len(piece.encode()) for piece in pieces))
-
-
-def _end_tokens(model: Any) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, list) else {ends}

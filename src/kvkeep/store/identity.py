@@ -1,4 +1,4 @@
-"""What a store asks of a transformers model: what its keys and values depend on, and to read."""
+"""How a store names what it keeps of a model, and how it computes what it lacks."""
 
 from __future__ import annotations
 
@@ -8,116 +8,108 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.hf.adapters import Takeover, activate
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_routed
-from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.host import Activation, Host, ModelCache
 from kvkeep.spec import CacheSpec
 from kvkeep.store.geometry import ModelGeometry
 
-_TOKEN_BITS = 24  # of a token's id; what is above them says which adapter computed it
+_TOKEN_BITS = 24  # of a token's id; the bits above them name the adapter that computed it
 
 
 class Keyed(NamedTuple):
-    """How tokens are stored: under which identity, and by which keys, int64 (n,)."""
+    """The identity under which tokens are stored, and their keys in its tree, int64 (n,)."""
 
     identity: str
     keys: Tensor
 
 
 def keyed(
-    model: PreTrainedModel,
+    host: Host,
     tokens: Tensor,
     specs: Sequence[CacheSpec],
     namespace: str = "",
-    takeover: Takeover | None = None,
+    activation: Activation | None = None,
 ) -> Keyed:
-    """How tokens, (n,), of a model are stored.
+    """The identity and keys of a model's tokens, int64 (n,).
 
-    The identity says all that the slots of a token depend on, beside the tokens up to it: the
-    model, its active adapters, the specs, and whether attention is kvkeep's; of a namespace. The
-    keys are the tokens, but where an activated adapter computed them they also say which: so what
-    stands before is the base model's, and is found for any adapter.
+    The identity names everything that the slots of a token depend on except the tokens up to it:
+    the model, its active adapters, the specs, whether attention is kvkeep's, the autocast dtype and
+    the namespace. The keys are the token ids. Where an activated adapter computed a token, its key
+    holds the adapter's hash too: what stands before the invocation is the base model's, so any
+    adapter finds it.
     """
     layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in specs]
-    found = fingerprint(model, glance=True)
-    if takeover is not None:
+    found = host.fingerprint(glance=True)
+    if activation is not None:
         found["adapter"], tokens = "none", tokens.clone()
-        adapter = int(takeover.adapter, 16)
-        # All of the adapter's hash is said by any four tokens.
+        adapter = int(activation.adapter, 16)
+        # Any four tokens in a row hold all 128 bits of the adapter's hash.
         parts = [(adapter >> 32 * i) & 0xFFFFFFFF | 1 << 32 for i in range(4)]
-        behind = torch.arange(max(0, len(tokens) - takeover.start)) % 4
-        tokens[takeover.start :] |= torch.tensor(parts)[behind] << _TOKEN_BITS
+        behind = torch.arange(max(0, len(tokens) - activation.start)) % 4
+        tokens[activation.start :] |= torch.tensor(parts)[behind] << _TOKEN_BITS
     identity = json.dumps(
         {
             "namespace": namespace,
             "model": found,
             "codecs": layers if len(set(layers)) > 1 else layers[:1],
-            "routed": is_routed(decoder_config(base_config(model))),
-            "autocast": _autocast(model),
+            "routed": host.attached,
+            "autocast": _autocast(host),
         },
         sort_keys=True,
     )
     return Keyed(identity, tokens)
 
 
-def geometry_of(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> ModelGeometry:
-    """The geometry of a model's slots in a cache like this one, found by feeding one token to
-    another cache, because configs do not tell it for every model.
+def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
+    """The geometry of a model's slots in a cache like this one. One token is fed to another cache
+    to find it, because not every config tells it.
 
     Args:
-        tokens: of the model, (n,) with n of at least 1.
+        tokens: of the model, int64 (n,) with n of at least 1.
     """
-    probe = Cache(model)
-    feed(model, tokens[:1], probe)
+    probe = host.new_cache()
+    feed(host, tokens[:1], probe)
     found = ModelGeometry.of_cache(probe).of_rows
     return ModelGeometry.of(cache.layers, found, probe.routed)
 
 
-def require_steady(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError when what a model computes for a token depends on what comes later."""
-    changing = changing_ropes(base_config(model))
-    if changing:
+def require_steady(host: Host) -> None:
+    """Raise UnsupportedError when a token's keys depend on the tokens that follow it."""
+    if host.changing_rotary:
         raise UnsupportedError(
-            f"rotary frequencies of kind {changing[0]} depend on a text's length, so its slots "
-            "serve no other text; use the cache without a store"
+            f"rotary frequencies of kind {host.changing_rotary} depend on a text's length, so its "
+            "slots serve no other text; use the cache without a store"
         )
 
 
-def _autocast(model: PreTrainedModel) -> str:
-    """The type that matrix products are computed in, where torch chooses it; empty elsewhere."""
-    kind = model.device.type
+def _autocast(host: Host) -> str:
+    """The dtype in which torch computes matrix products under autocast; empty without autocast."""
+    kind = host.device.type
     return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
 
 
 @torch.inference_mode()
-def feed(model: PreTrainedModel, tokens: Tensor, cache: Cache, chunk: int | None = None) -> None:
-    """Feed a cache tokens, int64 (n,), so many at once; no logits are computed. What an activated
-    adapter computes is fed apart, so that the rest is computed as the base model would."""
-    decoder = model.get_decoder()
-    ids = tokens.to(model.device)[None]
-    start = 0 if cache.takeover is None else cache.takeover.start
+def feed(host: Host, tokens: Tensor, cache: ModelCache, chunk: int | None = None) -> None:
+    """Feed tokens, int64 (n,), to a cache, `chunk` at a time; no logits are computed.
+
+    What an activated adapter computes is fed in calls of its own, so that the tokens before it are
+    computed exactly as the base model computes them.
+    """
+    ids = tokens.to(host.device)[None]
+    start = 0 if cache.activation is None else cache.activation.start
     before = min(len(tokens), max(0, start - cache.fed))
-    try:
-        for piece in ids.tensor_split([before], dim=1):
-            for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
-                if part.shape[1]:
-                    activate(
-                        model, cache.takeover, torch.arange(cache.fed, cache.fed + part.shape[1])
-                    )
-                    decoder(input_ids=part, past_key_values=cache, use_cache=True)
-    finally:  # or an adapter would take part in whatever is computed next
-        activate(model, None, tokens)
+    for piece in ids.tensor_split([before], dim=1):
+        for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
+            if part.shape[1]:
+                host.feed(part, cache)
 
 
 def flat(tokens: Tensor) -> Tensor:
     """Token ids, int64 (n,), on the CPU.
 
     Raises:
-        ShapeError: they are not whole numbers in one row.
+        ShapeError: they are not integers in one row.
     """
     if tokens.dim() == 2 and len(tokens) == 1:
         tokens = tokens[0]

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from kvkeep import hf
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.hf.fingerprint import takeover_in
-from kvkeep.hf.specs import Specs
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.backend_sync import share, shared
 from kvkeep.store.geometry import ModelGeometry
@@ -35,7 +32,7 @@ from kvkeep.store.tree import Node, RadixTree
 class Reading(NamedTuple):
     """A cache of some tokens, and how many of them a store had."""
 
-    cache: hf.Cache
+    cache: ModelCache
     found: int
 
 
@@ -137,7 +134,7 @@ class PrefixStore:
 
     def prefill(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens: Tensor,
         *,
         spec: Specs = "keep_all",
@@ -145,7 +142,7 @@ class PrefixStore:
         chunk: int | None = None,
         capacity: int | None = None,
         priority: int = 0,
-    ) -> hf.Cache:
+    ) -> ModelCache:
         """`read` of all tokens but the last, which `generate` or your loop feeds.
 
         Args:
@@ -171,7 +168,7 @@ class PrefixStore:
 
     def read(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens: Tensor,
         *,
         prompt: Tensor | None = None,
@@ -196,27 +193,27 @@ class PrefixStore:
         Raises:
             UnsupportedError: a spec or a model whose slots cannot serve other prompts.
         """
-        tokens = flat(tokens)
-        cache = hf.Cache(model, spec, capacity=capacity)
+        host, tokens = host_of(model), flat(tokens)
+        cache = host.new_cache(spec, capacity=capacity)
         require_keepable(cache)
-        require_steady(model)
+        require_steady(host)
         whole = tokens if prompt is None else flat(prompt)
-        cache.takeover = takeover_in(model, whole)
-        identity, keys = keyed(model, tokens, cache.specs, namespace, cache.takeover)
-        with self.match(identity, keys, lambda: geometry_of(model, cache, tokens)) as hit:
+        cache.activation = host.activation_in(whole)
+        identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
+        with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
         found = cache.fed
-        feed(model, tokens[cache.fed :], cache, chunk)
+        feed(host, tokens[cache.fed :], cache, chunk)
         if cache.fed > found:
             self.offer(identity, keys, cache, priority=priority)
         return Reading(cache, found)
 
     def learn(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens: Tensor,
-        cache: hf.Cache,
+        cache: ModelCache,
         *,
         namespace: str = "",
         priority: int = 0,
@@ -231,11 +228,12 @@ class PrefixStore:
         Returns:
             How many of the tokens are stored.
         """
-        active, before = takeover_in(model, flat(tokens)), cache.takeover
+        host = host_of(model)
+        active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
             self._refused += 1  # nobody knows which tokens the adapter computed
             return 0
-        text = keyed(model, flat(tokens), cache.specs, namespace, cache.takeover)
+        text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
         return self.offer(*text, cache, priority=priority)
 
     def offer(

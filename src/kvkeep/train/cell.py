@@ -14,7 +14,7 @@ from kvkeep.layer.history import Ledger
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
-from kvkeep.train.slots import Past
+from kvkeep.train.slots import HeldSlots
 
 
 class Recorder:
@@ -69,7 +69,7 @@ class Cell:
         before: what has passed before the chunk.
     """
 
-    def __init__(self, layer: LayerCache, past: Past | None, before: Ledger) -> None:
+    def __init__(self, layer: LayerCache, past: HeldSlots | None, before: Ledger) -> None:
         self.window, self._layer, self._before = layer.window, layer, before
         self.past = past and past._replace(
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()

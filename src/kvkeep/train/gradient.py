@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from kvkeep.errors import ShapeError, StateError
 from kvkeep.files.offload import Offload
-from kvkeep.hf.layerwise import Apart, average
-from kvkeep.hf.losses import HiddenLoss, head_for, kept_on_failure, through
-from kvkeep.hf.replayed import Decisions
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Specs, host_of
+from kvkeep.host.layerwise import Layerwise
+from kvkeep.train.autograd import average
+from kvkeep.train.losses import HiddenLoss, head_for, loss_and_gradients, restored_on_failure
+from kvkeep.train.replay import Decisions
 from kvkeep.train.walk import OnLayer, Walk
 
 
@@ -44,53 +45,57 @@ def backward(
     decisions: Decisions | None = None,
     offload: Offload | None = None,
 ) -> Tensor:
-    """Add the gradients of a loss to `.grad` of whatever requires them, and return the loss.
+    """Add the gradients of a loss to `.grad` of all parameters that require them; return the loss.
 
-    The texts go through the cache chunk by chunk, as they would when the model is served; what its
-    policy evicts is decided once and then held constant, and going back the gradient of a slot ends
-    where its token came. A codec that loses something passes gradients as the identity would: to
-    name one here is to ask for that. `keep_all` gives the gradients of ordinary full attention. One
-    layer's cache is held at a time, so that memory depends on budget and chunk; what the layers got
-    waits in host memory or in a file. Source: keys_values' gradients through caches.
+    The texts are fed through the cache chunk by chunk, as they will be when the model is served.
+    What the policy evicts is decided in the forward and held constant in the backward, where the
+    gradient of a slot flows back to the token that was written there. A lossy codec passes
+    gradients through unchanged (straight-through): choosing one here accepts that. `keep_all` gives
+    the gradients of ordinary full attention. One layer's cache is held at a time, so memory depends
+    on the budget and the chunk size; layer inputs wait in host memory or in a file.
 
-    Dropout draws from torch's generator as it stands. Under `torch.autocast`, all is as it says.
+    Source: the gradients through caches of keys_values.
+
+    Dropout draws from torch's generator as usual. `torch.autocast` applies as usual.
 
     Args:
-        model: a transformers model, or a PEFT model around one; attached or not.
-        input_ids: (B, T), any T.
+        model: of a model library that kvkeep knows, with adapters or without; attached or not.
+        input_ids: token ids (B, T), any T.
         labels: (B, T); see `TokenHead`.
         cache: what is kept; see `kvkeep.Cache`.
-        chunk: tokens that are computed at once; None: 1,024, or the budget if that is less.
+        chunk: tokens computed at once; None: 1,024, or the budget if that is less.
         attention_mask: (B, T), 0 for padding.
-        loss_weights: (B, T), of each label.
-        num_items: what the summed losses are divided by; None: the sum of the weights.
-        head: a loss of hidden states in place of labels.
-        scale: of the gradients, not of the loss that is returned; a GradScaler's, for instance.
-        on_layer: told what each layer is about to get.
-        decisions: a list to which each layer's evictions are added; see `replaying`.
-        offload: where layer inputs wait meanwhile; None: `Offload()`.
+        loss_weights: (B, T), the weight of each label.
+        num_items: the divisor of the summed losses; None: the sum of the weights.
+        head: a loss of hidden states, in place of labels.
+        scale: multiplies the gradients, not the returned loss; a GradScaler's, for instance.
+        on_layer: called before each layer runs on a chunk.
+        decisions: a list to which each layer's evictions are appended; see `replaying`.
+        offload: where layer inputs wait; None: `Offload()`.
 
     Returns:
-        The loss, without gradients.
+        The loss, detached.
 
     Raises:
-        ShapeError: texts, labels, chunk and budget that do not fit each other.
+        ShapeError: texts, labels, chunk and budget that do not match each other.
         SpecError: the spec does not exist or does not fit the model.
         LossError: the loss is not finite; no gradient was changed.
         StateError: gradient checkpointing or inference mode is on, or attention has dropout.
-        UnsupportedError: a model that cannot be taken apart.
+        UnsupportedError: a model that cannot be run layer by layer.
     """
     if torch.is_inference_mode_enabled():
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
     way = cache, chunk, attention_mask, on_layer, offload
-    with _walk(model, input_ids, *way) as (parts, walk, store):
-        found = head_for(parts, labels, loss_weights, num_items, head)
+    with _walk(model, input_ids, *way) as (decoder, walk, store):
+        found = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward()
         if decisions is not None:
             decisions += walk.decisions
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
-        with kept_on_failure([*parts.beside, *own]):
-            loss, gradients = through(parts, found, walk.chunks, walk.outputs, store, scale)
+        with restored_on_failure([*decoder.outside_layers, *own]):
+            loss, gradients = loss_and_gradients(
+                decoder, found, walk.chunks, walk.outputs, store, scale
+            )
         try:
             walk.backward(gradients)
         except BaseException as error:
@@ -110,20 +115,20 @@ def loss(
     head: HiddenLoss | None = None,
     **way: Unpack[Way],
 ) -> Tensor:
-    """The loss that `backward` would return, and nothing else."""
-    with _walk(model, input_ids, **way) as (parts, walk, store):
-        found = head_for(parts, labels, loss_weights, num_items, head)
+    """The loss that `backward` would return, without computing gradients."""
+    with _walk(model, input_ids, **way) as (decoder, walk, store):
+        found = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward(trained=False)
-        return through(parts, found, walk.chunks, walk.outputs, store, None)[0]
+        return loss_and_gradients(decoder, found, walk.chunks, walk.outputs, store, None)[0]
 
 
 def hidden_states(model: Any, input_ids: Tensor, **way: Unpack[Way]) -> Tensor:
-    """What the model's last norm leaves of the texts, (B, T, width). No logits are computed, and no
-    gradients."""
-    with _walk(model, input_ids, **way) as (parts, walk, store), torch.no_grad():
+    """The hidden states of the texts after the final norm, (B, T, width). No logits and no
+    gradients are computed."""
+    with _walk(model, input_ids, **way) as (decoder, walk, store), torch.no_grad():
         walk.forward(trained=False)
         outputs = zip(walk.chunks, walk.outputs, strict=True)
-        return torch.cat([parts.hidden(at, store.take(x)) for at, x in outputs], dim=1)
+        return torch.cat([decoder.hidden(at, store.take(x)) for at, x in outputs], dim=1)
 
 
 @contextmanager
@@ -135,7 +140,7 @@ def _walk(
     attention_mask: Tensor | None = None,
     on_layer: OnLayer | None = None,
     offload: Offload | None = None,
-) -> Iterator[tuple[Apart, Walk, Offload]]:
+) -> Iterator[tuple[Layerwise, Walk, Offload]]:
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
         raise ShapeError(
             f"input_ids {tuple(input_ids.shape)} {input_ids.dtype}; give token ids (B, T)"
@@ -145,9 +150,9 @@ def _walk(
             f"attention_mask {tuple(attention_mask.shape)} for texts {tuple(input_ids.shape)}; "
             "give one number for each token"
         )
-    store = offload or Offload()
+    host, store = host_of(model), offload or Offload()
     try:
-        with Apart(model, input_ids, attention_mask) as parts:
-            yield parts, Walk(parts, cache, chunk, store, on_layer), store
+        with host.layerwise(input_ids, attention_mask) as decoder:
+            yield decoder, Walk(host, decoder, cache, chunk, store, on_layer), store
     finally:
         store.close()

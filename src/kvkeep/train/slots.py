@@ -14,7 +14,7 @@ from kvkeep.planes import along_slots
 from kvkeep.policy.replay import among
 
 
-class Past(NamedTuple):
+class HeldSlots(NamedTuple):
     """What a chunk's queries find: keys (B, H, S, Dk), values (B, H, S, Dv), and their positions,
     int32 (B, 1|H, S), -1 where a slot is empty."""
 
@@ -51,10 +51,10 @@ class Slots:
         self._encoded = 0  # tokens, of codecs that encode blocks
 
     @property
-    def past(self) -> Past:
+    def past(self) -> HeldSlots:
         """What is held now; views, valid until the next change."""
         keys, values, position = (x[:, :, : self.length] for x in self._buffers[:3])
-        return Past(keys, values, position)
+        return HeldSlots(keys, values, position)
 
     def push(self, k: Tensor, v: Tensor, position: Tensor, evicted: list[Tensor]) -> None:
         """Write n tokens, k (B, H, n, Dk) and v as they are read, at positions (n,) or (B, n); then

@@ -12,66 +12,66 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.files.offload import Kept, Offload
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.layerwise import Apart, accumulate, reduces
-from kvkeep.hf.replayed import Decisions
-from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.host import Embedded, Host, LayerStep, Layerwise, Specs, per_layer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
+from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Recorder
+from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
 
 CHUNK = 1024
 
 OnLayer = Callable[[int, Tensor, slice], None]
-"""Told what a layer is about to get: its index, hidden states (B, n, width), their columns."""
+"""Called before a layer runs on a chunk: its index, its input (B, n, width), its columns."""
 
 
 class Walk:
-    """A text on its way through a model, and back: layers outermost, chunks within.
+    """A forward and a backward of texts through a model: layers outermost, chunks within.
 
-    So one layer's cache is held at a time. What each layer got for each chunk, and which tokens its
-    policy evicted, waits in `store`; the rest is computed again when it is needed.
+    So one layer's cache is held at a time. Each layer's input for each chunk, and the positions
+    that its policy evicted, wait in `store`; everything else is computed again when it is needed.
 
     After `forward`, `decisions` are each layer's evictions, call by call, for `replaying`.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
-        ShapeError: no number of tokens, or a chunk that is larger than a budget.
+        ShapeError: a chunk that is not a number of tokens, or larger than a budget.
     """
 
     def __init__(
         self,
-        parts: Apart,
+        host: Host,
+        decoder: Layerwise,
         spec: Specs,
         chunk: int | None,
         store: Offload,
         on_layer: OnLayer | None = None,
     ) -> None:
-        self._parts, self._store, self._on_layer = parts, store, on_layer
-        tokens, specs = parts.input_ids.shape[1], per_layer(spec, parts.kinds)
+        self._decoder, self._store, self._on_layer = decoder, store, on_layer
+        tokens, specs = decoder.input_ids.shape[1], per_layer(spec, host.kinds)
         n = _fitting(chunk, specs)
         self.chunks = [slice(a, min(a + n, tokens)) for a in range(0, tokens, n)]
-        self._caches = Cache(parts.model, [one.differentiable() for one in specs]).layers
+        self._caches = host.new_cache([one.differentiable() for one in specs]).layers
         self._calls: list[Any] = []
-        self._inputs: list[list[Kept]] = []  # of each layer that gradients reach, by chunk
+        self._inputs: list[list[Kept]] = []  # by layer that gradients reach, then by chunk
         self._evicted: list[list[list[Tensor]]] = []
-        self.outputs: list[Kept] = []  # of the last layer
+        self.outputs: list[Kept] = []  # of the last layer, by chunk
         self.decisions: Decisions = []
-        draws = any(part.training for part in parts.model.modules())
+        draws = any(part.training for part in decoder.model.modules())
         self._seed = int(torch.randint(2**31, ())) if draws else None
-        self._devices = {p.device for p in parts.model.parameters() if not p.is_cpu}
+        self._devices = {p.device for p in decoder.model.parameters() if not p.is_cpu}
 
     def forward(self, *, trained: bool = True) -> None:
-        """From the tokens to the last layer's outputs; to go back, if it is to be `trained`."""
+        """Compute the last layer's outputs. With `trained`, keep what `backward` needs."""
         self._first = self._lowest_trained() if trained else len(self._caches)
         states = []
         for c, columns in enumerate(self.chunks):
             with torch.no_grad(), self._random(c):
-                hidden, calls = self._parts.before(columns)
-            states.append(self._store.put(hidden))
-            self._calls.append(self._store.put_tree(calls, {}))
+                embedded = self._decoder.embed(columns)
+            states.append(self._store.put(embedded.hidden))
+            self._calls.append(self._store.put_tree(embedded.calls, {}))
         for index, cache in enumerate(self._caches):
             evicted: list[list[Tensor]] = []
             after = []
@@ -97,7 +97,7 @@ class Walk:
         self.outputs = states
 
     def backward(self, gradients: list[Kept]) -> None:
-        """From the gradients of the last layer's outputs to those of all weights."""
+        """Add the gradients of all parameters, from those of the last layer's outputs by chunk."""
         for index in reversed(range(self._first, len(self._caches))):
             gradients = self._layer_backward(index, gradients)
             give_back()
@@ -105,28 +105,34 @@ class Walk:
             return
         for c, columns in enumerate(self.chunks):
             with torch.enable_grad(), self._random(c):
-                hidden, _ = self._parts.before(columns)
+                embedded = self._decoder.embed(columns)
             gradient = self._store.take(gradients[c])
-            if hidden.requires_grad:
-                last = c == len(self.chunks) - 1
-                self._parts.before_backward(hidden, gradient, last=last)
+            if embedded.hidden.requires_grad:
+                self._embedding_backward(embedded, gradient, last=c == len(self.chunks) - 1)
+
+    def _embedding_backward(self, embedded: Embedded, gradient: Tensor, *, last: bool) -> None:
+        """From the gradient of the first layer's input; `last`: no other chunk follows."""
+        others = embedded.outputs
+        reduces(self._decoder.model, last, recurse=False)
+        accumulate([embedded.hidden, *others], [gradient, *map(torch.zeros_like, others)])
 
     def _layer_backward(self, index: int, gradients: list[Kept]) -> list[Kept]:
-        """Of a layer's outputs -> of its inputs, by chunk. `store` gives up both."""
+        """Gradients of a layer's outputs -> those of its inputs, by chunk. Adds those of its
+        parameters. `store` gives up both the gradients and the inputs."""
         cache, inputs = self._caches[index], self._inputs.pop()
         slots = self._replayed(cache, inputs, self._evicted.pop(), index)
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
         for c in reversed(range(len(self.chunks))):
             hidden = self._store.take(inputs[c]).detach().requires_grad_()
-            before = self._parts.ledger(self.chunks[c].start)
+            before = self._decoder.ledger(self.chunks[c].start)
             cell = Cell(cache, slots.past if c else None, before)
             with torch.enable_grad():
                 out = self._layer(index, c, hidden, cell)
             given = self._store.take(gradients[c]), *own
             results = zip((out, cell.keys, cell.values), given, strict=False)
             ends = [(x, g.to(x.dtype)) for x, g in results if x.requires_grad]
-            reduces(self._parts.layers[index], not c)
+            reduces(self._decoder.layers[index], not c)
             accumulate([x for x, _ in ends], [g for _, g in ends])
             assert hidden.grad is not None
             found.append(self._store.put(hidden.grad))
@@ -138,7 +144,7 @@ class Walk:
     def _replayed(
         self, cache: LayerCache, inputs: list[Kept], evicted: list[list[Tensor]], index: int
     ) -> Slots:
-        """What the layer holds before the last chunk, with what it takes to go back."""
+        """What the layer holds before the last chunk, and what is needed to go back from there."""
         slots = Slots(self._store, cache)
         for c in range(len(self.chunks) - 1):
             try:
@@ -149,24 +155,25 @@ class Walk:
             slots.push(k, v, position, evicted[c])
         return slots
 
-    def _layer(self, index: int, c: int, hidden: Tensor, step: Any) -> Tensor:
-        torch.clear_autocast_cache()  # weights that were cast without gradients, or for a graph
+    def _layer(self, index: int, c: int, hidden: Tensor, step: LayerStep) -> Tensor:
+        # Autocast may have cached weights that were cast without gradients, or in another graph.
+        torch.clear_autocast_cache()
         call = self._store.get_tree(self._calls[c][index])
         with self._random(c, index):
-            return self._parts.layer(index, hidden, call, step)
+            return self._decoder.layer(index, self.chunks[c], hidden, call, step)
 
     def _lowest_trained(self) -> int:
-        """The first layer that gradients must reach; 0 if what stands before it wants them too."""
+        """The first layer that gradients must reach; 0 if the embedding needs them too."""
         with torch.enable_grad(), self._random(0):
-            if self._parts.before(slice(0, 1))[0].requires_grad:
+            if self._decoder.embed(slice(0, 1)).hidden.requires_grad:
                 return 0
-        trained = [any(p.requires_grad for p in x.parameters()) for x in self._parts.layers]
+        trained = [any(p.requires_grad for p in x.parameters()) for x in self._decoder.layers]
         return trained.index(True) if any(trained) else len(trained)
 
     @contextmanager
     def _random(self, c: int, layer: int = -1) -> Iterator[None]:
-        """The same random numbers whenever this layer runs on this chunk; other draws go on as if
-        there had been none."""
+        """Draw the same random numbers each time this layer runs on this chunk, without changing
+        what is drawn outside."""
         kind = next((device.type for device in self._devices), None)
         with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
             if self._seed is not None:
@@ -175,7 +182,11 @@ class Walk:
 
 
 def _fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
-    """The tokens of a chunk: those that are asked for, or as many as are kept."""
+    """Tokens of a chunk: `chunk`, or by default at most the least budget.
+
+    Raises:
+        ShapeError: it is not a number of tokens, or more than a budget.
+    """
     one = min(specs, key=lambda one: one.policy.budget or CHUNK)
     budget = one.policy.budget or chunk or CHUNK
     if chunk is None:
@@ -184,7 +195,7 @@ def _fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
         raise ShapeError(f"a chunk of {chunk} tokens; give a whole number of at least 1")
     if chunk > budget:
         raise ShapeError(
-            f"a chunk of {chunk} tokens for {one}, which keeps {budget}: more would be computed at "
-            f"once than is kept; use chunk={budget} or less, or a larger budget"
+            f"a chunk of {chunk} tokens for {one}, which keeps {budget}: more tokens would be "
+            f"computed at once than are kept; use chunk={budget} or less, or a larger budget"
         )
     return int(chunk)

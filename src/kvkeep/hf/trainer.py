@@ -1,4 +1,4 @@
-"""transformers' Trainer, and trainers built on it, with gradients through a cache."""
+"""LongContext: transformers' Trainer, and trainers built on it, with gradients through a cache."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.files.offload import Offload
-from kvkeep.hf.specs import Specs
+from kvkeep.host import Specs
 from kvkeep.train.gradient import Way, backward, loss
 
-_Trainer: Any = object  # whichever comes behind
+_Trainer: Any = object  # the trainer comes later in the method resolution order
 
 _TEXT = frozenset({"input_ids", "attention_mask", "labels"})
 
 
 class LongContext(_Trainer):  # type: ignore[misc]
-    """To be put before a trainer: `class LongTrainer(LongContext, Trainer): pass`, or TRL's
-    `SFTTrainer`. Gradients and losses are those of `kvkeep.train`; all else is the trainer's.
+    """A mixin for a trainer: `class LongTrainer(LongContext, Trainer): pass`, or with TRL's
+    `SFTTrainer`. Gradients and losses are computed by `kvkeep.train`; all else is the trainer's.
 
     Args:
-        cache, chunk, offload: see `backward`.
+        cache, chunk, offload: see `kvkeep.train.backward`.
 
     Raises:
-        UnsupportedError: for losses other than cross entropy; in training or evaluation, for inputs
-            beside texts, labels and padding (such as the positions of packed texts), and for
-            metrics that need logits.
+        UnsupportedError: a loss other than cross entropy; in training or evaluation, inputs other
+            than texts, labels and padding (such as the positions of packed texts), and metrics
+            that need logits.
     """
 
     def __init__(
@@ -48,14 +48,13 @@ class LongContext(_Trainer):  # type: ignore[misc]
         if any(other.values()):
             raise UnsupportedError(
                 f"{', '.join(name for name in other if other[name])} ask for another loss than "
-                "cross entropy, which is all that texts through a cache are trained on; leave them "
-                "out"
+                "cross entropy, the only one that is computed through a cache; leave them out"
             )
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """As the trainer's own, for a batch."""
+        """Add the gradients of a batch, and return its loss."""
         model.train()
         begin = getattr(self.optimizer, "train", None)
         if callable(begin):  # a schedule-free optimizer
@@ -82,7 +81,7 @@ class LongContext(_Trainer):  # type: ignore[misc]
         """The loss of a batch."""
         if not prediction_loss_only:
             raise UnsupportedError(
-                "logits of whole texts are never held, so there are no metrics of them; set "
+                "logits of whole texts are never held, so metrics of them cannot be computed; set "
                 "prediction_loss_only, and no compute_metrics"
             )
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -93,6 +92,6 @@ class LongContext(_Trainer):  # type: ignore[misc]
         if set(prepared) - _TEXT:
             raise UnsupportedError(
                 f"inputs {sorted(set(prepared) - _TEXT)} beside {sorted(_TEXT)}; texts are padded, "
-                "not packed: choose a collator that gives no more"
+                "not packed: use a collator that returns no other inputs"
             )
         return prepared

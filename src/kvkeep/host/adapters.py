@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.host.cache import Activation
 
 _OFFSET: ContextVar[int | None] = ContextVar("offset", default=None)
 """How many of the last tokens of this thread's forward an activated adapter computes."""
@@ -20,10 +21,10 @@ NEVER = 1 << 40
 
 
 @dataclass(frozen=True)
-class Activation:
-    """An adapter that takes part from its invocation in a prompt on: PEFT's activated LoRA.
+class InvokedAdapter:
+    """An adapter that computes from its invocation in a prompt on: PEFT's activated LoRA.
 
-    What stands before the invocation is the base model's.
+    The base model computes what stands before the invocation.
 
     Source: aLoRA (arXiv 2504.12397).
     """
@@ -39,13 +40,6 @@ class Activation:
         same = prompt.unfold(0, n, 1).eq(torch.tensor(self.invocation)).all(dim=1)
         found = same.nonzero()
         return int(found[-1]) if len(found) else NEVER
-
-
-class Takeover(NamedTuple):
-    """From which position on an activated adapter computes, and a hash of it, hexadecimal."""
-
-    start: int
-    adapter: str
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
@@ -68,7 +62,7 @@ def active_adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]
     return layers, active
 
 
-def activation(model: nn.Module) -> Activation | None:
+def invoked_adapter(model: nn.Module) -> InvokedAdapter | None:
     """The activated adapter that takes part in the forward; None if none does.
 
     Raises:
@@ -93,7 +87,7 @@ def activation(model: nn.Module) -> Activation | None:
             "adapter by itself"
         )
     ((name, tokens),) = invoked.items()
-    return Activation(name, tokens)
+    return InvokedAdapter(name, tokens)
 
 
 def names_adapters(model: nn.Module) -> bool:
@@ -112,17 +106,17 @@ def learns_prompts(model: nn.Module) -> bool:
     return bool(getattr(config, "is_prompt_learning", False))
 
 
-def activate(model: Any, takeover: Takeover | None, position: Tensor) -> None:
-    """Let an activated adapter compute what comes at `position`, (n,), in this thread's next
-    forward, from its takeover on; None leaves the matter to PEFT.
+def activate(model: Any, activation: Activation | None, position: Tensor) -> None:
+    """Let an activated adapter compute the tokens at `position`, (n,), in this thread's next
+    forward, from `activation.start` on; None leaves the choice to PEFT.
 
-    PEFT counts from the end of the tokens it was given, and so knows nothing of those that a cache
+    PEFT counts from the end of the tokens it is given, so it does not know about those that a cache
     holds.
     """
-    if takeover is None:
+    if activation is None:
         _OFFSET.set(None)
         return
-    _OFFSET.set(int((position >= takeover.start).sum()))
+    _OFFSET.set(int((position >= activation.start).sum()))
     for layer in adapter_layers(model):
         hooks = layer._forward_pre_hooks
         if not hooks or next(reversed(hooks.values())) is not _give:  # behind PEFT's own hooks

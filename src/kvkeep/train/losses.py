@@ -1,4 +1,4 @@
-"""From the last layer's outputs to a loss, a few tokens at a time."""
+"""From the last layer's outputs to a loss and its gradients, a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from kvkeep.errors import LossError, ShapeError
 from kvkeep.files.offload import Kept, Offload
-from kvkeep.hf.config import decoder_config
-from kvkeep.hf.layerwise import Apart, accumulate, reduces
+from kvkeep.host.layerwise import Layerwise
+from kvkeep.train.autograd import accumulate, reduces
 
 HiddenLoss = Callable[[Tensor, slice], Tensor | None]
-"""A loss of one's own: hidden states (B, n, width), as the model's last norm leaves them, and the
-columns they stand at -> that chunk's share of the loss, or None."""
+"""A caller's own loss: hidden states (B, n, width) after the final norm, and their columns -> the
+chunk's share of the loss, or None if it has none."""
 
 IGNORED = -100
 """The label of a token that is not to be learned."""
@@ -26,13 +26,13 @@ _LOGITS = 1 << 23
 
 
 class Head(Protocol):
-    """What makes a loss of the last layer's outputs."""
+    """Computes a loss of the last layer's outputs."""
 
     def pieces(self, columns: slice) -> Iterator[slice]:
-        """The parts of a chunk that have a loss, each to be computed at once."""
+        """The columns of a chunk that have a loss, in pieces computed one after another."""
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
-        """The share of some columns, whose last layer gave `hidden` (B, n, width)."""
+        """The share of the loss of some columns, from the last layer's output (B, n, width)."""
 
 
 class TokenHead:
@@ -41,32 +41,32 @@ class TokenHead:
     Args:
         labels: (B, T): a token's own id, or -100; as in transformers each is predicted from the
             token before it. Padding is never learned.
-        weights: (B, T), of each label; None: all alike.
-        num_items: what the sum is divided by; None: the sum of the weights. With it, a batch may
-            have nothing to learn.
+        weights: (B, T), the weight of each label; None: 1 for all.
+        num_items: the divisor of the sum; None: the sum of the weights. If it is given, a batch
+            may have nothing to learn.
 
     Raises:
-        ShapeError: shapes that do not fit the texts, or nothing to learn.
+        ShapeError: shapes that do not match the texts, or nothing to learn.
     """
 
     def __init__(
         self,
-        parts: Apart,
+        decoder: Layerwise,
         labels: Tensor,
         weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> None:
-        shape = parts.input_ids.shape
+        shape = decoder.input_ids.shape
         for name, given in (("labels", labels), ("loss_weights", weights)):
             if given is not None and given.shape != shape:
                 raise ShapeError(
                     f"{name} {tuple(given.shape)} for texts {tuple(shape)}; give one for each token"
                 )
-        device = parts.input_ids.device
+        device = decoder.input_ids.device
         targets = nn.functional.pad(labels.to(device).long()[:, 1:], (0, 1), value=IGNORED)
         learned = targets != IGNORED
-        if parts.attention_mask is not None:
-            learned &= nn.functional.pad(parts.attention_mask[:, 1:].bool(), (0, 1))
+        if decoder.attention_mask is not None:
+            learned &= nn.functional.pad(decoder.attention_mask[:, 1:].bool(), (0, 1))
         each = torch.ones(shape, device=device) if weights is None else weights.to(device)
         each = nn.functional.pad(each[:, 1:], (0, 1))
         self._targets = targets.masked_fill(~learned, IGNORED)
@@ -74,19 +74,19 @@ class TokenHead:
         total = self._weights.sum() if num_items is None else torch.as_tensor(num_items)
         if num_items is None and not bool(self._weights.any()):
             raise ShapeError(
-                f"all {labels.numel()} labels are {IGNORED}, padding, of no weight, or the first "
-                "of a text, which nothing predicts; label some tokens with their ids"
+                f"none of {labels.numel()} labels is learned: each is {IGNORED}, padding, of "
+                "weight 0, or the first of its text, which nothing predicts; label some tokens "
+                "with their ids"
             )
         if not float(total) > 0:
             raise ShapeError(
-                f"losses are to be divided by {float(total)}, "
+                f"the losses would be divided by {float(total)}, "
                 + ("the sum of their weights; give num_items" if num_items is None else "num_items")
                 + ", a number above 0"
             )
         self._total = total.to(device)
-        self._parts = parts
-        vocabulary = decoder_config(parts.model.config).vocab_size
-        self._tokens = max(1, _LOGITS // (shape[0] * vocabulary))
+        self._decoder = decoder
+        self._tokens = max(1, _LOGITS // (shape[0] * decoder.vocabulary))
 
     def pieces(self, columns: slice) -> Iterator[slice]:
         for start in range(columns.start, columns.stop, self._tokens):
@@ -95,7 +95,7 @@ class TokenHead:
                 yield piece
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor:
-        logits = self._parts.logits(columns, hidden)
+        logits = self._decoder.logits(columns, hidden)
         targets = self._targets[:, columns].to(logits.device)
         compute = torch.promote_types(logits.dtype, torch.float32)
         each = nn.functional.cross_entropy(
@@ -106,47 +106,55 @@ class TokenHead:
 
 
 class HiddenHead:
-    """A loss of one's own."""
+    """A caller's own loss of hidden states."""
 
-    def __init__(self, parts: Apart, function: HiddenLoss) -> None:
-        self._parts, self._function = parts, function
+    def __init__(self, decoder: Layerwise, function: HiddenLoss) -> None:
+        self._decoder, self._function = decoder, function
 
     def pieces(self, columns: slice) -> Iterator[slice]:
         yield columns
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
-        return self._function(self._parts.hidden(columns, hidden), columns)
+        return self._function(self._decoder.hidden(columns, hidden), columns)
 
 
 def head_for(
-    parts: Apart,
+    decoder: Layerwise,
     labels: Tensor | None,
     weights: Tensor | None,
     num_items: float | Tensor | None,
     function: HiddenLoss | None,
 ) -> Head:
-    """A head for labels, or for a function of hidden states.
+    """The head for labels, or for a function of hidden states.
 
     Raises:
-        ShapeError: both or none of them; labels that do not fit.
+        ShapeError: both or neither are given; labels that do not match the texts.
     """
     if function is not None and labels is None:
-        return HiddenHead(parts, function)
+        return HiddenHead(decoder, function)
     if function is not None or labels is None:
         raise ShapeError("give either labels or a head, a function of hidden states")
-    return TokenHead(parts, labels, weights, num_items)
+    return TokenHead(decoder, labels, weights, num_items)
 
 
-def through(
-    parts: Apart,
+def loss_and_gradients(
+    decoder: Layerwise,
     head: Head,
     chunks: Iterable[slice],
     outputs: list[Kept],
     store: Offload,
     scale: float | None,
 ) -> tuple[Tensor, list[Kept]]:
-    """The loss, and `scale` times its gradients: those of the head's weights in their `.grad`,
-    those of the outputs by chunk; none where `scale` is None. `store` gives up the outputs.
+    """Compute the loss, and `scale` times its gradients.
+
+    Gradients of the head's parameters are added to `.grad`.
+
+    Args:
+        outputs: the last layer's output for each chunk, which `store` gives up.
+        scale: None: no gradients are computed.
+
+    Returns:
+        The loss; and the gradients of the outputs, by chunk (none if `scale` is None).
 
     Raises:
         LossError: the loss is not finite.
@@ -165,7 +173,7 @@ def through(
                 continue
             total = total + _finite(share.detach(), index, piece)
             if gradient is not None and scale is not None:
-                reduces(parts.model, piece == pieces[-1], recurse=False)
+                reduces(decoder.model, piece == pieces[-1], recurse=False)
                 accumulate([share], [torch.full_like(share, scale)])
                 if leaf.grad is not None:
                     _within(gradient, columns, piece).copy_(leaf.grad)
@@ -175,8 +183,9 @@ def through(
 
 
 @contextmanager
-def kept_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Gradients are added to what there was, or, if this fails, are what there was."""
+def restored_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Add the gradients that are computed inside to those there were; if it raises, restore those
+    there were."""
     once = {id(p): p for p in parameters if p.requires_grad}
     before = [(p, p.grad) for p in once.values()]
     for p, _ in before:
@@ -193,6 +202,7 @@ def kept_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _within(x: Tensor, columns: slice, piece: slice) -> Tensor:
+    """A piece of x, which holds `columns`."""
     return x[:, piece.start - columns.start : piece.stop - columns.start]
 
 

@@ -1,4 +1,4 @@
-"""A cache that makes the decisions of another run again."""
+"""A cache that repeats the evictions of another run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, layer_kinds
-from kvkeep.hf.specs import Specs, per_layer
+from kvkeep.host import Specs, host_of, per_layer
+from kvkeep.host.cache import ModelCache
 from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import ReplayPolicy
 from kvkeep.storage import Concat
@@ -17,18 +16,18 @@ Decisions = list[list[Tensor]]
 """Each layer's evictions, call by call: positions, see `ReplayPolicy`."""
 
 
-def replaying(model: Any, spec: Specs, decisions: Decisions) -> Cache:
-    """A cache through which plain autograd goes, and which evicts what was evicted before when the
-    same chunks are fed: `kvkeep.train.backward` finds the gradients that this gives, without all
-    activations in memory.
+def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
+    """A cache that autograd can differentiate through, and that evicts what was evicted before when
+    the same chunks are fed: `kvkeep.train.backward` computes the gradients that this cache gives,
+    without holding all activations.
 
     Args:
         model: attached.
-        spec: that of the run.
+        spec: the one of the run.
         decisions: what `backward(decisions=...)` collected.
     """
-    kinds = layer_kinds(base_config(model))
-    cache = Cache(model, [one.differentiable() for one in per_layer(spec, kinds)])
+    host = host_of(model)
+    cache = host.new_cache([one.differentiable() for one in per_layer(spec, host.kinds)])
     for index, made in enumerate(decisions):
         old = cache.layers[index]
         cache.layers[index] = LayerCache(

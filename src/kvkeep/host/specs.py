@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvkeep.errors import SpecError
-from kvkeep.hf.config import LayerKind
 from kvkeep.spec import CacheSpec, as_spec, parse_specs
 
 Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
@@ -13,9 +13,18 @@ Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSp
 text: `full_attention=keep_all;sliding_attention=window:512`."""
 
 
-def fitting_some(spec: CacheSpec, kinds: list[LayerKind], error: SpecError) -> SpecError:
-    """`error`, which a spec for all layers met; where it fits layers of some types only, with the
-    way to give each type a spec of its own."""
+@dataclass(frozen=True)
+class LayerKind:
+    """One layer's attention: the model library's name for its type, and its sliding window in
+    tokens; None where it has none."""
+
+    name: str
+    window: int | None
+
+
+def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:
+    """`error`, which a spec for all layers caused; where the spec fits layers of some types, the
+    message also says how to give each type a spec of its own."""
     suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
@@ -34,8 +43,12 @@ def fitting_some(spec: CacheSpec, kinds: list[LayerKind], error: SpecError) -> S
     )
 
 
-def per_layer(spec: Specs, kinds: list[LayerKind]) -> list[CacheSpec]:
-    """Each layer's spec."""
+def per_layer(spec: Specs, kinds: Sequence[LayerKind]) -> list[CacheSpec]:
+    """Each layer's spec.
+
+    Raises:
+        SpecError: text that is no spec, or specs that do not match the layers.
+    """
     if isinstance(spec, str):
         spec = parse_specs(spec)
     if isinstance(spec, CacheSpec):

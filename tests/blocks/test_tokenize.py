@@ -39,14 +39,14 @@ class Page:
 
 
 def reasons(encoded):
-    return [segment.refused for segment in encoded.segments]
+    return [segment.refused for segment in encoded.blocks]
 
 
 def texts_of(encoded, tokenizer):
     """What the tokens of each block say."""
     return [
         None if one.span is None else tokenizer.decode(encoded.input_ids[0, slice(*one.span)])
-        for one in encoded.segments
+        for one in encoded.blocks
     ]
 
 
@@ -90,7 +90,7 @@ def test_a_prompt(tokenizer):
 def test_the_same_block_has_the_same_tokens_wherever_it_stands(tokenizer):
     def tokens(*parts):
         encoded = Prompt(parts).encode(tokenizer)
-        one = next(s for s in encoded.segments if s.text == STORY)
+        one = next(s for s in encoded.blocks if s.text == STORY)
         return encoded.input_ids[0, slice(*one.span)].tolist()
 
     alone = tokens(Block(STORY))
@@ -171,7 +171,7 @@ def test_a_chat(tokenizer):
 def test_the_same_text_twice_and_once_unmarked(tokenizer):
     messages = [{"role": "user", "content": [STORY, "\n", Block(STORY), "\n", Block(STORY), "\n?"]}]
     encoded = Chat(messages).encode(tokenizer)
-    one, two = (segment.span for segment in encoded.segments)
+    one, two = (segment.span for segment in encoded.blocks)
     assert texts_of(encoded, tokenizer) == [STORY, STORY]
     before = tokenizer.decode(encoded.input_ids[0, : one.start])
     assert before.endswith(f"{STORY}\n")
@@ -191,7 +191,7 @@ def test_text_that_looks_like_a_mark_is_text(tokenizer):
     encoded = Chat(messages).encode(tokenizer)
     plain = [{"role": "user", "content": f"{odd}{odd}\n{odd}"}]
     assert encoded.input_ids.equal(chat_ids(tokenizer, plain))
-    assert len(encoded.segments) == 1
+    assert len(encoded.blocks) == 1
 
 
 TEMPLATES = {
@@ -287,7 +287,7 @@ def test_any_parts(tokenizer, parts, shortest):
     ):
         assert encoded.input_ids[0].tolist() == ids
         used = torch.zeros(len(ids), dtype=torch.int)
-        for segment in encoded.segments:
+        for segment in encoded.blocks:
             if not segment.refused:
                 used[slice(*segment.span)] += 1
                 assert segment.span.stop - segment.span.start >= shortest

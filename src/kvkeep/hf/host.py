@@ -1,0 +1,214 @@
+"""TransformersHost: what kvkeep asks of a model library, answered by transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from threading import get_ident
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.geometry import Geometry
+from kvkeep.hf.attach import attach, detach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import (
+    base_config,
+    changing_ropes,
+    decoder_config,
+    is_latent,
+    is_routed,
+    layer_geometries,
+    layer_kinds,
+)
+from kvkeep.hf.fingerprint import activation_in, fingerprint
+from kvkeep.hf.generate import follow
+from kvkeep.hf.layerwise import Decoder
+from kvkeep.hf.masks import MaskRequest, as_mask
+from kvkeep.hf.rotary import rotaries_of
+from kvkeep.host import (
+    Activation,
+    Generation,
+    Host,
+    LayerKind,
+    Layerwise,
+    ModelCache,
+    Narrowed,
+    Specs,
+)
+from kvkeep.host.adapters import activate
+from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.rotary import Rotary
+
+
+class TransformersHost(Host):
+    """A transformers model, or a PEFT model around one."""
+
+    library = "transformers"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._config = base_config(model)
+        self._text = decoder_config(self._config)
+
+    # -- what the model is like -------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return str(self._text.model_type)
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        return layer_kinds(self._config)
+
+    def geometries(self) -> list[Geometry]:
+        return layer_geometries(self._config)
+
+    def rotaries(self) -> list[Rotary | None]:
+        if is_latent(self._config):
+            raise UnsupportedError(f"{self.name} keeps a latent, whose positions are not moved")
+        return rotaries_of(self._config)
+
+    @property
+    def changing_rotary(self) -> str:
+        return next(iter(changing_ropes(self._config)), "")
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self._text, "max_position_embeddings", None)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._text.vocab_size)
+
+    @property
+    def embeddings(self) -> int | None:
+        return getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def end_tokens(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        return set(ends) if isinstance(ends, list) else {ends}
+
+    def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
+        return fingerprint(self.model, tokenizer, glance=glance)
+
+    # -- attention through a cache ----------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        return is_routed(self._text)
+
+    def attach(self, spec: Specs = DEFAULT_SPEC) -> AbstractContextManager[object]:
+        return attach(self.model, spec)
+
+    def detach(self) -> None:
+        detach(self.model)
+
+    def new_cache(self, spec: Specs = DEFAULT_SPEC, *, capacity: int | None = None) -> Cache:
+        return Cache(self.model, spec, capacity=capacity)
+
+    def forward(
+        self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
+    ) -> Tensor:
+        options = {"logits_to_keep": last} if self._skips_logits else {}
+        output = self._run(self.model, ids, cache, position, options)
+        logits: Tensor = output.logits[:, -last:]
+        return logits
+
+    def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
+        self._run(self.model.get_decoder(), ids, cache, position, {})
+
+    @cached_property
+    def _skips_logits(self) -> bool:
+        """Whether the model can be told how many logits to compute."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def _run(
+        self,
+        module: Any,
+        ids: Tensor,
+        cache: ModelCache,
+        position: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        at = torch.arange(cache.fed, cache.fed + ids.shape[1])
+        if position is not None:
+            at = position
+            # The mask function of attached models takes positions; this is what it returns.
+            options["attention_mask"] = as_mask(position.to(torch.int32), None)
+            options["position_ids"] = position[None].to(ids.device)
+        try:
+            activate(self.model, cache.activation, at)
+            return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        finally:  # or an adapter would take part in whatever is computed next
+            activate(self.model, None, at)
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    def activation_in(self, prompt: Tensor) -> Activation | None:
+        return activation_in(self.model, prompt)
+
+    # -- some tokens of a forward -----------------------------------------------------------
+
+    @property
+    def narrows(self) -> bool:
+        return bool(self._stack())
+
+    @contextmanager
+    def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:
+        thread = get_ident()
+
+        # torch calls it without kwargs in a forward during which another thread removes it.
+        def narrow(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if get_ident() != thread or kwargs is None:  # another forward of this model
+                return None
+            indices, positions = chosen()
+
+            def some(x: Any) -> Any:
+                if isinstance(x, tuple):
+                    return tuple(map(some, x))
+                asked: MaskRequest | None = getattr(x, "kvkeep", None)
+                if asked is not None:
+                    return as_mask(positions.to(torch.int32), asked.window)
+                if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == tokens:
+                    return x[:, indices]
+                return x
+
+            return some(args), {name: some(x) for name, x in kwargs.items()}
+
+        layers = self._stack()[first:]
+        hooks = [layer.register_forward_pre_hook(narrow, with_kwargs=True) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _stack(self) -> list[nn.Module]:
+        """The decoder's layers, if it has a list of them."""
+        layers = getattr(self.model.get_decoder(), "layers", None)
+        return list(layers) if isinstance(layers, nn.ModuleList) else []
+
+    # -- training and generation ------------------------------------------------------------
+
+    def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
+        return Decoder(self.model, input_ids, attention_mask)
+
+    def generate(
+        self, tokenizer: Any, ids: Tensor, cache: ModelCache, **options: Any
+    ) -> Generation:
+        return follow(self.model, tokenizer, ids, cast(Cache, cache), **options)

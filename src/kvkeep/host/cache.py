@@ -1,0 +1,102 @@
+"""ModelCache: a cache built for the layers of a model, of any library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvkeep.cache import Cache
+from kvkeep.errors import SpecError
+from kvkeep.geometry import Geometry
+from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
+from kvkeep.layer.stats import promised_bytes
+from kvkeep.policy import Need
+from kvkeep.rotary import Rotary
+from kvkeep.spec import CacheSpec
+
+DEFAULT_SPEC = "keep_all"
+
+
+class Activation(NamedTuple):
+    """From which position on an activated adapter computes, and a hash of it, hexadecimal, 128
+    bits."""
+
+    start: int
+    adapter: str
+
+
+class ModelCache(Cache):
+    """A cache with one layer for each layer of a model.
+
+    Args:
+        kinds: of the model's layers.
+        spec: what to keep: for all layers, for each, or for each type of layer.
+        capacity: slots of fixed storage whose spec names none.
+        rotaries: returns each layer's rotary embedding; called where a policy needs it.
+
+    Attributes:
+        specs: each layer's spec.
+        activation: of the activated adapter that computed part of what the cache holds, if any.
+
+    Raises:
+        SpecError: a spec that does not exist or does not fit the model.
+    """
+
+    activation: Activation | None = None
+
+    def __init__(
+        self,
+        kinds: Sequence[LayerKind],
+        spec: Specs = DEFAULT_SPEC,
+        *,
+        capacity: int | None = None,
+        rotaries: Callable[[], Sequence[Rotary | None]],
+    ) -> None:
+        self.specs: list[CacheSpec] = per_layer(spec, kinds)
+        needed = any(Need.ROTARY in one.policy.needs for one in self.specs)
+        rotary = rotaries() if needed else [None] * len(kinds)
+        layers = []
+        for index, (one, kind) in enumerate(zip(self.specs, kinds, strict=True)):
+            try:
+                layers.append(
+                    one.layer(
+                        window=kind.window,
+                        capacity=capacity,
+                        rotary=rotary[index],
+                        index=index,
+                        count=len(kinds),
+                    )
+                )
+            except SpecError as error:
+                if isinstance(spec, str | CacheSpec):
+                    raise fitting_some(one, kinds, error) from error
+                raise
+        Cache.__init__(self, layers)
+
+    def token_limit(self, layer: int | None = None) -> int | None:
+        """Most tokens that fit, into one layer or all; None where there is no limit."""
+        layers = self.layers if layer is None else self.layers[layer : layer + 1]
+        limits = [x.limit for x in layers if x.limit is not None and x.policy.budget is None]
+        return min(limits, default=None)
+
+    def bytes_of(self, geometries: Sequence[Geometry], tokens: int, rows: int = 1) -> int:
+        """What `live_bytes` will be once `tokens` columns have passed.
+
+        Args:
+            geometries: of each layer's keys and values.
+        """
+        return sum(
+            promised_bytes(
+                layer.policy,
+                layer.key_codec,
+                layer.value_codec,
+                tokens,
+                geometry._replace(rows=rows),
+            )
+            for layer, geometry in zip(self.layers, geometries, strict=True)
+        )
+
+    def reset(self) -> None:
+        """Forget every token."""
+        Cache.reset(self)
+        self.activation = None

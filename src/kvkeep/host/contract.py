@@ -1,0 +1,260 @@
+"""Host: what kvkeep asks of a model library. One object serves one model.
+
+What stands above it (stores, blocks, training, evaluation, the server) asks nothing else of a
+model, so a library is added by one folder with a `Host`, and a row in `kvkeep.host.registry`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import CacheStats
+from kvkeep.errors import UnsupportedError
+from kvkeep.geometry import Geometry
+from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
+from kvkeep.host.layerwise import Layerwise
+from kvkeep.host.specs import LayerKind, Specs
+from kvkeep.rotary import Rotary
+
+
+class Narrowed(NamedTuple):
+    """The tokens of a forward that go on: their indices among those that it was given, and their
+    positions, int64 (m,) each, ascending."""
+
+    indices: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated. Times are in seconds; `ttft_s` runs from the call to the first token,
+    `tokens_per_s` counts the tokens after it; `ids` (1, n) are the prompt's and the new ones."""
+
+    text: str
+    tokens: int
+    prompt_tokens: int
+    tokens_per_s: float
+    ttft_s: float
+    cache: CacheStats
+    ids: Tensor
+
+
+class Host(ABC):
+    """A model, as the rest of kvkeep sees it.
+
+    Methods that not every library can offer have a default that refuses, or does nothing.
+
+    Args:
+        model: the library's own, perhaps with adapters around it.
+    """
+
+    library: ClassVar[str]
+    """The name of the model library, for messages."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    # -- what the model is like -------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What kind of model it is, for messages."""
+        return type(self.model).__name__
+
+    @property
+    @abstractmethod
+    def kinds(self) -> list[LayerKind]:
+        """Each layer's type and sliding window.
+
+        Raises:
+            UnsupportedError: some layer keeps something else than keys and values of its own.
+        """
+
+    @abstractmethod
+    def geometries(self) -> list[Geometry]:
+        """Heads, widths and dtype of each layer's keys and values, of one row.
+
+        Raises:
+            UnsupportedError: the model does not say.
+        """
+
+    @abstractmethod
+    def rotaries(self) -> list[Rotary | None]:
+        """How each layer rotates queries and keys; None where it does not.
+
+        Raises:
+            UnsupportedError: some layer does so in an unknown way, or caches something else.
+        """
+
+    @property
+    def changing_rotary(self) -> str:
+        """The kind of the rotary frequencies, if these depend on the length of the text, so that a
+        token's keys do; otherwise empty."""
+        return ""
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens that the model is made for; None: no limit."""
+        return None
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """V: how many logits a token has."""
+
+    @property
+    def embeddings(self) -> int | None:
+        """How many token ids have an embedding; None where that is not known."""
+        return self.vocabulary
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def end_tokens(self) -> set[int]:
+        """The tokens that end an answer."""
+        return set()
+
+    @abstractmethod
+    def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
+        """What the keys and values of the model depend on, as hashes and text by name.
+
+        Args:
+            tokenizer: to be hashed too.
+            glance: weights that look unchanged need not be read again.
+
+        Raises:
+            UnsupportedError: a weight cannot be read.
+        """
+
+    # -- attention through a cache ----------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model's attention runs on kvkeep's caches now."""
+        return True
+
+    def attach(self, spec: Specs = DEFAULT_SPEC) -> AbstractContextManager[object]:
+        """Let the model's attention run on kvkeep's caches, until the result is left or `detach` is
+        called. By default it always does."""
+        return nullcontext()
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        return None
+
+    def new_cache(self, spec: Specs = DEFAULT_SPEC, *, capacity: int | None = None) -> ModelCache:
+        """An empty cache for this model.
+
+        Args:
+            spec: what to keep.
+            capacity: slots of fixed storage whose spec names none; None: the model's context.
+
+        Raises:
+            SpecError: a spec that does not exist or does not fit the model.
+        """
+        capacity = self.context if capacity is None else capacity
+        return ModelCache(self.kinds, spec, capacity=capacity, rotaries=self.rotaries)
+
+    @abstractmethod
+    def forward(
+        self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
+    ) -> Tensor:
+        """Feed a chunk to the model, through a cache of its own.
+
+        Args:
+            ids: int64 (B, n), on the model's device.
+            cache: from `new_cache`. An adapter computes from `cache.activation` on.
+            position: int64 (n,), ascending, for all rows; None: those that follow what was fed.
+                Others than those are given to attached models only.
+            last: logits of so many last tokens.
+
+        Returns:
+            Logits (B, last, V).
+        """
+
+    def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
+        """`forward`, without logits."""
+        self.forward(ids, cache, position=position)
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    def activation_in(self, prompt: Tensor) -> Activation | None:
+        """Where an activated adapter starts to compute in a prompt, (n,); None if none is active.
+
+        Raises:
+            UnsupportedError: something else than that adapter takes part too.
+        """
+        return None
+
+    # -- some tokens of a forward -----------------------------------------------------------
+
+    @property
+    def narrows(self) -> bool:
+        """Whether `narrowed` works for this model."""
+        return False
+
+    def narrowed(
+        self, first: int, tokens: int, chosen: Callable[[], Narrowed]
+    ) -> AbstractContextManager[None]:
+        """While it is entered, layers from `first` on get only some of a forward's tokens, in
+        forwards of this thread.
+
+        Args:
+            tokens: how many the forward is given.
+            chosen: which of them go on; called after the layers before `first` have run.
+        """
+        raise UnsupportedError(
+            f"{self.library} has no way to let only some tokens pass through {self.name}'s later "
+            "layers; use recompute='boundary:32' or 'all'"
+        )
+
+    # -- training and generation ------------------------------------------------------------
+
+    def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
+        """The model run layer by layer on these texts, to be entered as a context manager.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 0 for padding; None: there is none.
+
+        Raises:
+            UnsupportedError: a model whose layers cannot be run by themselves.
+        """
+        raise UnsupportedError(f"there are no gradients through a cache for {self.library} yet")
+
+    def generate(
+        self,
+        tokenizer: Any,
+        ids: Tensor,
+        cache: ModelCache,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        prefill_chunk: int | None = None,
+        on_text: Callable[[str], None] = lambda _: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        """Continue ids (1, n), of which the cache may hold the first ones.
+
+        Args:
+            max_new_tokens: most tokens to generate.
+            temperature: 0 is greedy.
+            top_p: nucleus sampling, with a temperature.
+            seed: for sampling.
+            prefill_chunk: feed the prompt in chunks of that many tokens.
+            on_text: given each piece of text as it comes.
+            stopped: asked for each token; when it is true, that one is the last.
+        """
+        raise UnsupportedError(f"kvkeep does not generate text with {self.library} yet")

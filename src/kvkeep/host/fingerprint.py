@@ -1,0 +1,304 @@
+"""Fingerprints: hashes of what a model's keys and values depend on, and how two of them differ."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.host.adapters import active_adapters, adapter_layers
+
+_BESIDE_OF_MODULES = {
+    "gradient_checkpointing",
+    "is_quantized",
+    "max_position_embeddings",
+    "original_max_seq_len",
+    "training",
+}
+"""Numbers of modules that change nothing of what is computed."""
+
+_Modules = Sequence[tuple[str, nn.Module]]
+"""Modules by name, as `named_modules` has them."""
+
+_Tensors = Sequence[tuple[str, Tensor]]
+
+_NUMBERS = {bool, int, float, torch.dtype}
+_SAMPLE = 16  # elements of a tensor, at most
+_SHOWN = 60  # characters of a field's value
+
+_REMEMBERED = "_cached"
+"""How names end of what modules keep of what they computed."""
+
+_known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
+
+
+def fingerprint_of(
+    model: nn.Module,
+    said: Mapping[str, str],
+    tokenizer: Any = None,
+    *,
+    glance: bool = False,
+    changing: bool = False,
+) -> dict[str, str]:
+    """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
+    of weights in a second.
+
+    Args:
+        said: what the model's config adds, as text by name.
+        tokenizer: the model's tokenizer, to be hashed too.
+        glance: do not read weights again that look as they did: the same tensors, not written to
+            as far as torch knows, and alike in an element of each row of an embedding and in 16 of
+            every other tensor. A write through `.data` elsewhere is missed until a call without
+            `glance`, which reads everything.
+        changing: rotary frequencies follow the length of the text, so their buffers are left out.
+
+    Returns:
+        `weights` (parameters and what else a state dict has), `buffers` (all others, such as
+        rotary frequencies), `modules` (their kinds and numbers, such as a norm's epsilon), and
+        `adapter` ("none", or of what is active), as hashes; `dtype`, as text; what was `said`; and
+        `tokenizer`, hashes of its parts, if one is given.
+
+    Raises:
+        UnsupportedError: a weight cannot be read, because it is on no device or of an unknown kind.
+    """
+    found = {**_of_tensors(model, glance=glance, changing=changing), **said}
+    if tokenizer is not None:
+        found["tokenizer"] = as_text(_hashes_of_tokenizer(tokenizer))
+    return found
+
+
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two fingerprints, in words; a tokenizer counts if both have one."""
+    found = []
+    for part in sorted(then.keys() | now.keys()):
+        if part in then and part in now:
+            found += _difference(part, then[part], now[part])
+        elif part != "tokenizer":
+            what = (
+                "not recorded then" if part not in then else "recorded then, and is not known now"
+            )
+            found.append(f"{part}: {what}")
+    return found
+
+
+def _difference(part: str, then: str, now: str) -> list[str]:
+    """How a part of a fingerprint differs: field by field, where it is text."""
+    if then == now:
+        return []
+    if part == "dtype":
+        return [f"dtype was {then}, is {now}"]
+    try:
+        old, new = json.loads(then), json.loads(now)
+    except (ValueError, RecursionError):  # what was recorded may be any text
+        old = new = None
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [f"{part} {'differ' if part.endswith('s') else 'differs'}"]
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    if part == "tokenizer":
+        return [f"tokenizer differs in {', '.join(names)}"]
+    return [f"{part}.{name} was {_short(old, name)}, is {_short(new, name)}" for name in names]
+
+
+def _short(fields: Mapping[str, Any], name: str) -> str:
+    text = json.dumps(fields[name]) if name in fields else "not set"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _of_tensors(model: nn.Module, *, glance: bool, changing: bool) -> dict[str, str]:
+    """What a fingerprint says of a model's tensors and modules."""
+    modules = list(model.named_modules())
+    buffers = _buffers(modules, changing=changing)
+    stamp = _stamp(model, modules, buffers)
+    known = _known.get(model)
+    if not glance or known is None or known[0] != stamp:
+        known = _known[model] = (stamp, _read(model, modules, buffers))
+    return dict(known[1])
+
+
+def _stamp(model: nn.Module, modules: _Modules, buffers: _Tensors) -> object:
+    """What changes, as far as can be seen at a glance, when something does that is hashed."""
+    embeddings = {m.weight.data_ptr() for _, m in modules if isinstance(m, nn.Embedding)}
+    tensors, samples = [], dict[tuple[torch.device, torch.dtype], list[Tensor]]()
+    for name, x in (*_weights(model), *buffers):
+        place = x.data_ptr()
+        tensors.append((name, place, 0 if x.is_inference() else x._version, x.shape))
+        if place in embeddings:
+            sample = x.detach()[..., x.shape[-1] // 2].flatten()
+        else:
+            sample = x.detach().flatten()[:: x.numel() // _SAMPLE + 1]
+        samples.setdefault((x.device, x.dtype), []).append(sample)
+    looks = {
+        kind: torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes()
+        for kind, parts in samples.items()
+    }
+    return tensors, looks, active_adapters(model), _numbers(modules)
+
+
+def _read(model: nn.Module, modules: _Modules, buffers: _Tensors) -> dict[str, str]:
+    hashes = {name: xxhash.xxh3_128() for name in ("weights", "buffers", "modules", "adapter")}
+    layers, active = active_adapters(model)
+    dtypes = set()
+    for kind, tensors in (("weights", _weights(model)), ("buffers", buffers)):
+        plain = ((_plain(name), x) for name, x in tensors)
+        for name, x in sorted(plain, key=lambda named: named[0]):
+            parts = set(name.split("."))
+            if not parts & layers:
+                _add(hashes[kind], name, x)
+                if isinstance(x, nn.Parameter) and x.is_floating_point():
+                    dtypes.add(str(x.dtype))
+            elif parts & set(active):
+                _add(hashes["adapter"], name, x)
+    wrapping = set(adapter_layers(model))
+    adapters = [(name, module) for name, module in modules if module in wrapping]
+    hashes["adapter"].update(json.dumps(active).encode())
+    for kind, part in (("modules", _own(model, modules)), ("adapter", adapters)):
+        for name, what, numbers in sorted(_numbers(part), key=lambda one: one[:2]):
+            hashes[kind].update(f"{name} {what} {sorted(numbers)}\n".encode())
+    found = {name: x.hexdigest() for name, x in hashes.items()}
+    return found | {"dtype": " ".join(sorted(dtypes))} | ({} if active else {"adapter": "none"})
+
+
+def _plain(name: str) -> str:
+    """A name as the model without adapters calls it."""
+    name = f"{name}.".removeprefix("base_model.model.")
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")[:-1]
+
+
+def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What a model's state dict has, each tensor once."""
+    seen, found = set(), list[tuple[str, Tensor]]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        for inner, x in _dense(name, value):
+            place = (x.data_ptr(), x.shape)
+            if place not in seen or not x.numel():
+                seen.add(place)
+                found.append((inner, x))
+    return found
+
+
+def _buffers(modules: _Modules, *, changing: bool) -> list[tuple[str, Tensor]]:
+    """Buffers that no state dict has; if frequencies are `changing`, without those."""
+    found = list[tuple[str, Tensor]]()
+    for module_name, module in modules:
+        for name in sorted(module._non_persistent_buffers_set):
+            x = module._buffers.get(name)
+            moves = changing and name.endswith("inv_freq") and "original" not in name
+            if x is not None and not moves and not name.endswith(_REMEMBERED):
+                found += _dense(f"{module_name}.{name}", x)
+    return found
+
+
+def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A value of a state dict as plain tensors.
+
+    Raises:
+        UnsupportedError: it is of an unknown kind, or not there.
+    """
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for inner in value.__tensor_flatten__()[0]:
+                yield from _dense(f"{name}.{inner}", getattr(value, inner))
+        elif value.is_quantized:
+            yield f"{name}.codes", value.int_repr()
+            if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+                yield from _dense(f"{name}.scale", (value.q_scale(), value.q_zero_point()))
+            else:
+                scale = (value.q_per_channel_scales(), value.q_per_channel_zero_points())
+                yield from _dense(f"{name}.scale", scale)
+        elif value.is_meta or value.layout != torch.strided:
+            raise UnsupportedError(
+                f"{name} is a {value.layout} tensor on {value.device}, which cannot be hashed to "
+                "tell this model from others; load the whole model onto a device, and use neither "
+                "stores nor saved caches without"
+            )
+        else:
+            yield name, value
+    elif isinstance(value, tuple | list):
+        for index, inner in enumerate(value):
+            yield from _dense(f"{name}.{index}", inner)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _dense(f"{name}.{key}", inner)
+    elif isinstance(value, io.BytesIO):
+        yield from _dense(name, value.getvalue())
+    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+        yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
+    else:
+        raise UnsupportedError(
+            f"{name} of the model's state is a {type(value).__name__}, which cannot be hashed to "
+            "tell this model from others; use neither stores nor saved caches with it"
+        )
+
+
+def _own(model: nn.Module, modules: _Modules) -> _Modules:
+    """The modules that a model has without adapters."""
+    added, _ = active_adapters(model)
+    wrapping = set(adapter_layers(model))
+    found, inside = [], tuple[str, ...]()
+    for name, module in modules:
+        path = tuple(name.split("."))
+        if module in wrapping:
+            inside = path
+        elif (
+            added.isdisjoint(path)
+            and not type(module).__module__.startswith("peft.")
+            and not (inside and path[: len(inside)] == inside and path[len(inside)] != "base_layer")
+        ):
+            found.append((name, module))
+    return found
+
+
+def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
+    """Name, kind and numbers of each of some modules."""
+    return [
+        (
+            _plain(module_name),
+            type(module).__name__,
+            [
+                (name, value)
+                for name, value in vars(module).items()
+                if name[0] != "_"
+                and _is_number(value)
+                and name not in _BESIDE_OF_MODULES
+                and not name.endswith(_REMEMBERED)
+            ],
+        )
+        for module_name, module in modules
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    kind = type(value)
+    return kind in _NUMBERS or (kind in (tuple, list) and all(map(_is_number, value)))
+
+
+def _add(to: Any, name: str, x: Tensor) -> None:
+    to.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        to.update(flat.view(torch.uint8).numpy().data)
+
+
+def as_text(fields: Mapping[str, Any]) -> str:
+    """Fields as JSON, always in the same order."""
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Of its vocabulary, special tokens and chat template."""
+    parts = {
+        "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]),
+        "special tokens": str(tokenizer.special_tokens_map),
+        "chat template": tokenizer.chat_template,
+    }
+    return {
+        name: xxhash.xxh3_128_hexdigest(json.dumps(part).encode()) for name, part in parts.items()
+    }

@@ -1,0 +1,123 @@
+"""Layerwise: what training asks of a model library, which is to run a model layer by layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.geometry import Geometry
+from kvkeep.layer.history import Ledger
+from kvkeep.layer.step import StepInputs
+
+
+class LayerStep(Protocol):
+    """Computes a layer's attention to what came before a chunk, such as a `LayerCache`."""
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """The output (B, Hq, n, Dv); `position` is int32 (n,) or (B, n) with -1 for padding."""
+
+
+class Embedded(NamedTuple):
+    """What a model computed before its first layer.
+
+    `hidden` (B, n, width) is the first layer's input. `calls` has one entry for each layer: what
+    else the layer is called with, in nested tuples, lists and dicts; no gradients flow through it.
+    `outputs` are further results that must receive a gradient of zero in a backward (FSDP2 waits
+    for one of the whole model's output).
+    """
+
+    hidden: Tensor
+    calls: list[Any]
+    outputs: tuple[Tensor, ...] = ()
+
+
+class Layerwise(ABC):
+    """A model run layer by layer, for one batch of texts whose columns are fed a chunk at a time.
+
+    A context manager: what it changes of the model is undone on exit.
+
+    Args:
+        model: the module whose parameters are trained.
+        input_ids: token ids (B, T).
+        attention_mask: (B, T), 0 for padding; None: there is none.
+        layers: the model's layers, in order.
+        vocabulary: how many logits a token has.
+
+    Attributes:
+        attention_mask: as it was given; None if it shows no padding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        layers: Iterable[nn.Module],
+        vocabulary: int,
+    ) -> None:
+        self.model, self.input_ids = model, input_ids
+        self.layers, self.vocabulary = list(layers), vocabulary
+        padded = attention_mask is not None and not bool(attention_mask.bool().all())
+        self.attention_mask = attention_mask if padded else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    @property
+    def outside_layers(self) -> list[nn.Parameter]:
+        """Parameters that are not in a layer."""
+        inside = {id(p) for layer in self.layers for p in layer.parameters()}
+        return [p for p in self.model.parameters() if id(p) not in inside]
+
+    def ledger(self, columns: int) -> Ledger:
+        """The ledger of every layer after the first `columns` columns."""
+        ledger, mask = Ledger(), self.attention_mask
+        ledger.columns = ledger.floor = columns
+        ledger.geometry = Geometry(len(self.input_ids), 1, 1, 1, torch.float32)
+        if mask is not None:
+            ledger.pads = (mask[:, :columns] == 0).sum(dim=1)
+        return ledger
+
+    def positions(self, columns: slice) -> Tensor:
+        """Positions of a chunk's tokens: int32 (n,), or (B, n) with -1 for padding."""
+        count, mask = columns.stop - columns.start, self.attention_mask
+        real = None if mask is None else mask[:, columns].bool()
+        return self.ledger(columns.start).next_positions(count, self.input_ids.device, real)
+
+    @abstractmethod
+    def embed(self, columns: slice) -> Embedded:
+        """Compute the first layer's input for a chunk, with gradients where they are enabled.
+
+        Raises:
+            UnsupportedError: the model cannot be run layer by layer.
+        """
+
+    @abstractmethod
+    def layer(
+        self, index: int, columns: slice, hidden: Tensor, call: Any, step: LayerStep
+    ) -> Tensor:
+        """Run one layer on a chunk, with attention by `step`: hidden (B, n, width) -> the same.
+
+        Args:
+            call: the layer's entry of `Embedded.calls` for this chunk.
+        """
+
+    @abstractmethod
+    def hidden(self, columns: slice, output: Tensor) -> Tensor:
+        """The final norm of the last layer's output for a chunk, (B, n, width) -> the same."""
+
+    @abstractmethod
+    def logits(self, columns: slice, output: Tensor) -> Tensor:
+        """The logits (B, n, V) of the last layer's output for a chunk.
+
+        Raises:
+            UnsupportedError: the model has no language model head.
+        """
