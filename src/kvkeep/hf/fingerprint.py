@@ -1,4 +1,4 @@
-"""Fingerprint: what the keys and values of a model depend on."""
+"""Fingerprint: identifies everything that a model's keys and values depend on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.adapters import Takeover, activation, active_adapters, adapter_layers
 from kvkeep.hf.config import base_config, changing_ropes, decoder_config
 
-_BESIDE = {
+_IRRELEVANT_FIELDS = {
     "architectures",
     "attn_implementation",
     "dtype",
@@ -34,59 +34,61 @@ _BESIDE = {
     "transformers_version",
     "use_cache",
 }
-"""What a config says beside what is computed, or what another part of a fingerprint says."""
+"""Config fields that do not affect keys and values, or that another part of the fingerprint
+covers."""
 
-_BESIDE_OF_MODULES = {
+_IRRELEVANT_ATTRIBUTES = {
     "gradient_checkpointing",
     "is_quantized",
     "max_position_embeddings",
     "original_max_seq_len",
     "training",
 }
-"""Numbers of modules that change nothing of what is computed."""
+"""Attributes of modules that do not affect the result."""
 
 _Modules = Sequence[tuple[str, nn.Module]]
-"""Modules by name, as `named_modules` has them."""
+"""Modules with their names, from `named_modules`."""
 
 _NUMBERS = {bool, int, float, torch.dtype}
-_SAMPLE = 16  # elements of a tensor, at most
-_SHOWN = 60  # characters of a field's value
+_SAMPLE = 16  # most elements sampled from a tensor
+_SHOWN = 60  # most characters shown of a field's value
 
-_REMEMBERED = "_cached"
-"""How names end of what modules keep of what they computed."""
+_RESULT_SUFFIX = "_cached"
+"""Suffix of the names of attributes in which modules store results."""
 
 _known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
-    """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
-    of weights in a second.
+    """Everything that a model's keys and values depend on, as hashes and as text. Hashing reads
+    several gigabytes of weights per second.
 
-    It says what a model computes, not where it came from: one that was read from a GGUF file has
-    the fingerprint of the directory that it was converted to.
+    The fingerprint depends on what a model computes, not on its source: a model loaded from a GGUF
+    file has the same fingerprint as the directory that it was converted to.
 
     Args:
-        tokenizer: the model's tokenizer, to be hashed too.
-        glance: do not read weights again that look as they did: the same tensors, not written to
-            as far as torch knows, and alike in an element of each row of an embedding and in 16 of
-            every other tensor. What a write through `.data` changes beside those is missed until
-            `fingerprint(model)` is called, which reads everything.
+        tokenizer: the model's tokenizer, to hash too.
+        glance: skip reading weights that appear unchanged: the same tensors, with the same version
+            counters in torch, and the same values in one element of each row of an embedding and in
+            16 elements of every other tensor. A write through `.data` to other elements is missed
+            until `fingerprint(model)` is called, which reads everything.
 
     Returns:
-        `weights` (parameters and what else a state dict has), `buffers` (all others, such as
-        rotary frequencies), `modules` (their kinds and numbers, such as a norm's epsilon), and
-        `adapter` ("none", or of what is active), as hashes; `rope`, `dtype` and `config` (what else
-        the decoder's config says of what is computed), as text; and `tokenizer`, hashes of its
-        parts, if one is given.
+        `weights` (parameters and everything else in the state dict), `buffers` (all others, such as
+        rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
+        epsilon), and `adapter` ("none", or the active adapters), as hashes; `rope`, `dtype` and
+        `config` (the other fields of the decoder's config that affect the result), as text; and
+        `tokenizer`, hashes of its parts, if one is given.
 
     Raises:
-        UnsupportedError: a weight cannot be read, because it is on no device or of an unknown kind.
+        UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
+            kind.
     """
     config = decoder_config(base_config(model))
     found = {
         **_of_tensors(model, glance=glance),
         "rope": _rope(config),
-        "config": _text(_said_by(config)),
+        "config": _text(_relevant_fields(config)),
     }
     if tokenizer is not None:
         found["tokenizer"] = _text(_hashes_of_tokenizer(tokenizer))
@@ -94,28 +96,26 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two fingerprints, in words; a tokenizer counts if both have one."""
+    """Describe the differences of two fingerprints; tokenizers are compared if both have one."""
     found = []
     for part in sorted(then.keys() | now.keys()):
         if part in then and part in now:
             found += _difference(part, then[part], now[part])
         elif part != "tokenizer":
-            what = (
-                "not recorded then" if part not in then else "recorded then, and is not known now"
-            )
+            what = "not recorded then" if part not in then else "recorded then, but unknown now"
             found.append(f"{part}: {what}")
     return found
 
 
 def _difference(part: str, then: str, now: str) -> list[str]:
-    """How a part of a fingerprint differs: field by field, where it is text."""
+    """Describe how a part of a fingerprint differs, field by field if it is text."""
     if then == now:
         return []
     if part == "dtype":
         return [f"dtype was {then}, is {now}"]
     try:
         old, new = json.loads(then), json.loads(now)
-    except (ValueError, RecursionError):  # what was recorded may be any text
+    except (ValueError, RecursionError):  # the recorded part may be any text
         old = new = None
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [f"{part} {'differ' if part.endswith('s') else 'differs'}"]
@@ -131,7 +131,7 @@ def _short(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _of_tensors(model: nn.Module, *, glance: bool) -> dict[str, str]:
-    """What a fingerprint says of a model's tensors and modules."""
+    """The parts of a fingerprint that cover a model's tensors and modules."""
     modules = list(model.named_modules())
     stamp = _stamp(model, modules)
     known = _known.get(model)
@@ -141,7 +141,7 @@ def _of_tensors(model: nn.Module, *, glance: bool) -> dict[str, str]:
 
 
 def _stamp(model: nn.Module, modules: _Modules) -> object:
-    """What changes, as far as can be seen at a glance, when something does that is hashed."""
+    """A value that changes if a hashed tensor or module changes, as far as a sample can show."""
     embeddings = {m.weight.data_ptr() for _, m in modules if isinstance(m, nn.Embedding)}
     tensors, samples = [], dict[tuple[torch.device, torch.dtype], list[Tensor]]()
     for name, x in (*_weights(model), *_buffers(model, modules)):
@@ -184,13 +184,13 @@ def _read(model: nn.Module, modules: _Modules) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A name as the model without adapters calls it."""
+    """A module's or tensor's name in the model without adapters."""
     name = f"{name}.".removeprefix("base_model.model.")
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")[:-1]
 
 
 def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a model's state dict has, each tensor once."""
+    """The tensors of a model's state dict, each once."""
     seen, found = set(), list[tuple[str, Tensor]]()
     for name, value in model.state_dict(keep_vars=True).items():
         for inner, x in _dense(name, value):
@@ -202,23 +202,23 @@ def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _buffers(model: nn.Module, modules: _Modules) -> list[tuple[str, Tensor]]:
-    """Buffers that no state dict has, but for those that follow a text's length."""
+    """Buffers that are not in the state dict, except those that depend on the text's length."""
     changing = bool(changing_ropes(decoder_config(base_config(model))))
     found = list[tuple[str, Tensor]]()
     for module_name, module in modules:
         for name in sorted(module._non_persistent_buffers_set):
             x = module._buffers.get(name)
             moves = changing and name.endswith("inv_freq") and "original" not in name
-            if x is not None and not moves and not name.endswith(_REMEMBERED):
+            if x is not None and not moves and not name.endswith(_RESULT_SUFFIX):
                 found += _dense(f"{module_name}.{name}", x)
     return found
 
 
 def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """A value of a state dict as plain tensors.
+    """The plain tensors of a value in a state dict.
 
     Raises:
-        UnsupportedError: it is of an unknown kind, or not there.
+        UnsupportedError: the value is of an unknown kind, or has no data.
     """
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
@@ -234,8 +234,8 @@ def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         elif value.is_meta or value.layout != torch.strided:
             raise UnsupportedError(
                 f"{name} is a {value.layout} tensor on {value.device}, which cannot be hashed to "
-                "tell this model from others; load the whole model onto a device, and use neither "
-                "stores nor saved caches without"
+                "identify the model; load the whole model onto a device before using stores or "
+                "saved caches"
             )
         else:
             yield name, value
@@ -252,12 +252,12 @@ def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     else:
         raise UnsupportedError(
             f"{name} of the model's state is a {type(value).__name__}, which cannot be hashed to "
-            "tell this model from others; use neither stores nor saved caches with it"
+            "identify the model; use neither stores nor saved caches with it"
         )
 
 
 def _own(model: nn.Module, modules: _Modules) -> _Modules:
-    """The modules that a model has without adapters."""
+    """The modules of a model without its adapters."""
     added, _ = active_adapters(model)
     wrapping = set(adapter_layers(model))
     found, inside = [], tuple[str, ...]()
@@ -275,7 +275,7 @@ def _own(model: nn.Module, modules: _Modules) -> _Modules:
 
 
 def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
-    """Name, kind and numbers of each of some modules."""
+    """The name, class and numeric attributes of each module."""
     return [
         (
             _plain(module_name),
@@ -285,8 +285,8 @@ def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
                 for name, value in vars(module).items()
                 if name[0] != "_"
                 and _is_number(value)
-                and name not in _BESIDE_OF_MODULES
-                and not name.endswith(_REMEMBERED)
+                and name not in _IRRELEVANT_ATTRIBUTES
+                and not name.endswith(_RESULT_SUFFIX)
             ],
         )
         for module_name, module in modules
@@ -305,16 +305,19 @@ def _add(to: Any, name: str, x: Tensor) -> None:
         to.update(flat.view(torch.uint8).numpy().data)
 
 
-def _said_by(config: Any) -> dict[str, Any]:
-    """What of a config may change what is computed: no names, token ids, or ways of computing."""
+def _relevant_fields(config: Any) -> dict[str, Any]:
+    """The config fields that may affect the result; not names, token ids, or implementation
+    choices."""
     said = {
         name: value
         for name, value in config.to_dict().items()
-        if not name.startswith("_") and name not in _BESIDE and not name.endswith("_token_id")
+        if not name.startswith("_")
+        and name not in _IRRELEVANT_FIELDS
+        and not name.endswith("_token_id")
     }
     quantization = said.get("quantization_config") or {}
     if str(quantization.get("quant_method", "")).lower().endswith("gguf"):
-        del said["quantization_config"]  # of a file whose weights became plain ones
+        del said["quantization_config"]  # a GGUF file's weights are dequantised when it is loaded
     return said
 
 
@@ -330,7 +333,7 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def _hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
-    """Of its vocabulary, special tokens and chat template."""
+    """Hashes of a tokenizer's vocabulary, special tokens and chat template."""
     parts = {
         "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]),
         "special tokens": str(tokenizer.special_tokens_map),
@@ -342,7 +345,7 @@ def _hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
 
 
 def takeover_in(model: nn.Module, prompt: Tensor) -> Takeover | None:
-    """Where an activated adapter takes over in a prompt, (n,); None if none is active.
+    """From where an activated adapter computes a prompt, (n,); None if no such adapter is active.
 
     Raises:
         UnsupportedError: see `kvkeep.hf.adapters.activation`.
