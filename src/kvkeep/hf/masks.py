@@ -149,9 +149,9 @@ def _positions(
         if not (shown.equal(layer.seen) and _was_fed(layer, before)):
             raise ShapeError(
                 f"the attention mask shows {shown.tolist()} tokens in the {layer.fed} columns "
-                f"before this call, which differ in number or place from the {layer.seen.tolist()} that "
-                "the cache was fed; the mask of fed columns cannot change: reset() the cache and "
-                "feed the whole text"
+                "before this call, which differ in number or place from the "
+                f"{layer.seen.tolist()} that the cache was fed; the mask of fed columns cannot "
+                "change: reset() the cache and feed the whole text"
             )
     real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
     return layer.next_positions(n, device, None if real.all() else real)
