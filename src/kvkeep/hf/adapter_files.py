@@ -111,8 +111,8 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
     tuner = adapted.base_model
     if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
         raise AdapterError(
-            f"{directory} is of type {config.peft_type}, which changes more than layers; use it "
-            "with PEFT"
+            f"{directory} is of type {config.peft_type}, which changes more than the model's "
+            "layers; use it with PEFT"
         )
     found: PreTrainedModel = adapted.get_base_model()
     return found
