@@ -183,7 +183,7 @@ class Cache(core.Cache, transformers.Cache):  # type: ignore[misc]
             raise StateError(
                 "this cache was filled by the model "
                 + ("before it was attached" if routed else "while it was attached")
-                + "; reset() it, or finish with the model as it was"
+                + "; reset() it, or continue with the model in that state"
             )
         self.admit(k.shape[2])
         self._start, self.routed = self.fed, routed
