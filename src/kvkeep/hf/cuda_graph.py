@@ -151,7 +151,7 @@ class Graphed:
             UnsupportedError: the model needs the host during a step, which a graph cannot do.
         """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of this device, which the default one may not be
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # the default capture stream may be on another device
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._logits = self._run()
