@@ -216,9 +216,9 @@ def _chunk_prompt(
     """Make `generate` feed a long prompt in chunks if some layer has a budget, unless the call sets
     the chunk size; otherwise the cache would first hold the whole prompt.
 
-    Not where that would change what is asked for or cannot be done: outputs of the whole prompt,
-    inputs that are no token ids, and steps that `generate` compiles, for it would compile each
-    chunk's length.
+    The prompt is not divided if the call returns outputs for the whole prompt or has inputs other
+    than token ids, nor if `generate` compiles its steps, because it would compile one for each
+    chunk length.
     """
     call, chunk = _CALL.get(), settings.prefill_chunk
     if chunk is None or generation_config.prefill_chunk_size is not None:
