@@ -118,7 +118,7 @@ def _locked(name: str) -> FileLock:
     path = path_of(name)
     place = path.with_name(f".{name}.lock")
     try:
-        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)  # it is private
+        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         if os.path.lexists(place) and not stat.S_ISREG(place.lstat().st_mode):
             raise OSError(f"{place} is not a regular file")
         lock = FileLock(place, mode=PRIVATE)
