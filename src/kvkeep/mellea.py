@@ -45,7 +45,7 @@ _KEY = "kvkeep"  # key of the report in an answer's log
 _SHOWN = 40  # characters of a block shown in a report
 _LOST = "no message of the prompt contains it"
 _READING = Lock()
-_OTHER = "the prompt that Mellea made is not the one in which its blocks were found"
+_OTHER = "Mellea's prompt differs from the one in which the blocks were found"
 
 
 @final
