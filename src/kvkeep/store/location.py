@@ -239,7 +239,7 @@ class Location(Remote):
                 freed += self._removed(file.path) * file.nbytes
         return freed
 
-    def _is_away(self, error: Exception) -> bool:
+    def _is_unavailable(self, error: Exception) -> bool:
         return not isinstance(error, PermissionError) and (
             getattr(error, "errno", None) not in _REFUSED
         )
