@@ -1,4 +1,4 @@
-"""Generate text through a kvkeep cache, streamed and measured."""
+"""Generate text with a kvkeep cache, stream it and measure it."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.host import Generation, Specs
 
-_CUT = "\ufffd"
-"""What a tokenizer decodes a part of a character to."""
+_INCOMPLETE = "\ufffd"
+"""The replacement character, which a tokenizer returns for an incomplete character."""
 
 
 class PromptError(KVKeepError, ValueError):
-    """A prompt that cannot be continued."""
+    """A prompt is empty, too long, or otherwise invalid."""
 
 
 class _Streamer(BaseStreamer):
-    """Hands text on as soon as no later token changes it, whole characters only, and notes when.
+    """Passes text on as soon as later tokens cannot change it, in complete characters, and records
+    the time of each token.
 
-    A tokenizer may write a token otherwise at the beginning of a text, so what a token adds is the
-    difference that it makes to the text of the few before it.
+    A tokenizer may decode a token differently at the start of a text. So the text of a new token is
+    found by decoding it together with the previous piece and removing that piece's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         self.tokenizer, self.on_text = tokenizer, on_text
         self.times: list[float] = []
         self._ids: list[int] = []
-        self._start = self._given = 0  # the last piece is that of the ids between
+        self._start = self._given = 0  # the previous piece is the ids from start to given
         self._prompt_passed = False
 
     def put(self, value: Tensor) -> None:
-        """Called with the prompt, then with each token."""
+        """Called with the prompt first, and then with each token."""
         if not self._prompt_passed:
             self._prompt_passed = True
             return
         self.times.append(time.perf_counter())
         self._ids += value.flatten().tolist()
         text = self._new_text()
-        if text and not text.endswith(_CUT):
+        if text and not text.endswith(_INCOMPLETE):
             self._start, self._given = self._given, len(self._ids)
             self.on_text(text)
 
     def end(self) -> None:
-        """Called after the last token: of a character that is cut, nothing is given."""
-        text = self._new_text().rstrip(_CUT)
+        """Called after the last token; an incomplete character is dropped."""
+        text = self._new_text().rstrip(_INCOMPLETE)
         if text:
             self.on_text(text)
 
@@ -70,7 +71,7 @@ class _Streamer(BaseStreamer):
 
 
 class _Stopped(StoppingCriteria):
-    """Ends a generation from outside."""
+    """Stops a generation when `stopped()` returns True."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
         self.stopped = stopped
@@ -94,23 +95,23 @@ def generate(
     prefill_chunk: int | None = None,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Generation:
-    """Answer `prompt` with an unattached model, which is attached from then on.
+    """Answer `prompt` with an unattached model. The model stays attached afterwards.
 
     Args:
-        cache: what to keep.
+        cache: the cache's spec.
         max_new_tokens: most tokens to generate.
         system: a system message before the prompt.
-        raw: continue the prompt as it is, without the chat template.
-        temperature: 0 is greedy.
-        top_p: nucleus sampling, with a temperature.
-        seed: for sampling.
-        prefill_chunk: feed the prompt in chunks of that many tokens; None: of 1,024 where the cache
-            has a budget, otherwise at once.
-        on_text: given each piece of text as it comes.
+        raw: continue the prompt without the chat template.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability mass of nucleus sampling; used if the temperature is not 0.
+        seed: seed for sampling.
+        prefill_chunk: feed the prompt in chunks of that many tokens; None: 1,024 if the cache has a
+            budget, otherwise the whole prompt at once.
+        on_text: called with each piece of text as it is generated.
 
     Raises:
         PromptError: the prompt is empty.
-        SpecError, UnsupportedError: the cache or the model cannot work.
+        SpecError, UnsupportedError: the cache's spec or the model is not supported.
     """
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
@@ -145,10 +146,10 @@ def follow(
     on_text: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Generation:
-    """Continue ids (1, n) with an attached model, of which the cache may hold the first ones.
+    """Continue token ids (1, n) with an attached model. The cache may hold the first of them.
 
     Args:
-        stopped: asked for each token; when it says so, that one is the last.
+        stopped: called after each token; True ends the text with that token.
     """
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
