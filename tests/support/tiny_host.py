@@ -1,4 +1,4 @@
-"""A decoder of plain modules, and the host that serves it: a model library that is not transformers.
+"""A decoder of plain modules, and the host that serves it: a library other than transformers.
 
 Importing this module registers the host.
 """
@@ -119,7 +119,9 @@ class TinyHost(Host):
     @property
     def kinds(self) -> list[LayerKind]:
         return [
-            LayerKind("full_attention" if block.window is None else "sliding_attention", block.window)
+            LayerKind(
+                "full_attention" if block.window is None else "sliding_attention", block.window
+            )
             for block in self.model.blocks
         ]
 
