@@ -19,7 +19,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.files import snapshot
 from kvkeep.files.headers import sealed
 from kvkeep.files.snapshot import Saved
-from kvkeep.store import Block, Disk, Label, Redis, remote
+from kvkeep.store import Disk, Label, Redis, StoredBlock, remote
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,7 +115,7 @@ def test_blocks(count):
     for _ in range(count):
         key = draw.choice(list(whole))
         data = changed(whole[key], "kvkeep_block", draw)
-        for read in (Block.from_bytes, Label.read):
+        for read in (StoredBlock.from_bytes, Label.read):
             try:
                 assert read(data, key).key == key
             except ValueError:
@@ -222,7 +222,7 @@ def test_the_changes_are_such_as_are_meant():
     reasons = set()
     for _ in range(300):
         try:
-            Block.from_bytes(changed(data, "kvkeep_block", draw), block.key)
+            StoredBlock.from_bytes(changed(data, "kvkeep_block", draw), block.key)
         except ValueError as error:
             reasons.add(str(error)[:45])
     assert len(reasons) > 15

@@ -55,9 +55,25 @@ class Cache:
     """Whether the tokens in it were fed through kvkeep's attention; None: unknown."""
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
-        self.layers: list[LayerCache] = list(layers)
+        self._layers: list[LayerCache] = list(layers)
+        self.lent = ""  # to whom, and how to get it back; empty: it is not
         self._changing = False  # the rows of all layers, which an interrupt leaves different
         self._share()
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        """The layers, in the model's order.
+
+        Raises:
+            StateError: they are in use elsewhere for the time being.
+        """
+        if self.lent:
+            raise StateError(f"the cache {self.lent}")
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[LayerCache]) -> None:
+        self._layers = layers
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -63,7 +63,7 @@ class Reach(NamedTuple):
 
 def limits(
     kept: Reach | None, window: int | None, n: int, length: int | None, fed: int
-) -> list[Reach]:
+) -> tuple[Reach, ...]:
     """The reaches that can exclude a slot from a query, as far as the host knows.
 
     Args:
@@ -73,11 +73,13 @@ def limits(
         n: tokens of the chunk, the last of `fed` in all.
         length: slots in use; None: the host does not know.
     """
+    if kept is None and window is None:
+        return ()
     both = [] if kept is None else [kept]
     if window is not None and Reach(window) not in both:
         both.append(Reach(window))
     if length is None:
-        return both
+        return tuple(both)
 
     def excludes(reach: Reach) -> bool:
         alone = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
@@ -85,7 +87,7 @@ def limits(
             return length > reach.size + reach.sinks
         return fed > reach.size
 
-    return [reach for reach in both if excludes(reach)]
+    return tuple(reach for reach in both if excludes(reach))
 
 
 @final

@@ -49,9 +49,11 @@ def test_limits_of_time(monkeypatch):
     assert limits.refuse() is limits.refuse(seconds=29) is None
     now[0] = 110.0
     assert limits.refuse() is None
-    assert limits.refuse(seconds=25) == "20 s of 30 are left; this takes about 25; give it more"
+    assert (
+        limits.refuse(seconds=25) == "20 s of 30 are left; this takes about 25; allow more seconds"
+    )
     now[0] = 131.0
-    assert limits.refuse() == "0 s of 30 are left; give it more"
+    assert limits.refuse() == "0 s of 30 are left; allow more seconds"
 
 
 def test_reasons_are_one_short_line():
@@ -345,7 +347,7 @@ def test_caches_are_filled_alike(system):
     [
         ({"ways": ("fast",)}, SpecError, "no way 'fast' to run a step; there is eager"),
         ({"dtype": "bits"}, SpecError, "no dtype 'bits'"),
-        ({"against": ("llama.cpp",)}, UnsupportedError, "llama.cpp reads a prompt"),
+        ({"against": ("llama.cpp",)}, UnsupportedError, "llama.cpp needs a prompt"),
     ],
 )
 def test_bad_input(options, kind, says):

@@ -210,7 +210,7 @@ def test_gaps(tmp_path, capsys, lengths):
         (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
         (("--methods", ","), "names none"),
         (("--cache", "h3o:5"), "did you mean 'h2o'"),
-        (("--plot", "x.foo"), "end it in one of"),
+        (("--plot", "x.foo"), "must end in one of"),
     ],
 )
 def test_bad_input(arguments, says):

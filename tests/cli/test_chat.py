@@ -41,7 +41,7 @@ def test_chat():
     assert "Paris" in first.stdout
     for text in ("[session a, context 0/8192]", "tokens kept", "now in session b", "/undo"):
         assert text in first.stderr
-    assert "took back: And of Italy?" in first.stderr
+    assert "removed: And of Italy?" in first.stderr
     assert [(x["session"], x["turns"]) for x in listed()] == [("a", 1), ("b", 1)]
     assert listed()[0]["keeps"] == "h2o:64+plain@growing"
 

@@ -109,7 +109,7 @@ def test_bar():
         (("eval", "--specs", " ; "), "no spec"),
         (("eval", "--context", "20,x"), "whole numbers"),
         (("eval", "--text", "nowhere.txt"), "does not exist"),
-        (("eval", "--plot", "x.foo"), "end it in one of"),
+        (("eval", "--plot", "x.foo"), "must end in one of"),
         (("eval", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
         (("eval", "--context", "8000"), "the model holds 8192; use a context of at most 7936"),
         (("eval", "--windows", "99"), "fewer windows"),

@@ -82,7 +82,7 @@ def test_verify(place):
     assert place.set_aside() == 1
     again = run("verify", place.url)
     assert again.exit_code == 0
-    assert "5 of 5 blocks are whole" in again.stdout
+    assert "5 of 5 blocks are intact" in again.stdout
 
 
 def test_gc(place):
@@ -143,7 +143,7 @@ def test_errors(tmp_path):
     put(Disk(tmp_path / "store"), [1])
     for arguments, message in (
         (("ls", "redis://:secret@127.0.0.1:1"), "does not answer"),
-        (("export", tmp_path / "store", "redis://:secret@127.0.0.1:1"), "the store fails"),
+        (("export", tmp_path / "store", "redis://:secret@127.0.0.1:1"), "the store failed"),
         (("ls", "s4://bucket"), "give a directory"),
         (("gc", tmp_path / "store", "--budget", "much"), "2GB"),
         (("gc", tmp_path / "store", "--budget", "0"), "at least 1"),

@@ -120,12 +120,12 @@ def test_bad_options():
         assert f"port {port} of 127.0.0.1 is in use" in result.stderr
     for options, message in (
         (("--budget", "much"), "give a size"),
-        (("--store-budget", "2GB"), "--store-budget is of a --store"),
+        (("--store-budget", "2GB"), "--store-budget needs --store"),
         (("--store", "x", "--store-budget", "much"), "give a size"),
-        (("--port", "0", "--store", "lm://127.0.0.1:1", "--store-budget", "2GB"), "keeps none"),
+        (("--port", "0", "--store", "lm://127.0.0.1:1", "--store-budget", "2GB"), "enforces none"),
         (("--api-key", " "), "--api-key is empty"),
         (("--api-key", "a b"), "printable ASCII without spaces"),
-        (("--api-key", "a", "--key-file", "keys"), "give one of them"),
+        (("--api-key", "a", "--key-file", "keys"), "exclude each other"),
         (("--api-key", "a", "--share"), "--share is for servers without keys"),
         (("--key-file", "no/such/file"), "cannot read keys"),
         (("--timeout", "inf"), "timeout_s of inf; give a finite number"),

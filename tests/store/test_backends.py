@@ -21,7 +21,7 @@ from kept import TOKEN_BYTES, fed, longest
 
 from kvkeep.errors import SpecError
 from kvkeep.files.headers import sealed
-from kvkeep.store import Block, Label, Memory, PrefixStore
+from kvkeep.store import Label, Memory, PrefixStore, StoredBlock
 
 TOKENS = list(range(30))
 
@@ -208,7 +208,7 @@ def test_other_texts_under_the_same_key_are_never_used():
     memory = Memory()
     put(memory, TOKENS[:16])
     (key, block), *_ = memory._blocks.items()
-    memory._blocks[key] = Block(
+    memory._blocks[key] = StoredBlock(
         block.identity,
         block.prefix,
         block.tokens + 1,
@@ -246,7 +246,7 @@ def test_absurd_headers():
     """Also under a right seal: what cannot be a block raises ValueError, and nothing else."""
     (block,) = blocks_of(TOKENS[:8])
     key, data = block.key, block.to_bytes()
-    assert Block.from_bytes(data, key).tokens.equal(block.tokens)
+    assert StoredBlock.from_bytes(data, key).tokens.equal(block.tokens)
     assert Label.read(data, key).nbytes == len(data)
     size = 8 + int.from_bytes(data[:8], "little")
     outer, body = json.loads(data[8:size]), data[size:]
@@ -259,7 +259,7 @@ def test_absurd_headers():
     versions.append(_rebuilt(outer | {"__metadata__": deep}, body))
     refused = 0
     for version in versions:
-        for read in (Block.from_bytes, Label.read):
+        for read in (StoredBlock.from_bytes, Label.read):
             try:
                 read(version, key)
             except ValueError:
@@ -273,7 +273,9 @@ def test_blocks_of_another_shape_are_not_joined():
     first, second = blocks_of(TOKENS[:16])
     narrow = [{n: x[..., :2] for n, x in planes.items()} for planes in second.stretch.layers]
     stretch = type(second.stretch)(narrow, 8)
-    other = Block("m", second.prefix, second.tokens, stretch, second.routed, second.geometries)
+    other = StoredBlock(
+        "m", second.prefix, second.tokens, stretch, second.routed, second.geometries
+    )
     memory = Memory()
     memory.put_all([first, other])
     assert found(memory, TOKENS[:16]) == 8

@@ -56,7 +56,7 @@ def test_what_the_index_refuses_is_counted(tmp_path):
 
 def test_bad_input(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(SpecError, match="no directory"):
+    with pytest.raises(SpecError, match="not a directory"):
         Disk(tmp_path / "file")
     with pytest.raises(SpecError, match="at least 1"):
         Disk(tmp_path / "a", budget=0)

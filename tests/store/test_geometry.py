@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.files.headers import sealed
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION
-from kvkeep.store import Block, Disk, Memory, PrefixStore
+from kvkeep.store import Disk, Memory, PrefixStore, StoredBlock
 from kvkeep.store.backend import OtherBlockError
 from kvkeep.store.layer_slices import Stretch
 
@@ -27,7 +27,7 @@ def other(block, *, planes=lambda layer: layer, routed=None, geometries=None):
     layers = [planes(dict(layer)) for layer in block.stretch.layers]
     stretch = Stretch(layers, len(block.tokens))
     routed = block.routed if routed is None else routed
-    return Block(
+    return StoredBlock(
         block.identity, block.prefix, block.tokens, stretch, routed, geometries or block.geometries
     )
 
@@ -67,7 +67,9 @@ def test_what_does_not_fit_the_model_is_put_aside(tmp_path, change, which):
         stretch = Stretch(blocks[which].stretch.layers[:1], 8)
         first = blocks[which]
         geometries = CHANGES[change]["geometries"]
-        blocks[which] = Block("m", first.prefix, first.tokens, stretch, first.routed, geometries)
+        blocks[which] = StoredBlock(
+            "m", first.prefix, first.tokens, stretch, first.routed, geometries
+        )
     else:
         blocks[which] = other(blocks[which], **CHANGES[change])
     disk = Disk(tmp_path / "store")
@@ -195,8 +197,8 @@ def test_crafted_headers_of_blocks():
 
     def refused(header, text=None):
         text = json.dumps(header).encode() if text is None else text
-        with pytest.raises(ValueError, match="no block of kvkeep"):
-            Block.from_bytes(len(text).to_bytes(8, "little") + text + body, key)
+        with pytest.raises(ValueError, match="not a kvkeep block"):
+            StoredBlock.from_bytes(len(text).to_bytes(8, "little") + text + body, key)
 
     def with_inner(**changes):
         return outer | {"__metadata__": sealed("kvkeep_block", inner | changes)}
@@ -217,5 +219,5 @@ def test_crafted_headers_of_blocks():
     refused(None, b"1" * 5000)
     refused(None, b" " * (1 << 20))
     with pytest.raises(OtherBlockError):
-        Block.from_bytes(data, key[:-1] + ("0" if key[-1] != "0" else "1"))
+        StoredBlock.from_bytes(data, key[:-1] + ("0" if key[-1] != "0" else "1"))
     assert found_in(PrefixStore(backend=Memory()), [1]) == 0

@@ -536,7 +536,7 @@ def test_a_fork_has_its_own_connection(client):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     children = [context.Process(target=_in_child, args=(backend, results)) for _ in range(3)]
-    with backend._guard():  # which nobody will release in the child
+    with backend._list_lock():  # no thread of the child will release it
         for child in children:
             child.start()
     for _ in range(20):
@@ -636,16 +636,19 @@ def test_lmcaches_server_is_stopped_and_killed(python, short_rest):
 
 
 ANSWERS = [
-    (b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(20), "no answer of LMCache"),
-    (struct.pack("<9i", 200, -1, 5, 6, -1, 0, 0, 0, 0), "no answer of LMCache"),
-    (struct.pack("<9i", 200, 9, 5, 6, 8, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
-    (struct.pack("<9i", 200, 9, 4, 6, 9, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
-    (struct.pack("<9i", 500, 9, 5, 6, 9, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
-    (struct.pack("<9i", 400, 9, 1, 2, 0, 0, 0, 0, 0) + b"123456789", "no answer of LMCache"),
-    (bytes(36), "no answer of LMCache"),
-    (struct.pack("<2i", 200, 9), "hung up after 8 bytes"),
-    (struct.pack("<9i", 200, 2**31 - 1, 5, 6, 2**31 - 1, 0, 0, 0, 0) + b"x", "hung up after 1 of"),
-    (b"", "hung up after 0 bytes"),
+    (b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(20), "does not follow LMCache"),
+    (struct.pack("<9i", 200, -1, 5, 6, -1, 0, 0, 0, 0), "does not follow LMCache"),
+    (struct.pack("<9i", 200, 9, 5, 6, 8, 0, 0, 0, 0) + b"123456789", "does not follow LMCache"),
+    (struct.pack("<9i", 200, 9, 4, 6, 9, 0, 0, 0, 0) + b"123456789", "does not follow LMCache"),
+    (struct.pack("<9i", 500, 9, 5, 6, 9, 0, 0, 0, 0) + b"123456789", "does not follow LMCache"),
+    (struct.pack("<9i", 400, 9, 1, 2, 0, 0, 0, 0, 0) + b"123456789", "does not follow LMCache"),
+    (bytes(36), "does not follow LMCache"),
+    (struct.pack("<2i", 200, 9), "disconnected after 8 bytes"),
+    (
+        struct.pack("<9i", 200, 2**31 - 1, 5, 6, 2**31 - 1, 0, 0, 0, 0) + b"x",
+        "disconnected after 1 of",
+    ),
+    (b"", "disconnected after 0 bytes"),
 ]
 
 
@@ -677,18 +680,18 @@ def test_a_server_of_something_else(answer, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "http://localhost:1"}, "'http://localhost:1' of LMCache; give lm://host:port"),
+        ({"url": "http://localhost:1"}, "1' is not valid for LMCache; give lm://host:port"),
         ({"url": "lm://localhost"}, "lm://host:port"),
         ({"url": "lm://localhost:0"}, "lm://host:port"),
         ({"url": "lm://localhost:65536"}, "lm://host:port"),
         ({"url": "lm://localhost:1/path"}, "lm://host:port"),
         ({"url": "lm://localhost:1?colour=red"}, "lm://host:port"),
-        ({"url": "lm://me:secret@localhost:1"}, "URL 'localhost:1' of"),
+        ({"url": "lm://me:secret@localhost:1"}, "URL 'localhost:1' is"),
         ({"timeout": 0}, "timeout of 0 seconds"),
         ({"timeout": float("inf")}, "timeout of inf"),
         ({"name": ""}, "name ''"),
         ({"name": "a@b"}, "name 'a@b'"),
-        ({"name": "a" * 101}, "at most 100"),
+        ({"name": "a" * 101}, "1 to 100"),
     ],
 )
 def test_bad_input(options, message):

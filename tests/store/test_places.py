@@ -19,7 +19,7 @@ def test_kinds(tmp_path):
     for url in (f"file://{tmp_path}/c", "memory://d"):
         assert isinstance(opened(url, budget=7), Location)
     assert opened("redis://h", budget=7).budget == opened("memory://d", budget=7).budget == 7
-    with pytest.raises(SpecError, match=r"'s4' are not known; give a directory, redis, .*s3://"):
+    with pytest.raises(SpecError, match=r"'s4' is unknown; give a directory, redis, .*s3://"):
         opened("s4://bucket")
 
 

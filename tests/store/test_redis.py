@@ -84,7 +84,7 @@ def there(server, name="kvkeep"):
 
 
 @pytest.mark.parametrize("blocks", [2, 60])
-def test_journeys_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
+def test_round_trips_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
     journeys, tokens = [], list(range(8 * blocks))
     send = redis.connection.AbstractConnection.send_packed_command
 
@@ -111,8 +111,8 @@ def test_journeys_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
     assert "cmdstat_scan" not in calls
 
 
-def test_journeys_are_bounded(server, monkeypatch):
-    monkeypatch.setattr(module, "_AT_ONCE", 4000)
+def test_round_trips_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_BYTES", 4000)
     assert put(Redis(server.url), TEXT) == 40
     assert found(Redis(server.url), TEXT) == 40
     assert len(accounts(server)) == 5
@@ -522,8 +522,8 @@ def test_valkey_is_redis(server):
         ({"url": "redis://localhost?colour=red"}, "colour"),
         ({"url": "redis://localhost?db=x"}, "db"),
         ({"budget": 0}, "at least 1"),
-        ({"ttl": 0}, "life of 0 seconds"),
-        ({"ttl": float("nan")}, "life of nan seconds"),
+        ({"ttl": 0}, "ttl of 0 seconds"),
+        ({"ttl": float("nan")}, "ttl of nan seconds"),
         ({"timeout": 0}, "timeout of 0 seconds"),
         ({"timeout": float("inf")}, "timeout of inf"),
         ({"name": ""}, "name ''"),

@@ -1,108 +1,189 @@
-"""A decoder of plain modules, and the host that serves it: a library other than transformers.
-
-Importing this module registers the host.
-"""
+"""A small decoder that no model library has, and the host that tells kvkeep about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from kvkeep.geometry import Geometry
 from kvkeep.host import (
     Embedded,
     Host,
     LayerKind,
-    LayerShape,
     LayerStep,
     Layerwise,
     ModelCache,
+    Narrowed,
     register,
 )
 from kvkeep.host.fingerprint import fingerprint_of
 from kvkeep.layer.step import StepInputs
 from kvkeep.rotary import Rotary
 
-Attend = Callable[[StepInputs], Tensor]
-"""Attention of a chunk, (B, Hq, n, D)."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q (B, Hq, n, D), k and v (B, H, n, D) -> (B, Hq, n, D)."""
 
-VOCABULARY, WIDTH, QUERY_HEADS, HEADS = 97, 32, 4, 2
-HEAD_WIDTH = WIDTH // QUERY_HEADS
+HEADS, QUERY_HEADS, WIDTH = 2, 4, 8
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward part, each after a norm."""
+class TinyLayer(nn.Module):
+    """Attention and a feed-forward part, each behind a norm."""
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.window = window
-        self.rotary = Rotary(10_000.0 ** (-torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH))
-        self.norm, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q = nn.Linear(WIDTH, QUERY_HEADS * HEAD_WIDTH)
-        self.k = nn.Linear(WIDTH, HEADS * HEAD_WIDTH)
-        self.v = nn.Linear(WIDTH, HEADS * HEAD_WIDTH)
-        self.o = nn.Linear(QUERY_HEADS * HEAD_WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q = nn.Linear(width, QUERY_HEADS * WIDTH, bias=False)
+        self.k = nn.Linear(width, HEADS * WIDTH, bias=False)
+        self.v = nn.Linear(width, HEADS * WIDTH, bias=False)
+        self.out = nn.Linear(QUERY_HEADS * WIDTH, width, bias=False)
+        self.forth, self.back = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, hidden: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        x = self.norm(hidden)
+    def forward(self, x: Tensor, position: Tensor, inv_freq: Tensor, attend: Attend) -> Tensor:
+        """x (B, n, width) at positions (n,) or (B, n) -> the same shape."""
+        h = self.before(x)
         q, k, v = (
-            part(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-            for part in (self.q, self.k, self.v)
+            part(h).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for part in (self.q, self.k, self.v)
         )
-        at = position[:, None] if position.dim() == 2 else position
-        q, k = self.rotary.turn(q, at), self.rotary.turn(k, at)
-        out = attend(StepInputs(q, k, v, position, HEAD_WIDTH**-0.5))
-        hidden = hidden + self.o(out.transpose(1, 2).flatten(2))
-        return hidden + self.down(F.gelu(self.up(self.norm_2(hidden))))
+        angle = position.clamp(min=0)[..., None] * inv_freq
+        cos, sin = (torch.cat([f(angle)] * 2, dim=-1) for f in (torch.cos, torch.sin))
+        if position.dim() == 2:
+            cos, sin = cos[:, None], sin[:, None]
+        q, k = (y * cos + _half_turned(y) * sin for y in (q, k))
+        x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.back(nn.functional.silu(self.forth(self.after(x))))
 
 
 class TinyModel(nn.Module):
-    """A decoder with one sliding layer (of 24 tokens) and one that sees everything."""
+    """A decoder with rotary embeddings and grouped queries; its forward has no cache."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, layers: int = 3, vocabulary: int = 61, context: int = 128) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-            self.blocks = nn.ModuleList(Block(window) for window in (24, None))
-            self.norm = nn.RMSNorm(WIDTH)
-            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.vocabulary, self.context = vocabulary, context
+        width = QUERY_HEADS * WIDTH
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(TinyLayer(width) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        frequencies = 100.0 ** -(torch.arange(0, WIDTH, 2) / WIDTH)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits (B, n, V) of whole texts, without a cache."""
-        hidden, at = self.embedding(ids), torch.arange(ids.shape[1])
-        distance = at[:, None] - at
-        for block in self.blocks:
-            seen = (distance >= 0) & (distance < (block.window or len(at)))
+    def forward(
+        self, ids: Tensor, visible: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, n, V) of ids (B, n).
 
-            def attend(step: StepInputs, seen: Tensor = seen) -> Tensor:
-                k, v = (x.repeat_interleave(QUERY_HEADS // HEADS, dim=1) for x in step[1:3])
-                scores = (step.q @ k.transpose(-1, -2)) * step.scale
-                return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v
+        Args:
+            visible: bool (n, n), which keys each query sees; None: those up to its own.
+            position: (n,); None: 0, 1, 2, ...
+        """
+        n = ids.shape[1]
+        position = torch.arange(n) if position is None else position
+        visible = torch.ones(n, n, dtype=torch.bool).tril() if visible is None else visible
 
-            hidden = block(hidden, at, attend)
-        return self.head(self.norm(hidden))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, enable_gqa=True
+            )
+
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, position, self.inv_freq, attend)
+        return self.head(self.norm(x))
+
+
+def tiny_model(seed: int = 0, **sizes: int) -> TinyModel:
+    """A model with random weights, large enough that what a token sees shows in its logits."""
+    torch.manual_seed(seed)
+    model = TinyModel(**sizes).eval()
+    for layer in model.layers:
+        layer.q.weight.data *= 4
+    return model
+
+
+class TinyHost(Host):
+    """What kvkeep asks of a `TinyModel`."""
+
+    library = "tiny"
+    model: TinyModel
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._narrowing: tuple[int, Callable[[], Narrowed]] | None = None
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        return [LayerKind("full", None)] * len(self.model.layers)
+
+    def geometries(self) -> list[Geometry]:
+        dtype = self.model.embedding.weight.dtype
+        return [Geometry(1, HEADS, WIDTH, WIDTH, dtype)] * len(self.model.layers)
+
+    def rotaries(self) -> list[Rotary | None]:
+        return [Rotary(self.model.inv_freq)] * len(self.model.layers)
+
+    @property
+    def context(self) -> int | None:
+        return self.model.context
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.vocabulary
+
+    def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
+        return fingerprint_of(self.model, {}, tokenizer, glance=glance)
+
+    def forward(
+        self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
+    ) -> Tensor:
+        n = ids.shape[1]
+        cache.admit(n)
+        at = cache.layers[0].next_positions(n, ids.device) if position is None else position
+        x = self.model.embedding(ids)
+        for index, module in enumerate(self.model.layers):
+            if self._narrowing is not None and index == self._narrowing[0]:
+                chosen = self._narrowing[1]()
+                x, at = x[:, chosen.indices], chosen.positions
+            x = module(x, at, self.model.inv_freq, attention(cache.layers[index], at))
+        return self.model.head(self.model.norm(x[:, -last:]))
+
+    @property
+    def narrows(self) -> bool:
+        return True
+
+    @contextmanager
+    def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:
+        self._narrowing = first, chosen
+        try:
+            yield
+        finally:
+            self._narrowing = None
+
+    def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
+        return TinyLayerwise(
+            self.model,
+            input_ids,
+            attention_mask,
+            layers=self.model.layers,
+            vocabulary=self.vocabulary,
+        )
 
 
 class TinyLayerwise(Layerwise):
-    """Training's view of a `TinyModel`."""
+    """A `TinyModel` run layer by layer."""
 
     model: TinyModel
 
-    def __init__(self, model: TinyModel, ids: Tensor, mask: Tensor | None) -> None:
-        super().__init__(model, ids, mask, layers=model.blocks, vocabulary=VOCABULARY)
-
     def embed(self, columns: slice) -> Embedded:
-        return Embedded(self.model.embedding(self.input_ids[:, columns]), [None] * len(self.layers))
+        return Embedded(self.model.embedding(self.input_ids[:, columns]), [()] * len(self.layers))
 
     def layer(
         self, index: int, columns: slice, hidden: Tensor, call: Any, step: LayerStep
     ) -> Tensor:
-        return self.layers[index](hidden, self.positions(columns), step.run)
+        at = self.positions(columns)
+        return self.layers[index](hidden, at, self.model.inv_freq, attention(step, at))
 
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
         return self.model.norm(output)
@@ -111,50 +192,14 @@ class TinyLayerwise(Layerwise):
         return self.model.head(self.model.norm(output))
 
 
-class TinyHost(Host):
-    """What kvkeep asks of a `TinyModel`."""
+def attention(step: LayerStep, position: Tensor) -> Attend:
+    """Attention of a chunk at some positions through a step."""
+    return lambda q, k, v: step.run(StepInputs(q, k, v, position.to(torch.int32), WIDTH**-0.5))
 
-    library = "tests"
 
-    @property
-    def kinds(self) -> list[LayerKind]:
-        return [
-            LayerKind(
-                "full_attention" if block.window is None else "sliding_attention", block.window
-            )
-            for block in self.model.blocks
-        ]
-
-    def shapes(self) -> list[LayerShape]:
-        dtype = self.model.head.weight.dtype
-        return [LayerShape(HEADS, HEAD_WIDTH, HEAD_WIDTH, dtype) for _ in self.model.blocks]
-
-    def rotaries(self) -> list[Rotary | None]:
-        return [block.rotary for block in self.model.blocks]
-
-    @property
-    def context(self) -> int | None:
-        return 512
-
-    @property
-    def vocabulary(self) -> int:
-        return VOCABULARY
-
-    def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
-        return fingerprint_of(self.model, {"config": "tiny"}, tokenizer, glance=glance)
-
-    def forward(
-        self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
-    ) -> Tensor:
-        cache.admit(ids.shape[1])
-        at = torch.arange(cache.fed, cache.fed + ids.shape[1]) if position is None else position
-        hidden = self.model.embedding(ids)
-        for block, layer in zip(self.model.blocks, cache.layers, strict=True):
-            hidden = block(hidden, at.to(torch.int32), layer.run)
-        return self.model.head(self.model.norm(hidden[:, -last:]))
-
-    def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
-        return TinyLayerwise(self.model, input_ids, attention_mask)
+def _half_turned(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([-b, a], dim=-1)
 
 
 register(TinyModel, TinyHost)

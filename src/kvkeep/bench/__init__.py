@@ -1,1 +1,1 @@
-"""Benchmarks: each `run` measures two or more systems side by side and returns plain rows."""
+"""Benchmarks: each `run` measures two or more systems on the same task and returns plain rows."""

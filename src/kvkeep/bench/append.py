@@ -1,4 +1,4 @@
-"""What one more token costs: concatenation against writing in place."""
+"""The time to append one token: concatenation against writing in place."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def run(
     """Time one decode token on a layer that holds `tokens` tokens of 8 heads, 128 wide.
 
     Args:
-        tokens: held when it begins; 256 to 4096 on the CPU, else 512 to 131072.
-        device: to measure on; None: CUDA if there is any. There it is in bfloat16 with 32 query
-            heads, on the CPU in float32 with 8.
-        batches: rows; 1 on the CPU, else 1, 8 and 32.
-        layouts: among `LAYOUTS`; concat and growing on the CPU, else all.
-        seconds: what is not begun by then is skipped.
+        tokens: tokens held at the start. None: 256 to 4096 on the CPU, otherwise 512 to 131072.
+        device: device to measure on; None: CUDA if available. CUDA uses bfloat16 and 32 query
+            heads, the CPU float32 and 8.
+        batches: batch sizes. None: 1 on the CPU, otherwise 1, 8 and 32.
+        layouts: names from `LAYOUTS`. None: concat and growing on the CPU, otherwise all.
+        seconds: time limit; cases that have not started by then are skipped.
 
     Returns:
         `rows`, one per batch and entry of `tokens`: medians in microseconds, as called, of the
         update alone and of the whole step (update, attention, settle), and `update_ratio` and
-        `step_ratio`, the medians of concat / growing pair by pair. `growth_us` is the time of one
-        growth of growing slots, shared out among the tokens until the next; `winner` is the layout
-        of the least step, that share included. On CUDA also the device's own times
-        (`..._device_us`, `device_winner`), and `skipped`, why something was not measured.
+        `step_ratio`, the medians of the paired ratios concat / growing. `growth_us` is the time of
+        one growth of the growing storage, divided by the tokens until the next growth; `winner` is
+        the layout with the fastest step, that share included. On CUDA also the device's own times
+        (`..._device_us`, `device_winner`), and `skipped`, the reason why a case was not measured.
 
     Raises:
-        UnsupportedError: a device that is not here.
+        UnsupportedError: the device does not exist here.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -89,16 +89,16 @@ def _query_heads(device: torch.device) -> int:
 
 
 class _Case:
-    """One batch and length."""
+    """One batch size and length."""
 
     def __init__(self, device: torch.device, batch: int, held: int) -> None:
         self.device, self.batch, self.held = device, batch, held
 
     def row(self, layouts: Sequence[str], turns: int, limits: Limits) -> dict[str, Any]:
-        """What was found, or why nothing was."""
+        """The measurements, or the reason why the case was skipped."""
         try:
             slots = 2 * self.batch * self.held * HEADS * DIM * _dtype(self.device).itemsize
-            # Each layout's own, what is spare, and what concatenation and growth copy to.
+            # Slots of each layout, spare slots, and the copies that concatenation and growth make.
             skipped = limits.refuse((len(layouts) + 2) * slots)
             return {"skipped": skipped} if skipped else self._figures(layouts, turns)
         except Exception as error:
@@ -132,13 +132,13 @@ class _Case:
         return row
 
     def _growth(self, timer: Timer) -> float:
-        """Seconds of one growth per token that it makes room for."""
+        """Seconds of one growth, divided by the tokens for which it makes room."""
         shares = []
         for _ in range(3):
             layer = self._filled("growing", 0)
             spare = layer.capacity - layer.length
             if spare:
-                layer.extend(self._some(spare), self._some(spare))
+                layer.extend(self._random(spare), self._random(spare))
                 layer.settle()
             before = layer.capacity
             took = timer(self._call("update", layer))
@@ -146,19 +146,19 @@ class _Case:
         return statistics.median(shares)
 
     def _filled(self, layout: str, turns: int) -> LayerCache:
-        """A layer that holds `held` tokens; of a fixed one, with room for what is measured."""
+        """A layer that holds `held` tokens; a fixed one has room for the measured steps."""
         room = (turns + 2) * _BURST
         layer = CacheSpec.parse(f"keep_all@{layout}").layer(capacity=self.held + room)
-        layer.extend(self._some(self.held), self._some(self.held))
+        layer.extend(self._random(self.held), self._random(self.held))
         layer.settle()
         return layer
 
-    def _some(self, tokens: int, heads: int = HEADS) -> Tensor:
+    def _random(self, tokens: int, heads: int = HEADS) -> Tensor:
         shape = (self.batch, heads, tokens, DIM)
         return torch.randn(shape, dtype=_dtype(self.device), device=self.device)
 
     def _call(self, what: str, layer: LayerCache) -> Callable[[], object]:
-        q, k, v = self._some(1, _query_heads(self.device)), self._some(1), self._some(1)
+        q, k, v = self._random(1, _query_heads(self.device)), self._random(1), self._random(1)
 
         def update() -> None:
             layer.extend(k, v)

@@ -1,4 +1,4 @@
-"""What a decode step costs as the context grows: the slope is the cache's own cost."""
+"""Decode steps at growing contexts: the slope of their time is the cost of the cache."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.spec import parse_specs
 
 TOLERANCE = 0.1
-"""Largest difference of logits from DynamicCache's, relative to their norm, that rounding to
-bfloat16 in other places explains; and how many standard deviations apart tied logits are."""
+"""Largest difference from DynamicCache's logits, relative to their norm, that different rounding to
+bfloat16 can explain; also the largest difference of tied logits, in standard deviations."""
 
-STEPS_COMPARED = 6  # of which a graph replays the last
+STEPS_COMPARED = 6  # enough that a CUDA graph replays the last ones
 
 
 def run(
@@ -52,37 +52,39 @@ def run(
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time single-token steps of a model over contexts of real text, one row.
+    """Time single-token steps of a model over contexts of real text, with one row.
 
-    All systems have the same weights and hold the same tokens, and take turns.
+    All systems have the same weights and hold the same tokens, and are measured in turn.
 
     Args:
-        model: a name that `kvkeep models` knows, a directory, or a hub name; or "random-1b", random
-            weights in the shape of Llama 3.2 1B, whose caches are filled at random too.
-        device: to measure on; None: CUDA if there is any.
-        dtype: of weights and cache.
-        contexts: tokens held when the steps begin; at least two, for a slope. None: 128, 2048 and
-            7936, of a random model 2048, 8192, 32768 and 131072.
-        specs: what kvkeep caches keep; each is a system, called "kvkeep" for keep_all, else by both
-            names.
-        ways: how kvkeep's steps run: "eager", "graph" (with slots of fixed storage, in a CUDA
-            graph) and "compiled" (as well). None: eager on the CPU, else all.
+        model: a name from `kvkeep models`, a directory, or a hub name; or "random-1b", random
+            weights in the shape of Llama 3.2 1B, whose caches get random content too.
+        device: device to measure on; None: CUDA if available.
+        dtype: dtype of weights and cache.
+        contexts: tokens held at the start of the steps; a slope needs at least two. None: 128, 2048
+            and 7936, for a random model 2048, 8192, 32768 and 131072.
+        specs: cache specs of kvkeep; each is a system, named "kvkeep" for keep_all and otherwise
+            "kvkeep SPEC".
+        ways: how kvkeep's steps run: "eager", "graph" (with fixed storage, in a CUDA graph) and
+            "compiled" (in a CUDA graph too). None: eager on the CPU, otherwise all.
         against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
-            llama-cpp-python). None: the first on the CPU, else the first two.
-        turns, burst: each system makes `turns` + 1 times `burst` steps, the first not counted.
-        seconds: what is not begun by then is skipped.
+            llama-cpp-python). None: the first on the CPU, otherwise the first two.
+        turns, burst: each system runs `turns` + 1 times `burst` steps; the first burst is not
+            counted.
+        seconds: time limit; cases that have not started by then are skipped.
 
     Returns:
-        `rows` (`system`, `context`, `median_ms`, `spread_ms`; beside hf-dynamic `error`, the
-        largest difference from its logits over a few greedy steps, relative to their norm, and
-        `agrees`, whether that is within `tolerance` and the greedy tokens are the same or tied;
-        `skipped`, why something was not measured), `slope_us_per_token` of each system by least
-        squares, and `bandwidth_floor_us_per_token`: one token's bytes over the bandwidth measured
-        in this run.
+        `rows` (`system`, `context`, `median_ms`, `spread_ms`; if hf-dynamic is measured too,
+        `error`, the largest difference from its logits over a few greedy steps, relative to their
+        norm, and `agrees`, whether that is within `tolerance` and the greedy tokens are the same or
+        tied; `skipped`, the reason why a case was not measured), `slope_us_per_token` of each
+        system by least squares, and `bandwidth_floor_us_per_token`: one token's bytes divided by
+        the bandwidth measured in this run.
 
     Raises:
-        SpecError: a system that does not exist.
-        UnsupportedError: a device that is not here; or llama.cpp is not, or cannot run this model.
+        SpecError: a system or a spec does not exist.
+        UnsupportedError: the device does not exist here, or llama.cpp is not installed or cannot
+            run this model.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -102,7 +104,9 @@ def run(
     loaded, tokenizer = _loaded(model, dtype, place)
     if LLAMA_CPP in against:
         if model in RANDOM:
-            raise UnsupportedError(f"llama.cpp reads a prompt, {model} has none; leave one out")
+            raise UnsupportedError(
+                f"llama.cpp needs a prompt, but {model} has no tokenizer; leave out one of them"
+            )
         from kvkeep.bench import llama_cpp  # noqa: PLC0415 (it needs packages that may be missing)
 
         llama_cpp.require(loaded)
@@ -136,7 +140,7 @@ def run(
 
 
 def _loaded(model: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
-    """The model and its tokenizer; a random one has none."""
+    """The model and its tokenizer; a random model has none."""
     if model in RANDOM:
         return random_model(model, _dtype(dtype), device), None
     from kvkeep.hf.models import load  # noqa: PLC0415 (it needs packages that may be missing)
@@ -153,7 +157,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _Table:
-    """The rows, as they come."""
+    """Collects the rows."""
 
     def __init__(self, limits: Limits, against: Sequence[str], turns: int, burst: int) -> None:
         self.limits, self.against, self.turns, self.burst = limits, against, turns, burst
@@ -163,7 +167,7 @@ class _Table:
         self._by_step: dict[tuple[str, int], dict[str, Any]] = {}
 
     def prepare(self, systems: Systems, context: int, ids: Tensor | None) -> None:
-        """A row for each system, and its steps if it has any."""
+        """Add a row for each system at a context, and prepare its steps if it can run."""
         systems.hold(context, ids, context + (self.turns + 1) * self.burst + STEPS_AHEAD)
         token, tokens = systems.token, [systems.token]
         feeds: dict[str, Feed] = {}
@@ -174,7 +178,7 @@ class _Table:
             if self._allows(row, systems.bytes_of(context)):
                 with self._failing(row):
                     feeds[name] = systems.feed(name)
-        for name in sorted(feeds, key=lambda name: name != DYNAMIC):  # which chooses the tokens
+        for name in sorted(feeds, key=lambda name: name != DYNAMIC):  # first: it picks the tokens
             row = self._by_step[name, context]
             if self._allows(row, seconds=systems.seconds_of(name)):
                 with self._failing(row):
@@ -186,7 +190,8 @@ class _Table:
                 row["error"], row["agrees"] = compared(mine, logits[DYNAMIC])
 
     def measure(self) -> None:
-        """Contexts take turns too, or drift between them would be taken for a slope."""
+        """Time all steps. Contexts are interleaved too, so that drift does not look like a
+        slope."""
         steps = {key: self._steps[key] for key in self._by_step if key in self._steps}
         timed: dict[tuple[str, int], list[float]] = {}
         with self._failing(*(self._by_step[key] for key in steps)):
@@ -197,15 +202,15 @@ class _Table:
             self._by_step[key]["spread_ms"] = spread(seconds) * 1e3
 
     def _allows(self, row: dict[str, Any], needed: int = 0, seconds: float = 0.0) -> bool:
-        """Whether to go on with a row; which says why not."""
+        """Whether to measure a row; if not, the row gets the reason."""
         failed = None if self.alive else "the device has failed"
         row["skipped"] = failed or self.limits.refuse(needed, seconds)
         return row["skipped"] is None
 
     @contextmanager
     def _failing(self, *rows: dict[str, Any]) -> Iterator[None]:
-        """Rows say what failed, and others go on while the device works. On the CPU nothing fails
-        but what is not there."""
+        """Record an error in the rows as the reason why they are skipped, and check whether the
+        device still works. On the CPU only missing packages are treated so; other errors raise."""
         try:
             yield
         except Exception as error:
@@ -225,27 +230,25 @@ def _row(system: str, context: int) -> dict[str, Any]:
 
 
 def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:
-    """Logits of a few steps on the host, which are fed `tokens`; who leads appends its own."""
+    """Feed `tokens` one by one and return the logits of each step, on the host. With `lead`, the
+    greedy choice of each step is appended to `tokens`."""
     found = []
     for step in range(STEPS_COMPARED):
         if not lead and step == len(tokens):
-            break  # nobody leads
+            break  # no system has chosen further tokens
         logits = feed(tokens[step])
         if logits is None:
             return []
-        # A copy: a graph's next step writes to the same memory.
+        # Copy: a CUDA graph's next step writes to the same memory.
         found.append(logits.detach().to("cpu", torch.float32, copy=True))
         if lead:
             tokens.append(logits.argmax(dim=-1, keepdim=True))
     return found
 
 
-STEPS_COMPARED = 6  # of which a graph replays the last
-
-
 def compared(logits: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, bool]:
-    """The largest difference of logits (B, V) from others, step by step and relative to their norm;
-    and whether it is within `TOLERANCE`, and the best of them the best of the others or tied."""
+    """The largest difference of logits (B, V) from others over all steps, relative to their norm;
+    and whether it is within `TOLERANCE` and the greedy choices are equal or tied."""
     error, agrees = 0.0, True
     for mine, theirs in zip(logits, others, strict=True):
         error = max(error, float((mine - theirs).norm() / theirs.norm()))

@@ -1,4 +1,4 @@
-"""Systems side by side, for measuring: one greedy step at a time through a cache of any kind."""
+"""Greedy decoding with a cache of any kind, for measurements."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def new_cache(system: str, model: PreTrainedModel, capacity: int | None = None) 
 
 @contextmanager
 def prepared(system: str, model: PreTrainedModel) -> Iterator[None]:
-    """The model as this system needs it: attached for a kvkeep spec."""
+    """Prepare the model for a system: attach it for a kvkeep spec."""
     with nullcontext() if system in (DYNAMIC, STATIC) else attach(model, system):
         yield
 
 
 def live_bytes(cache: Any) -> int:
-    """Bytes of the keys and values a cache holds, positions included where it has them."""
+    """Bytes of the keys and values that a cache holds, including positions if it has them."""
     if isinstance(cache, Cache):
         return cache.live_bytes
     return sum(x.numel() * x.element_size() for keys, values, _ in cache for x in (keys, values))
@@ -47,7 +47,7 @@ def allocated_bytes(cache: Any) -> int:
 
 
 def buffers(cache: Any) -> list[Tensor]:
-    """The tensors a cache holds; views of the buffers in which they lie."""
+    """The tensors of a cache, which are views of its buffers."""
     if isinstance(cache, Cache):
         parts = [planes for layer in cache.layers for planes in layer.state().parts.values()]
         return [plane for planes in parts for plane in planes.values()]
@@ -55,7 +55,7 @@ def buffers(cache: Any) -> list[Tensor]:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of one token's keys and values in all layers, which a step must read at least."""
+    """Bytes of one token's keys and values in all layers, the least that a step must read."""
     config = decoder_config(base_config(model))
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -91,7 +91,7 @@ def decode(
 
 
 def filled_from(full: Cache, cache: Any) -> Any:
-    """Copy what `full` holds, in order, into an empty cache of another system; returns that."""
+    """Copy the slots of `full`, in order, into an empty cache of another system; returns that."""
     for index, layer in enumerate(full.layers):
         planes = layer.state().parts["slots"]
         cache.update(planes["k"], planes["v"], index)

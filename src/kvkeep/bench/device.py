@@ -1,4 +1,4 @@
-"""Where a benchmark runs, and what it has there: memory, time, and bandwidth to compare with."""
+"""A benchmark's device, its limits of memory and time, and the device's bandwidth."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvkeep.storage.allocate import free_bytes
 
 
 def device_named(name: str | None = None) -> torch.device:
-    """A device to measure on; None: CUDA if there is any, else the CPU.
+    """The device to measure on; None: CUDA if available, otherwise the CPU.
 
     Raises:
-        UnsupportedError: it is not here.
+        UnsupportedError: the device does not exist here.
     """
     cuda = torch.cuda.is_available()
     if name is None:
@@ -34,10 +34,11 @@ def device_named(name: str | None = None) -> torch.device:
 
 
 class Limits:
-    """What a run may use; asked before each part of it, whose rows then say why they are missing.
+    """Limits of time and memory for a run, checked before each case; a refused case is reported as
+    skipped.
 
     Args:
-        seconds: from now on; None: as long as it takes.
+        seconds: time limit from now on; None: none.
     """
 
     def __init__(self, device: torch.device, seconds: float | None = None) -> None:
@@ -45,12 +46,12 @@ class Limits:
         self._start = time.monotonic()
 
     def refuse(self, needed: int = 0, seconds: float = 0.0) -> str | None:
-        """Why a part that needs so many bytes, and about so many seconds, is skipped, or None."""
+        """The reason to skip a case that needs `needed` bytes and about `seconds`; None: run it."""
         if self.seconds is not None:
             left = max(0.0, self.seconds - (time.monotonic() - self._start))
             if left <= seconds:
                 wanted = f"; this takes about {seconds:.0f}" if seconds else ""
-                return f"{left:.0f} s of {self.seconds:.0f} are left{wanted}; give it more"
+                return f"{left:.0f} s of {self.seconds:.0f} are left{wanted}; allow more seconds"
         free = free_bytes(self.device)
         if free is not None and needed > free // 2:
             return f"needs {needed} bytes, more than half of the {free} that are free"
@@ -58,22 +59,22 @@ class Limits:
 
 
 def because(error: Exception) -> str:
-    """An error as the reason of a skipped row."""
+    """An error in one line, as the reason why a row was skipped."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
 def with_values(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of equal keys, without those for which no row has a value."""
+    """The rows with the same keys each, without the keys for which no row has a value."""
     keys = dict.fromkeys(key for row in rows for key in row)
     kept = [key for key in keys if any(row.get(key) is not None for row in rows)]
     return [{key: row.get(key) for key in kept} for row in rows]
 
 
 def bandwidth(device: torch.device, mebibytes: int | None = None) -> tuple[str, float]:
-    """What memory does at most, in GB/s, and how that is called: reads of all threads together on
-    the CPU, the best of several sums of a large float32 tensor; elsewhere the median of copies,
-    bytes read and written."""
+    """The memory bandwidth in GB/s, with the name of what was measured. On the CPU: reads by all
+    threads, the best of several sums of a large float32 tensor. Elsewhere: the median of copies,
+    counting bytes read and written."""
     if device.type == "cpu":
         x = torch.zeros((mebibytes or 512) << 18)
         best = min(interleaved({"": x.sum}, turns=5, burst=1)[""])

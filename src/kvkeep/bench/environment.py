@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The machine and the versions that a result was measured with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def _cuda() -> dict[str, Any]:
-    """The current CUDA device; the driver as far as it says its version."""
+    """The current CUDA device and, if known, the driver's version."""
     it = torch.cuda.get_device_properties(torch.cuda.current_device())
     about = f"capability {it.major}.{it.minor}, {it.total_memory / 2**30:.1f} GiB"
     return {
@@ -55,7 +55,8 @@ def _driver() -> str:
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed: it may be on the path all the same."""
+    """The installed version; None for a package that is importable but not installed, or
+    missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Many continuations of one prompt: what they hold, and what a step of all of them takes."""
+"""Many continuations of one prompt: their memory, and the time of a step of all of them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def run(
     """Fork the cache of a prompt of real text.
 
     Args:
-        forks: caches that share it, of `new` tokens each.
-        rows: continuations in one batch, once sharing the prompt, once with a copy each.
+        forks: number of caches that share the prompt, each with `new` tokens of its own.
+        rows: continuations in one batch, measured once sharing the prompt and once with a copy
+            each.
 
     Returns:
-        `forks`: their number, `bytes` they and the prompt hold, and the `ratio` of that to one
-        cache and the new tokens. `rows`: per batch `bytes` held, `step_ms`, and `attention_ms`,
-        what the layers' own steps take in it.
+        `forks`: their number, the `bytes` that they and the prompt hold, and the `ratio` of that to
+        one cache and the new tokens. `rows`: for each batch the `bytes` held, `step_ms`, and
+        `attention_ms`, the part of the layers' cache steps in it.
     """
     loaded, tokenizer = load(model, dtype)
     attach(loaded)
@@ -83,7 +84,7 @@ def run(
 def _timed(
     model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int
 ) -> dict[str, dict[str, float]]:
-    """Times of a step of each batch, which is taken back."""
+    """Times of a step of each batch; the step is cropped again."""
 
     def step(cache: Cache) -> None:
         model(token, past_key_values=cache)
@@ -95,7 +96,7 @@ def _timed(
             layer.crop(-1)
 
     for cache in batches.values():
-        model(token, past_key_values=cache)  # so that each fork has begun slots of its own
+        model(token, past_key_values=cache)  # so that each fork has a tail of its own
     like = batches["separate"].layers[0].state().parts["slots"]["k"]
     k = torch.randn_like(like[:, :, :1])
     q = torch.randn(*token.shape[:1], model.config.num_attention_heads, 1, like.shape[3]).to(k)

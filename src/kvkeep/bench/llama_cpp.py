@@ -1,7 +1,7 @@
-"""llama.cpp beside kvkeep, on the same weights: the optional package llama-cpp-python.
+"""llama.cpp with the same weights as kvkeep, by the optional package llama-cpp-python.
 
-The loaded model is written as a GGUF file of its own dtype, because llama.cpp reads nothing else.
-It gets token ids, so the file carries no vocabulary.
+The loaded model is written as a GGUF file in its dtype, the format that llama.cpp reads. llama.cpp
+gets token ids, so the file has no vocabulary.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _TYPES = {
 
 
 def require(model: Any) -> None:
-    """Raise before anything is measured if llama.cpp cannot run this model.
+    """Check, before anything is measured, that llama.cpp can run this model.
 
     Raises:
-        UnsupportedError: llama-cpp-python is not installed, or the model is no Llama.
+        UnsupportedError: llama-cpp-python is not installed, or the model is not a Llama.
     """
     try:
         import llama_cpp  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            "llama.cpp is measured through llama-cpp-python, which is not installed; "
-            "pip install 'kvkeep[llama-cpp]' (it is compiled, with cmake)"
+            "measuring llama.cpp needs llama-cpp-python, which is not installed; "
+            "pip install 'kvkeep[llama-cpp]' (it is compiled with cmake)"
         ) from error
     config = model.config
     if config.model_type != "llama" or model.dtype not in _TYPES:
@@ -48,13 +48,13 @@ def require(model: Any) -> None:
 
 
 def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[], None]:
-    """Feed `ids` (1, n) but the last, and return a function that feeds the last one again and
-    again, one token a call; keys and values are held in the model's dtype.
+    """Feed all of `ids` (1, n) but the last, and return a function that feeds the last id at each
+    call. Keys and values are held in the model's dtype.
 
     Args:
         model: a Llama that passed `require`.
         room: tokens of context to reserve.
-        directory: where the GGUF file may lie; it is written once.
+        directory: directory for the GGUF file, which is written once.
     """
     import llama_cpp
 
@@ -105,7 +105,7 @@ def write_gguf(model: Any, path: Path) -> None:
         kind = _TYPES[model.dtype] if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
         target = names.get_name(name, try_suffixes=(".weight",))
         if target is None:
-            raise UnsupportedError(f"llama.cpp has no place for the weight {name}")
+            raise UnsupportedError(f"llama.cpp has no tensor for the weight {name}")
         writer.add_tensor(target, _numbers(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -114,7 +114,8 @@ def write_gguf(model: Any, path: Path) -> None:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a head in llama.cpp's order: it rotates neighbours, transformers the two halves."""
+    """Rows of a head in llama.cpp's order. It rotates adjacent rows together; transformers rotates
+    each row of the first half with one of the second."""
     halves = weight.view(heads, 2, -1, weight.shape[1])
     return halves.transpose(1, 2).reshape(weight.shape)
 

@@ -1,4 +1,4 @@
-"""What a cache really holds: resident memory after a long generation, and while it grew."""
+"""The resident memory of a cache after a long generation and during it."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def run(
     specs: Sequence[str] = SPECS,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Generate until `tokens` tokens were fed, each cache in a process of its own, with the prompt
-    fed at once and in chunks.
+    """Generate until `tokens` tokens were fed, with each cache in a process of its own, and the
+    prompt fed both at once and in chunks.
 
     Args:
-        model: a name that `kvkeep models` knows, a directory, or a hub name.
-        dtype: what it computes in.
-        tokens: tokens fed at the end.
-        prompt: how many of them the prompt has.
-        chunk: how many of the prompt are fed at once where it is fed in chunks.
+        model: a name from `kvkeep models`, a directory, or a hub name.
+        dtype: dtype of weights and cache.
+        tokens: total tokens fed.
+        prompt: tokens of the prompt among them.
+        chunk: tokens of each chunk of the prompt in the chunked runs.
         specs: kvkeep specs, or "hf-dynamic".
 
     Returns:
-        `rows`: per spec and way of feeding (`chunked`) the tensors' own size, `live_bytes`; what is
-        allocated for them, `allocated_bytes`; what of that is in memory, `resident_bytes`: the
-        pages in which the buffers lie, or what the process gave back when the cache was dropped, if
-        that was more; `ratio`, of resident to live bytes; and `peak_above_bytes`, the most by which
-        the process's memory during any decode step stood above the model and the live slots.
+        `rows`: for each spec and way of feeding (`chunked`), `live_bytes`, the size of the live
+        slots; `allocated_bytes`, what is allocated for them; `resident_bytes`, the buffers' pages
+        in memory, or the memory that the process released when the cache was dropped, if that is
+        more; `ratio`, of resident to live bytes; and `peak_above_bytes`, the most by which the
+        process's memory during any decode step exceeded the model and the live slots.
 
     Raises:
-        SpecError: no such spec.
-        UnsupportedError: not on Linux, whose counters this reads.
+        SpecError: a spec does not exist.
+        UnsupportedError: the system is not Linux, whose counters this reads.
     """
     from kvkeep.hf.models import dtype_named
 
@@ -86,7 +86,7 @@ def _measure(
     model, tokenizer = load(name, dtype)
     with prepared(spec, model):
         ids = tokens_of_text(tokenizer, prompt)
-        decode(model, ids, new_cache(spec, model), 2, chunk=size)  # lazy set-up is not counted
+        decode(model, ids, new_cache(spec, model), 2, chunk=size)  # warm-up, not counted
         row = _held_by(spec, model, ids, tokens, size)
     return {"spec": spec, "chunked": size < prompt, **row}
 
@@ -95,11 +95,11 @@ def _held_by(spec: str, model: Any, ids: Any, tokens: int, size: int) -> dict[st
     from kvkeep.bench.decode_loop import allocated_bytes, buffers, decode, live_bytes, new_cache
 
     held = [new_cache(spec, model)]  # the only reference, so that it can be dropped
-    without: list[int] = []  # resident bytes apart from the live slots, after the prefill
+    without: list[int] = []  # resident bytes except the live slots, after the prefill
     above: list[int] = []
 
     def after_step() -> None:
-        if not without:  # the prefill's activations are not the cache's
+        if not without:  # the prefill's activations are not counted
             without.append(resident() - live_bytes(held[0]))
         else:
             above.append(peak() - without[0] - live_bytes(held[0]))

@@ -1,4 +1,4 @@
-"""Attention alone: one decode token over keys and values of a given length."""
+"""The attention operation alone, over keys and values of given lengths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _System(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What was measured of one system; `skipped` says why something was not."""
+    """Measurements of one system, in seconds; `skipped` is the reason if some are missing."""
 
     called: Sequence[float] = ()
     replayed: Sequence[float] = ()
@@ -52,29 +52,31 @@ def run(
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time `attend` on every backend that can, and attention of others.
+    """Time `attend` on every backend that can run, and the attention of other libraries.
 
     Args:
-        device: to measure on; None: CUDA if there is any. What is None below depends on it.
-        rows: B; 1 on the CPU, else 8.
-        lengths: tokens held; 256 to 32768 on the CPU, else 2048 to 131072.
-        codecs: specs of a codec, or of one for keys and one for values ("int8/int4"); all but
-            "plain" are timed on the device's own backend alone.
-        masses: whether the mass is asked for; without on the CPU, else both.
-        against: names from `RIVALS`; torch's own on the CPU, else all.
-        seconds: what is not begun by then is skipped.
+        device: device to measure on; None: CUDA if available. The defaults below depend on it.
+        rows: batch size; None: 1 on the CPU, otherwise 8.
+        lengths: tokens held; None: 256 to 32768 on the CPU, otherwise 2048 to 131072.
+        codecs: codec specs, each for keys and values or as a pair ("int8/int4"); all but "plain"
+            are timed only on the device's own backend. None: plain on the CPU, otherwise also int8,
+            int4 and fp8.
+        masses: whether to compute the attention mass; None: no on the CPU, otherwise both.
+        against: names from `RIVALS`; None: torch's own on the CPU, otherwise all.
+        seconds: time limit; cases that have not started by then are skipped.
 
     Returns:
-        `rows`: per system and length `median_us` as called, `spread_us` (the middle half's width),
-        `error` (of the output, relative to torch's over what was encoded), and `gb_per_s`, the
-        bytes of all encoded keys and values once over the time. On CUDA also `graph_us`, which is
-        the replay of a CUDA graph and then the time of `gb_per_s`; `of_copy`, that over the
-        device's own copies; and `skipped`, why something was not measured. And `read_gb_per_s`, or
-        `copy_gb_per_s`: what this machine's memory does, measured in this run.
+        `rows`: for each system and length `median_us` as called, `spread_us` (width of the middle
+        half), `error` (of the output, relative to torch's attention over the decoded keys and
+        values), and `gb_per_s`, the bytes of all encoded keys and values divided by the time. On
+        CUDA also `graph_us`, the time to replay a CUDA graph, from which `gb_per_s` is then
+        computed; `of_copy`, `gb_per_s` relative to the device's copies; and `skipped`, the reason
+        why a case was not measured. And `read_gb_per_s` or `copy_gb_per_s`: this machine's memory
+        bandwidth, measured in this run.
 
     Raises:
-        SpecError: a codec or another's attention that does not exist.
-        UnsupportedError: a device that is not here.
+        SpecError: a codec or a system to measure against does not exist.
+        UnsupportedError: the device does not exist here.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -133,7 +135,7 @@ def _figures(found: _Found, size: int) -> dict[str, Any]:
 
 
 class _Case:
-    """One length: its systems, and `sizes`, the bytes of keys and values in each codec."""
+    """One length with its systems; `sizes` are the bytes of keys and values in each codec."""
 
     def __init__(
         self,
@@ -150,19 +152,19 @@ class _Case:
         self._found: dict[_System, _Found] = {}
 
     def measured(self, shape: tuple[int, ...], turns: int) -> dict[_System, _Found]:
-        """What was found of each system at a shape (B, Hq, H, S, D, n)."""
+        """The measurements of each system at a shape (B, Hq, H, S, D, n)."""
         try:
             self._measure(shape, turns)
         except Exception as error:
             if self.device.type == "cpu":
                 raise
-            # After one on a device nothing more may run there: say so, and keep what there is.
+            # After an error the device may be unusable: report it for the whole case and go on.
             return {system: _Found(skipped=because(error)) for system in self._systems()}
         return self._found
 
     def _measure(self, shape: tuple[int, ...], turns: int) -> None:
         rows, heads, kv_heads, length, dim, n = shape
-        # Keys and values as given, for others laid out anew, encoded, and while they are encoded.
+        # Keys and values as given, copied for other libraries, encoded, and during encoding.
         given = 2 * rows * kv_heads * length * dim * self.dtype.itemsize
         if reason := self.limits.refuse(6 * given):
             self._found = {system: _Found(skipped=reason) for system in self._systems()}
@@ -171,7 +173,7 @@ class _Case:
         q = torch.randn(rows, heads, n, dim, **there)
         k, v = (torch.randn(rows, kv_heads, length, dim, **there) for _ in range(2))
         calls = self._calls(q, k, v)
-        # Enough calls for a steady median of the fast ones, few of the slow.
+        # Many calls of a fast operation for a stable median, few of a slow one.
         burst = max(2, min(20, 200_000 // length))
         timer, queued = timer_for(self.device), timer_for(self.device, queued=True)
         called = interleaved(calls, turns=turns, burst=burst, timer=timer)
@@ -185,21 +187,21 @@ class _Case:
         systems = []
         for codec in self.specs:
             for mass in self.masses:
-                names = [b.name for b in _able() if self._serves(b, codec, mass)]
+                names = [b.name for b in _measurable() if self._serves(b, codec, mass)]
                 systems += [_System(name, codec, mass) for name in names]
             if codec == Plain.name:
                 systems += [_System(name, codec, False) for name in self.against]
         return systems
 
     def _serves(self, backend: Backend, codec: str, mass: bool) -> bool:
-        """Whether a backend is measured; which it may still refuse."""
+        """Whether to try a backend; it may still refuse the call."""
         own = backend.device == self.device.type
         if backend.missing() and not (own and self.device.type != "cpu"):
             return False
         return own or (backend.device is None and codec == Plain.name and not mass)
 
     def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> dict[_System, Call]:
-        """The systems that do what they should, each after its first call."""
+        """The calls of all systems whose first call succeeded; records their errors."""
         calls: dict[_System, Call] = {}
         views: dict[str, View] = {}
         reference: dict[str, Tensor] = {}
@@ -218,7 +220,7 @@ class _Case:
                     calls[system] = call
                     self._found[system] = _Found(error=error)
                     continue
-            except Exception as error:  # of any kind: the other systems are measured all the same
+            except Exception as error:  # any error: the other systems are still measured
                 reason = because(error)
             self._found[system] = _Found(skipped=reason)
         return calls
@@ -233,7 +235,7 @@ class _Case:
         return lambda: attend(q, view, scale=scale, backend=name, need_mass=mass)[0]
 
     def _replays(self, calls: dict[_System, Call]) -> dict[_System, Call]:
-        """Those calls that a CUDA graph can hold."""
+        """CUDA graphs of the calls that can be captured."""
         replays: dict[_System, Call] = {}
         for system, call in calls.items() if self.device.type == "cuda" else ():
             try:
@@ -245,7 +247,7 @@ class _Case:
         return replays
 
 
-def _able() -> list[Backend]:
+def _measurable() -> list[Backend]:
     return [backend for backend in backends() if backend.name != "reference"]
 
 

@@ -1,4 +1,4 @@
-"""Feeding a whole prompt at once, beside transformers with scaled_dot_product_attention."""
+"""The prefill of a prompt, compared with transformers and scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def run(
     turns: int = 3,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time the forward of prompts of real text into an empty cache, one row.
+    """Time the forward of prompts of real text with an empty cache and one row.
 
     Returns:
-        `rows`: per length and system `median_s`, and `ratio`, transformers' median over this one.
+        `rows`: for each length and system `median_s`, and `ratio`, transformers' median divided by
+        this one.
     """
     loaded, tokenizer = load(model, dtype)
     shared = {id(weight): weight for weight in loaded.parameters()}

@@ -1,4 +1,5 @@
-"""Models with random weights and caches with random content: as fast as trained ones, and here."""
+"""Models with random weights and caches with random content, to measure speed without a
+download."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ RANDOM: dict[str, dict[str, Any]] = {
 """Shapes of Llama models by name; the first is that of Llama 3.2 1B."""
 
 _SHARP = 3.0
-"""Factor on random keys, so that attention singles out a few of them and a wrong one shows."""
+"""Factor on random keys. It concentrates attention on a few keys, so that errors are visible."""
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A Llama of a shape in `RANDOM`, its weights drawn on the device."""
+    """A Llama with a shape from `RANDOM` and random weights, created on the device."""
     config = LlamaConfig(**RANDOM[name], tie_word_embeddings=True)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -46,8 +47,8 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def fill(cache: Any, model: Any, tokens: int) -> Any:
-    """Put `tokens` random keys and values, the same in every cache of this model, into each layer
-    of an empty cache, kvkeep's or transformers'; returns it."""
+    """Fill each layer of an empty cache, kvkeep's or transformers', with `tokens` random keys and
+    values, which are the same for every cache of this model; returns the cache."""
     config = model.config
     generator = torch.Generator(model.device).manual_seed(0)
     there: dict[str, Any] = {"generator": generator, "device": model.device, "dtype": model.dtype}

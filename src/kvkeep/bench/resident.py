@@ -1,4 +1,4 @@
-"""What a measurement takes of memory, in a process of its own; read from Linux's counters."""
+"""Measure memory with Linux's counters, in a separate process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.storage.allocate import give_back
 
 SPARED = 1 << 30
-"""Bytes of what is available that a measurement leaves to others."""
+"""Bytes of available memory that a measurement leaves to other processes."""
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
 def require_counters() -> None:
-    """Raise UnsupportedError where there are none."""
+    """Raise UnsupportedError if this system is not Linux."""
     if not sys.platform.startswith("linux"):
         raise UnsupportedError(
-            f"resident memory is read from Linux's counters, not {sys.platform}'s"
+            f"resident memory is read from Linux's counters, which {sys.platform} does not have"
         )
 
 
@@ -48,14 +48,14 @@ def alone(
 
 
 def resident() -> int:
-    """Resident bytes, after giving back what is free."""
+    """Resident bytes, after returning free memory to the system."""
     gc.collect()
     give_back()
     return int(psutil.Process().memory_info().rss)
 
 
 def in_core(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the pages in memory, each counted once, in which whole buffers of tensors lie."""
+    """Bytes of the resident pages of the tensors' whole buffers, each page counted once."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     buffers = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     pages, end = 0, 0
@@ -72,21 +72,21 @@ def in_core(tensors: Iterable[Tensor]) -> int:
 
 
 def peak() -> int:
-    """Most bytes resident since the last `reset_peak`."""
+    """Peak of resident bytes since the last `reset_peak`."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def reset_peak() -> None:
-    """Let the peak be what is resident now."""
+    """Set the peak to the current resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
 def bounded(memory: int | None = None) -> Iterator[None]:
-    """Let allocations fail beyond `memory` bytes more than this process maps now, where the system
-    would otherwise end some process. None: what is available, less `SPARED`."""
+    """Make allocations fail once this process maps `memory` bytes more than now, instead of the
+    system killing a process. None: the available memory minus `SPARED`."""
     import resource  # noqa: PLC0415 - only on Unix
 
     if memory is None:
@@ -103,7 +103,7 @@ def bounded(memory: int | None = None) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what an allocation that failed raises, here or in a library."""
+    """Whether an error means that an allocation failed, here or in a library."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):

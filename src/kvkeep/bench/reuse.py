@@ -1,4 +1,4 @@
-"""Documents that were read before: time to the first token, and what reuse costs in quality."""
+"""Reuse of stored documents: time to the first token, and the loss of quality."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def run(
     turns: int = 3,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Read documents in a new order each turn, and a question after them.
+    """Prefill documents, in a new order each turn, followed by a question.
 
     Args:
-        documents: how many, cut from real text, of `shortest` to `longest` tokens.
+        documents: number of documents, cut from real text, of `shortest` to `longest` tokens each.
         answer: tokens of the greedy answer after a plain prefill, over which quality is measured.
-        modes: "cold" reads everything; "prefix", "disk" and "redis" find the documents in this very
-            order, in memory or in a backend; "blocks:R" joins documents that were read one by one,
-            with `recompute=R`.
-        redis: URL of a server; None starts one for the time, where redis-server is installed, and
-            leaves the mode out where it is not.
+        modes: "cold" computes everything; "prefix", "disk" and "redis" find the documents stored in
+            this order, in memory or in a backend; "blocks:R" joins documents that were computed
+            separately, with `recompute=R`.
+        redis: URL of a server. None starts one for the run if redis-server is installed, and
+            otherwise leaves the mode out.
 
     Returns:
-        `rows`: per mode, medians over the turns of `ttft_s` and its `speedup` over cold; and
-        against the plain prefill `kl` in nats, `top1`, the share of the same first choices, and
-        `perplexity_ratio` of the answer.
+        `rows`: for each mode, medians over the turns of `ttft_s` and its `speedup` over cold; and,
+        compared with the plain prefill, `kl` in nats, `top1`, the share of equal greedy choices,
+        and `perplexity_ratio` of the answer.
     """
     loaded, tokenizer = load(model, dtype)
     attach(loaded)
@@ -124,7 +124,7 @@ def run(
 
 
 class _Reader:
-    """One order of the documents, read in every mode."""
+    """One order of the documents, which can be prefilled in every mode."""
 
     def __init__(
         self,
@@ -139,14 +139,14 @@ class _Reader:
         self._before = sum(map(len, texts))
 
     def seconds(self, mode: str) -> float:
-        """To the logits after the question."""
+        """Seconds until the logits after the question."""
         start = time.perf_counter()
         cache = self._documents(mode)
         self._model(self._rest(cache)[None], past_key_values=cache, logits_to_keep=1)
         return time.perf_counter() - start
 
     def answer(self, count: int) -> Tensor:
-        """What the model says after a plain prefill, greedily, (count,)."""
+        """The model's greedy answer after a plain prefill, token ids (count,)."""
         cache = self._documents("cold")
         fed, said = self._rest(cache)[None], list[Tensor]()
         for _ in range(count):
@@ -164,11 +164,11 @@ class _Reader:
         return found
 
     def _rest(self, cache: ModelCache) -> Tensor:
-        """What was not fed of the question, (n,)."""
+        """The tokens of the question that the cache does not hold yet, (n,)."""
         return self._question[cache.fed - self._before :]
 
     def _documents(self, mode: str) -> ModelCache:
-        """A cache of the documents, and perhaps of some of the question."""
+        """A cache of the documents, which may include part of the question."""
         if mode == "cold":
             cache = host_of(self._model).new_cache()
             feed(host_of(self._model), torch.cat(list(self._texts)), cache)
@@ -184,7 +184,7 @@ class _Reader:
 
 @contextmanager
 def _server(folder: str) -> Iterator[str | None]:
-    """The URL of a Redis server that runs meanwhile; None where none is installed."""
+    """The URL of a Redis server that runs within this context; None if none is installed."""
     program = which("redis-server") or which("valkey-server")
     if program is None:
         yield None
@@ -201,7 +201,7 @@ def _server(folder: str) -> Iterator[str | None]:
 
 
 def _against(reference: Tensor, found: Tensor, answer: Tensor) -> dict[str, float]:
-    """How one prediction of an answer differs from another's."""
+    """Measures of how predictions of an answer differ from reference predictions."""
     at = answer[:, None]
     return {
         "kl": float((reference.exp() * (reference - found)).sum(dim=-1).mean()),

@@ -1,7 +1,7 @@
-"""Attention of others over plain keys and values, to be measured beside `attend`.
+"""Attention of other libraries over plain keys and values, to compare with `attend`.
 
-Each takes q (B, Hq, n, D) and k, v (B, H, S, D) whose last n slots are the queries' own, and
-returns a call that gives (B, Hq, n, D); what can be done before is not in the call.
+Each function takes q (B, Hq, n, D) and k, v (B, H, S, D), whose last n slots are the queries' own,
+and returns a call that computes (B, Hq, n, D). Work that can be done in advance is not in the call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvkeep.errors import UnsupportedError
 Attention = Callable[[], Tensor]
 
 TORCH = "torch-sdpa"
-"""torch's own scaled_dot_product_attention with enable_gqa."""
+"""torch's scaled_dot_product_attention with enable_gqa."""
 
 _PAGE = 16
 
 
 def torch_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Attention:
-    """`TORCH`."""
+    """See `TORCH`."""
     mask = _mask(q, k)
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -58,12 +58,12 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 
 @cache
 def _compiled(attention: Any) -> Any:
-    torch._dynamo.reset()  # so that other measurements' graphs do not count against its limit
+    torch._dynamo.reset()  # graphs of other measurements would count against its limit
     return torch.compile(attention, dynamic=False)
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Attention:
-    """The package flash-attn: its attention over a cache, of the version for this GPU."""
+    """The flash-attn package's attention over a cache, in the version for this GPU."""
     module = next((name for name in ("flash_attn_interface", "flash_attn") if find_spec(name)), "")
     if not module:
         raise UnsupportedError("flash-attn is not installed")
@@ -80,13 +80,14 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 
 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Attention:
-    """The package FlashInfer: decoding over pages, which lie in order here."""
+    """The FlashInfer package's decoding over pages, which are in order here."""
     if not find_spec("flashinfer"):
         raise UnsupportedError("flashinfer is not installed")
     (rows, query_heads, n, dim), (heads, slots) = q.shape, k.shape[1:3]
     if n > 1 or slots % _PAGE:
         raise UnsupportedError(
-            f"{n} queries over {slots} slots: it is measured for one, over pages of {_PAGE}"
+            f"{n} queries over {slots} slots: flashinfer is measured for one query, over pages of "
+            f"{_PAGE} slots"
         )
     each = slots // _PAGE
     pages = [
@@ -122,7 +123,7 @@ RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor], Attention]] = {
 
 
 def _mask(q: Tensor, k: Tensor) -> Tensor | None:
-    """Who sees what: bool (n, S), or None for one query, which sees all."""
+    """The causal mask, bool (n, S); None for a single query, which sees all slots."""
     n, slots = q.shape[2], k.shape[2]
     if n == 1:
         return None

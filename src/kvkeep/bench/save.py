@@ -1,4 +1,4 @@
-"""Saving and loading, beside copying the file and reading the prompt again."""
+"""Saving a cache compared with copying its file, and loading it compared with a prefill."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def run(
     directory: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Read a prompt of real text, save its cache, and go on from the file.
+    """Prefill a prompt of real text, save its cache, load it and continue.
 
     Args:
-        directory: where the files are written; the system's own for temporary files.
+        directory: directory for the files; None: the system's directory for temporary files.
 
     Returns:
-        `rows`: per spec `prefill_s`; `save_mb_per_s` and `copy_mb_per_s`, both to the disk
-        (fsync), with their `ratio`; `file_ratio`, bytes of the file over live bytes; `load_s`, with
-        all checksums; `first_token_s`, load and one step; and `times_faster` than the prefill.
+        `rows`: for each spec `prefill_s`; `save_mb_per_s` and `copy_mb_per_s`, both with fsync, and
+        their `ratio`; `file_ratio`, the file's bytes divided by live bytes; `load_s`, with all
+        checksums; `first_token_s`, for loading and one step; and `times_faster`, the prefill
+        divided by that.
     """
     loaded, tokenizer = load_model(model, dtype)
     attach(loaded)
@@ -67,7 +68,7 @@ def _row(model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int) -> d
     prefill = time.perf_counter() - start
     path = Path(folder) / "cache.kv"
 
-    def go_on() -> None:
+    def load_and_step() -> None:
         model(ids[:, -1:], past_key_values=load(path, model))
 
     cache.save(path)
@@ -77,7 +78,7 @@ def _row(model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int) -> d
     }
     reading: dict[str, Callable[[], object]] = {
         "load": lambda: load(path, model),
-        "first token": go_on,
+        "first token": load_and_step,
     }
     found = interleaved(writing, turns=2 * turns, burst=1)
     found |= interleaved(reading, turns=turns, burst=1)
@@ -96,7 +97,7 @@ def _row(model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int) -> d
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A copy, by the system's own call, that the disk has."""
+    """Copy a file with the system's own call, and fsync the copy."""
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())

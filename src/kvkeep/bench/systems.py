@@ -1,4 +1,4 @@
-"""Models that decode side by side on the same weights, each through a cache of its own."""
+"""Systems that decode with the same weights, each with a cache of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvkeep.bench.random_model import fill
 from kvkeep.hf.attach import attach
 
 Feed = Callable[[Tensor], Tensor | None]
-"""Feeds one token (1, 1) and gives the logits (1, V), if the system shows them."""
+"""Feeds one token (1, 1) and returns the logits (1, V), or None if the system does not expose
+them."""
 
 KVKEEP, SPEC = "kvkeep", "keep_all"
 LLAMA_CPP = "llama.cpp"
@@ -24,22 +25,22 @@ OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
 EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
 WAYS = (EAGER, GRAPH, COMPILED)
 STEPS_AHEAD = 64
-"""Slots for steps that are not measured: compared, or made before a graph is captured."""
+"""Slots for steps that are not timed: those compared, and those before a graph is captured."""
 
-_COMPILING = 40.0
+_COMPILING = 40.0  # seconds that a compilation takes
 
 
 def named(spec: str, way: str = EAGER) -> str:
-    """What a kvkeep cache that runs in a way is called."""
+    """The name of a kvkeep cache whose steps run in one of the `WAYS`."""
     name = KVKEEP if spec == SPEC else f"{KVKEEP} {spec}"
     return {EAGER: name, GRAPH: f"{name}, graph", COMPILED: f"{name}, compiled, graph"}[way]
 
 
 class Systems:
-    """The models to measure; `hold` says what all systems hold from then on.
+    """The systems to measure. `hold` sets the content of all caches created after it.
 
     Args:
-        directory: where llama.cpp's file goes.
+        directory: directory for llama.cpp's file.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Systems:
         self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
         self.names = (*self._ours, *against)
-        # Each context and each system is a compilation of one function.
+        # Each context and each system compiles the same function again.
         torch._dynamo.config.recompile_limit = 64
         mode = "reduce-overhead" if model.device.type == "cuda" else None
         self._transformers: dict[str, Callable[..., Any]] = {
@@ -66,24 +67,25 @@ class Systems:
         }
 
     def hold(self, tokens: int, ids: Tensor | None, room: int) -> None:
-        """What the next systems hold: `tokens` of ids (1, tokens + 1), whose last is fed in each
-        step, or random keys and values; with room for `room` tokens."""
+        """Set the content of the next caches: the first `tokens` of ids (1, tokens + 1), whose last
+        id is fed in each step, or random keys and values without ids. `room` is the capacity in
+        tokens."""
         self._held, self._ids, self._room = tokens, ids, room
         self._full: Any = None
         self.token = self._any if ids is None else ids[:, -1:]
 
     def seconds_of(self, name: str) -> float:
-        """About how long the first steps of a system take at most."""
+        """An upper estimate of the seconds that a system's first steps take."""
         way = self._ours[name][1] if name in self._ours else name
         return _COMPILING if way in (COMPILED, STATIC) else 0.0
 
     def bytes_of(self, context: int) -> int:
-        """What a system needs beside what is there: its slots, and those that it copies to."""
+        """Bytes that a system needs in addition: its slots, and a copy of them."""
         return 2 * context * bytes_per_token(self.kvkeep)
 
     def feed(self, name: str) -> Feed:
-        """What feeds a token to a system that holds what it should. All feeds are made before the
-        first is used, for the one of `SPEC` may be what others are copied from."""
+        """A function that feeds a token to a system whose cache is filled. Create all feeds before
+        using any: other caches may be copied from that of `SPEC`."""
         if name == LLAMA_CPP:
             return self._llama_cpp()
         if name in self._transformers:
@@ -104,7 +106,7 @@ class Systems:
         return feed
 
     def _filled(self, spec: str) -> Any:
-        """A kvkeep cache that holds the prompt."""
+        """A kvkeep cache filled with the prompt."""
         cache = new_cache(spec, self.kvkeep)
         if self._ids is None:
             return fill(cache, self.kvkeep, self._held)
@@ -116,13 +118,13 @@ class Systems:
         return cache
 
     def _whole(self) -> Any:
-        """The cache of `SPEC`."""
+        """The full cache, with `SPEC`."""
         if self._full is None:
             self._full = self._filled(SPEC)
         return self._full
 
     def _theirs(self, cache: Any) -> Any:
-        """One of transformers, which gets what kvkeep computed."""
+        """A cache of transformers, filled with the slots that kvkeep computed."""
         if self._ids is None:
             return fill(cache, self.kvkeep, self._held)
         return filled_from(self._whole(), cache)

@@ -1,4 +1,4 @@
-"""Long real text: what every Python carries, or a file."""
+"""Long real text: the help texts of Python's standard library, or a file."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def tokens_of_text(tokenizer: Any, count: int) -> Tensor:
 
 
 def windows_of_text(tokenizer: Any, count: int, length: int, file: Path | None = None) -> Tensor:
-    """`count` windows of running text that share no token, spread evenly over it.
+    """`count` windows of a text, which do not overlap and are spread evenly over it.
 
     Args:
-        length: tokens of each; a tokenizer that begins every text with a token of its own gets it
-            at the start of each window.
-        file: UTF-8 text; None takes the standard library's help texts.
+        length: tokens of each window; includes the special tokens, if any, with which the tokenizer
+            starts every text.
+        file: UTF-8 text; None: the standard library's help texts.
 
     Returns:
-        int64 (count, length).
+        Token ids, int64 (count, length).
 
     Raises:
-        ShapeError: the text is too short, or no text.
+        ShapeError: the text is too short or not UTF-8.
     """
     first = tokenizer("").input_ids
     ids = tokenizer(_text(file), add_special_tokens=False, verbose=False).input_ids

@@ -1,4 +1,4 @@
-"""Timing on a noisy machine: interleaved in one process, medians, and ratios pair by pair."""
+"""Timing on a noisy machine: calls interleaved in one process, medians, and paired ratios."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ System = TypeVar("System", bound=Hashable)
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
-"""Makes a call, and says how many seconds it took."""
+"""Makes a call and returns its seconds."""
 
-_CACHES = 256 << 20  # bytes; more than a device's last cache holds
-_FEWEST_CYCLES, _MOST_CYCLES = 1 << 17, 1 << 24  # of a device's clock: 0.1 to 10 ms
+_CACHES = 256 << 20  # bytes; more than a device's last-level cache
+_FEWEST_CYCLES, _MOST_CYCLES = 1 << 17, 1 << 24  # cycles of a device's clock: 0.1 to 10 ms
 
 
 def on_host(call: Call) -> float:
-    """Seconds by the host's clock, for calls that are over when they return."""
+    """Seconds by the host's clock, for calls that are complete when they return."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 class Events:
-    """Seconds by a CUDA device's own events.
+    """Seconds by a CUDA device's events.
 
-    Before each call a buffer larger than the device's caches is written, so that a call finds
-    nothing in them.
+    Before each call, a buffer larger than the device's caches is written, so that each call starts
+    with cold caches.
 
     Args:
-        queued: whether the device is kept busy until all of the call waits behind, so that the time
-            is the device's own. Otherwise it is idle when the call begins, and the time is what a
-            caller waits, with all launches.
-        cuda: what `torch.cuda` is.
+        queued: True keeps the device busy until the whole call is queued, so that the time is the
+            device's own. False starts the call on an idle device, so that the time includes all
+            launches.
+        cuda: the `torch.cuda` module or a substitute for it.
     """
 
     def __init__(
@@ -60,34 +60,34 @@ class Events:
         start.record()
         call()
         end.record()
-        if self._queued and start.query():  # the device did not wait for long enough
+        if self._queued and start.query():  # the device ran out of work before the call was queued
             self._cycles = min(2 * self._cycles, _MOST_CYCLES)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
 
 def timer_for(device: torch.device, *, queued: bool = False) -> Timer:
-    """What measures calls on a device; `queued` as for `Events`."""
+    """The timer for calls on a device; `queued` as for `Events`."""
     return Events(device, queued=queued) if device.type == "cuda" else on_host
 
 
 def captured(call: Call) -> Call:
-    """A call as a CUDA graph: what it does on the device, without its launches.
+    """The replay of a call that was captured as a CUDA graph: its device work without launches.
 
-    Raises what the call does when it cannot be captured.
+    Raises the call's own error if it cannot be captured.
     """
     stream: Any = torch.cuda.Stream
     aside = stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
-        for _ in range(3):  # what is made once is made before
+        for _ in range(3):  # warm up, so that nothing is initialised during capture
             call()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
 
-    def replay(inputs: Call = call) -> None:  # they must live as long as the graph
+    def replay(inputs: Call = call) -> None:  # keeps the call's tensors alive with the graph
         graph.replay()
 
     return replay
@@ -100,9 +100,9 @@ def interleaved(
     burst: int = 10,
     timer: Timer = on_host,
 ) -> dict[System, list[float]]:
-    """Seconds of each call. The systems take turns, so that drift hits them alike, and each turn
-    is a burst of calls, so that none is timed with the caches another one left; the first turn of
-    each is not counted."""
+    """Seconds of each call. Systems are measured in turn, so that drift affects all alike. Each
+    turn is a burst of calls, so that few of them start with caches that another system filled. The
+    first turn of each system is not counted."""
     seconds: dict[System, list[float]] = {name: [] for name in systems}
     for turn in range(turns + 1):
         for name, call in systems.items():
@@ -114,7 +114,7 @@ def interleaved(
 
 
 def spread(seconds: list[float]) -> float:
-    """Width of the middle half."""
+    """The interquartile range."""
     quarters = statistics.quantiles(seconds, n=4)
     return quarters[2] - quarters[0]
 

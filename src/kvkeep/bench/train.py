@@ -1,4 +1,4 @@
-"""One gradient of a long text: its time and memory beside plain backprop and checkpointing."""
+"""One gradient of a long text: time and memory compared with backprop and checkpointing."""
 
 from __future__ import annotations
 
@@ -50,35 +50,35 @@ def run(
     memory: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Find the gradient of the loss of the next token in all weights, without dropout, each time in
-    a process of its own.
+    """Compute the gradient of the next-token loss with respect to all weights, without dropout, for
+    each method in a process of its own.
 
     Args:
-        model: a name that `kvkeep models` knows, a directory, or a hub name; run in float32.
+        model: a name from `kvkeep models`, a directory, or a hub name; run in float32.
         tokens: lengths of the text.
         methods: "kvkeep", "backprop", "checkpointing" (transformers').
         cache, chunk: see `kvkeep.train.backward`.
         check: compare the gradients with another method's.
-        memory: bytes that a gradient may take; None: what is available, less a gibibyte.
+        memory: bytes that a gradient may take; None: the available memory minus one GiB.
 
     Returns:
-        `rows`: per length and method `peak_bytes`, the most that was resident above the model while
-        the gradient was found; `seconds`; and `grad_rel_error`, the norm of the difference to the
-        reference over the reference's. None where it did not fit, or there is no reference. The
-        references of backprop and checkpointing are each other; kvkeep's is plain autograd through
-        the same cache with the same evictions. `offloaded_bytes` are kvkeep's layer inputs, which
-        wait in a file and are not in the peak.
+        `rows`: for each length and method `peak_bytes`, the peak of resident memory above the model
+        during the computation; `seconds`; and `grad_rel_error`, the norm of the difference from the
+        reference divided by the reference's. A value is None if the method did not fit in memory or
+        has no reference. Backprop and checkpointing are each other's reference; kvkeep's is plain
+        autograd through the same cache with the same evictions. `offloaded_bytes` are kvkeep's
+        layer inputs, which are kept in a file and not counted in the peak.
 
     Raises:
-        SpecError: there is no such method or cache.
-        ShapeError: a text without a next token.
-        UnsupportedError: not on Linux, whose counters this reads.
+        SpecError: a method or cache does not exist.
+        ShapeError: a text has fewer than two tokens.
+        UnsupportedError: the system is not Linux, whose counters this reads.
     """
     for method in methods:
         if method not in METHODS:
             raise SpecError(f"no method {method!r} to measure; there is {', '.join(METHODS)}")
     if min(tokens) < 2:
-        raise ShapeError(f"a text of {min(tokens)} tokens, which has no next one; give at least 2")
+        raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
     parse_specs(cache)
     require_counters()
     rows = []
@@ -98,7 +98,7 @@ def run(
 
 
 class _Job(NamedTuple):
-    """One length, for every method."""
+    """The parameters of one length, for every method."""
 
     model: str
     tokens: int
@@ -106,7 +106,7 @@ class _Job(NamedTuple):
     chunk: int
     memory: int | None
     folder: str | None
-    """Where gradients go; None: nowhere."""
+    """Directory for the gradients; None: they are not saved."""
 
     def gradients(self, method: str) -> Path:
         assert self.folder is not None
@@ -149,7 +149,7 @@ def _rows(
 
 
 def _if_it_fits(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of another process finds; None if that was ended."""
+    """The result of a function in another process; None if that process was killed."""
     try:
         return alone(function, *args)
     except BrokenProcessPool:
@@ -159,12 +159,12 @@ def _if_it_fits(function: Callable[..., Any], *args: Any) -> Any:
 def _measure(method: str, job: _Job) -> dict[str, Any] | None:
     model, tokenizer = _loaded(job.model)
     if method == CHECKPOINTING:
-        # Newer versions of transformers have another name for it.
+        # Newer versions of transformers have renamed this method.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     text = tokens_of_text(tokenizer, max(job.tokens, _WARM_UP))
     short = job._replace(chunk=min(job.chunk, _WARM_UP // 2))
-    _differentiate(method, model, text[:, :_WARM_UP], short)  # so that lazy set-up is not counted
+    _differentiate(method, model, text[:, :_WARM_UP], short)  # warm-up, not counted
     model.zero_grad(set_to_none=True)
     before = resident()
     reset_peak()
@@ -187,7 +187,7 @@ def _measure(method: str, job: _Job) -> dict[str, Any] | None:
 
 
 def _reference(job: _Job) -> bool:
-    """Whether there was room for kvkeep's gradients by plain autograd."""
+    """Compute and save kvkeep's gradients by plain autograd; returns whether they fit in memory."""
     assert job.folder is not None
     model, tokenizer = _loaded(job.model)
     ids = tokens_of_text(tokenizer, job.tokens)
@@ -209,7 +209,7 @@ def _reference(job: _Job) -> bool:
 
 
 def _differentiate(method: str, model: Any, ids: Tensor, job: _Job) -> tuple[int, Any]:
-    """Bytes that waited beside, and what was evicted."""
+    """Compute the gradients; returns the bytes that were offloaded and the evictions."""
     if method != KVKEEP:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         return 0, []
@@ -228,7 +228,7 @@ def _differentiate(method: str, model: Any, ids: Tensor, job: _Job) -> tuple[int
 
 
 def _loaded(name: str) -> tuple[Any, Any]:
-    """A model to be trained without dropout, and its tokenizer."""
+    """A model in training mode without dropout, and its tokenizer."""
     model, tokenizer = load(name, "float32", "cpu")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -240,7 +240,7 @@ def _loaded(name: str) -> tuple[Any, Any]:
 
 
 def _is_exact(cache: str) -> bool:
-    """Whether gradients through such a cache are those of full attention."""
+    """Whether gradients through this cache equal those of full attention."""
     specs = parse_specs(cache)
     each = specs.values() if isinstance(specs, PerType) else [specs]
     exact = CacheSpec.parse("keep_all")
@@ -253,11 +253,11 @@ def _save(model: nn.Module, file: Path) -> None:
 
 
 def _relative_error(found: Path, reference: Path) -> float:
-    """The norm of the difference of all tensors together, over the reference's."""
+    """The norm of the difference over all tensors, divided by the reference's norm."""
     difference = norm = 0.0
     with safe_open(found, "pt") as mine, safe_open(reference, "pt") as theirs:
         if set(mine.keys()) != set(theirs.keys()):
-            raise ShapeError(f"gradients of other weights in {found.name} than {reference.name}")
+            raise ShapeError(f"{found.name} has gradients of other weights than {reference.name}")
         for name in theirs.keys():  # noqa: SIM118 - a file, not a mapping
             wanted = theirs.get_tensor(name).double()
             difference += float((mine.get_tensor(name).double() - wanted).square().sum())

@@ -1,4 +1,4 @@
-"""Gradients through a cache by plain autograd: what `kvkeep.train.backward` is compared with."""
+"""Gradients through a cache by plain autograd, the reference for `kvkeep.train.backward`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PIECE = 256
 
 
 def unrolled(model: Any, ids: Tensor, cache: str, chunk: int, decisions: Decisions) -> Tensor:
-    """Add the gradients of the mean loss of the next token, and return that loss.
+    """Accumulate the gradients of the mean next-token loss, and return that loss.
 
-    The forward is unrolled, layers outermost, into one graph through slots that are concatenated
-    and gathered. Of each layer and chunk the graph holds what it got, and what of keys and values
-    the layer held; the rest is computed again by torch.utils.checkpoint.
+    The forward is unrolled, layers outermost, into one graph over concatenated and gathered slots.
+    For each layer and chunk the graph stores the layer's input and the keys and values it held;
+    torch.utils.checkpoint recomputes the rest.
 
     Args:
-        ids: (1, T).
-        cache: the spec with which `decisions` were made; they are made again.
-        chunk: tokens that were computed at once.
+        ids: token ids (1, T).
+        cache: the spec with which `decisions` were recorded; they are repeated.
+        chunk: tokens in a chunk.
     """
     count = ids.shape[1]
     chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
@@ -49,7 +49,7 @@ def _through_layer(
     hidden: list[Tensor],
     calls: list[Any],
 ) -> list[Tensor]:
-    """The outputs of a layer by chunk, with attention by an empty LayerCache."""
+    """The outputs of a layer for each chunk, with attention by an empty LayerCache."""
     held, found = layer.state(), []
     for columns, given, call in zip(chunks, hidden, calls, strict=True):
 
@@ -59,7 +59,7 @@ def _through_layer(
             layer.restore(held)  # differentiable copies
             return decoder.layer(index, columns, given, call, layer)
 
-        found.append(_again(cell, given))
+        found.append(_checkpointed(cell, given))
         held = layer.state()
     layer.reset()
     return found
@@ -77,13 +77,13 @@ def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:
     total = hidden.new_zeros(())
     for start in range(0, count, _PIECE):
         columns = slice(start, min(start + _PIECE, count))
-        total = total + _again(share, hidden[:, columns], columns)
+        total = total + _checkpointed(share, hidden[:, columns], columns)
     return total / count
 
 
-def _again(function: Any, *args: Any) -> Tensor:
-    """Call a function, of which the graph holds only what goes in."""
-    # Left in the midst of it, as early_stop would, a layer undoes its step.
+def _checkpointed(function: Any, *args: Any) -> Tensor:
+    """Call a function and let the graph store only its inputs."""
+    # early_stop would leave the function by an exception, on which a layer undoes its step.
     found: Tensor = checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
     )

@@ -295,7 +295,7 @@ def _why_not(segment: BlockTokens, host: Host, cache: ModelCache, budget: int | 
     if budget is None:
         return ""
     tokens = segment.span.stop - segment.span.start
-    nbytes = cache.bytes_of(host.shapes(), tokens)
+    nbytes = cache.bytes_of(host.geometries(), tokens)
     if nbytes > budget:
         return f"its {tokens} tokens take {nbytes} bytes, the store holds {budget}"
     return ""

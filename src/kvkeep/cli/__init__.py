@@ -1,4 +1,5 @@
-"""The command line: parses, calls, prints. Commands import what they need when they run."""
+"""The command line, which parses options, calls the library and prints results. Each command
+imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Its version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """The KV cache for PyTorch language models."""

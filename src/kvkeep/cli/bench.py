@@ -1,4 +1,4 @@
-"""`kvkeep bench`: systems side by side."""
+"""`kvkeep bench`: measure kvkeep and other systems on the same tasks."""
 
 from __future__ import annotations
 
@@ -21,33 +21,40 @@ from kvkeep.cli.plot import plot as draw
 
 Model = Annotated[str, typer.Option(help="A model; see `kvkeep models`.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-SpecList = Annotated[str, typer.Option(help="What kvkeep keeps, separated by semicolons.")]
-Turns = Annotated[int, typer.Option(min=1)]
+SpecList = Annotated[str, typer.Option(help="Cache specs, separated by semicolons.")]
+Turns = Annotated[int, typer.Option(min=1, help="Rounds of measurement.")]
 Device = Annotated[
-    str | None, typer.Option(help="Where to measure, e.g. cpu, cuda; CUDA if there is any.")
+    str | None, typer.Option(help="Device, e.g. cpu or cuda; default: CUDA if available.")
 ]
 
-bench = typer.Typer(help="Measure kvkeep beside other caches.", no_args_is_help=True)
+bench = typer.Typer(help="Measure kvkeep against other caches.", no_args_is_help=True)
 
 
 @bench.command()
 def append(
     tokens: Annotated[
         str | None,
-        typer.Option(help="Tokens held, comma-separated: 256 to 4096, on CUDA 512 to 131072."),
+        typer.Option(
+            help="Tokens held, comma-separated; default: 256 to 4096, on CUDA 512 to 131072."
+        ),
     ] = None,
     device: Device = None,
     batches: Annotated[
-        str | None, typer.Option(help="Rows, comma-separated: 1, on CUDA 1,8,32.")
+        str | None,
+        typer.Option(help="Batch sizes, comma-separated; default: 1, on CUDA 1,8,32."),
     ] = None,
     layouts: Annotated[
-        str | None, typer.Option(help="concat, growing, fixed; the first two, on CUDA all.")
+        str | None,
+        typer.Option(
+            help="Of concat, growing and fixed, comma-separated; default: the first two, on CUDA "
+            "all."
+        ),
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of ten calls each.")] = 20,
+    turns: Annotated[int, typer.Option(min=1, help="Rounds of ten calls each.")] = 20,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """One more token: concatenation against writing in place (H 8, D 128)."""
+    """Append one token: concatenation against writing in place (8 heads, width 128)."""
     check_plot(plot)
     held, rows = _numbers(tokens), _numbers(batches)
     with reported(), Working("append") as working:
@@ -71,22 +78,22 @@ def memory(
     specs: Annotated[
         str | None,
         typer.Option(
-            help="What kvkeep keeps, separated by semicolons; or hf-dynamic. Exact caches, budgets "
-            "and codecs.",
+            help="Cache specs, separated by semicolons, or hf-dynamic; default: exact caches, "
+            "budgets and codecs.",
             show_default=False,
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens fed at the end.")] = 2100,
-    prompt: Annotated[int, typer.Option(min=2, help="How many of them the prompt has.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=2, help="Total tokens fed.")] = 2100,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens of the prompt among them.")] = 1000,
     chunk: Annotated[
         int,
-        typer.Option(min=1, help="How many of the prompt are fed at once, in the chunked runs."),
+        typer.Option(min=1, help="Tokens of each chunk of the prompt, in the chunked runs."),
     ] = 500,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Resident memory of caches after a prompt and a long generation, beside what is live in them
-    and transformers' DynamicCache; with the prompt fed at once, and in chunks."""
+    """Resident memory of caches after a prompt and a long generation, compared with the live bytes
+    in them and with transformers' DynamicCache; the prompt is fed at once and in chunks."""
     check_plot(plot)
     if prompt >= tokens:
         raise typer.BadParameter(f"--prompt {prompt} must be below --tokens {tokens}")
@@ -113,42 +120,50 @@ def op(
     device: Device = None,
     dtype: Dtype = "bfloat16",
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Batch size: 1, on CUDA 8.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Batch size; default: 1, on CUDA 8.", show_default=False),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key-value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
     queries: Annotated[int, typer.Option(min=1, help="New tokens in the call.")] = 1,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Tokens held, comma-separated: 256 to 32768, on CUDA 2048 to 131072."),
+        typer.Option(
+            help="Tokens held, comma-separated; default: 256 to 32768, on CUDA 2048 to 131072."
+        ),
     ] = None,
     codecs: Annotated[
         str | None,
         typer.Option(
-            help="Codecs of the slots, or keys/values, comma-separated: plain, on CUDA also int8, "
-            "int4 and fp8."
+            help="Codecs, each for both or as keys/values, comma-separated; default: plain, on "
+            "CUDA also int8, int4 and fp8."
         ),
     ] = None,
     mass: Annotated[
         bool | None,
-        typer.Option(help="Ask for the attention mass; on CUDA: with and without."),
+        typer.Option(help="Compute the attention mass too; default: no, on CUDA both."),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="torch-sdpa, torch-folded, flex, flash-attn, flashinfer; on CUDA all."),
+        typer.Option(
+            help="Of torch-sdpa, torch-folded, flex, flash-attn and flashinfer, comma-separated; "
+            "default on CUDA: all."
+        ),
     ] = None,
     turns: Turns = 10,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Attention alone, on every backend and torch's own function."""
+    """The attention operation alone, on every backend and in other libraries."""
     check_plot(plot)
     held = _numbers(lengths)
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     if queries > min(held or [256]):
-        raise typer.BadParameter(f"--queries {queries} must be within --lengths {lengths or 256}")
+        raise typer.BadParameter(
+            f"--queries {queries} must be at most the least of --lengths {lengths or 256}"
+        )
     with reported(), Working("op") as working:
         from kvkeep.bench.op import run
         from kvkeep.hf.models import dtype_named
@@ -184,29 +199,30 @@ def decode(
     contexts: Annotated[
         str | None,
         typer.Option(
-            help="Tokens fed, comma-separated: 128,2048,7936; of a random model 2048 to 131072."
+            help="Tokens fed, comma-separated; default: 128,2048,7936, for a random model 2048 to "
+            "131072."
         ),
     ] = None,
     specs: SpecList = "keep_all",
     ways: Annotated[
         str | None,
         typer.Option(
-            help="How kvkeep's steps run: eager, graph, compiled (in a CUDA graph too); "
-            "comma-separated. Eager, on CUDA all."
+            help="How kvkeep's steps run, comma-separated: eager, graph (a CUDA graph), compiled "
+            "(in a CUDA graph too); default: eager, on CUDA all."
         ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="hf-dynamic, hf-static (compiled), llama.cpp; comma-separated. The first, on "
-            "CUDA the first two."
+            help="Of hf-dynamic, hf-static (compiled) and llama.cpp, comma-separated; default: the "
+            "first, on CUDA the first two."
         ),
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of four steps each.")] = 10,
+    turns: Annotated[int, typer.Option(min=1, help="Rounds of four steps each.")] = 10,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Steps of a real model at several contexts; the slope is what a cache costs per token."""
+    """Decode steps of a whole model at several contexts, and their time per token held."""
     check_plot(plot)
     held = _numbers(contexts)
     with reported(), Working("decode") as working:
@@ -225,7 +241,7 @@ def decode(
             progress=working,
         )
     _show(f"One decode step of {model}, {dtype}", result, plot, json)
-    floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read it once"
+    floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read the token's slots once"
     slopes = result["slope_us_per_token"].items()
     cost = ", ".join(f"{name} {slope:.2f}" for name, slope in slopes if slope is not None)
     if not json and cost:
@@ -241,7 +257,7 @@ def prefill(
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """A whole prompt at once, beside transformers with sdpa."""
+    """A whole prompt in one forward, compared with transformers and sdpa."""
     check_plot(plot)
     fed = whole_numbers(lengths)
     with reported(), Working("prefill") as working:
@@ -258,13 +274,13 @@ def save(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 7900,
     specs: SpecList = "keep_all;keep_all+int8",
     directory: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Where files are written.")
+        Path | None, typer.Option(exists=True, file_okay=False, help="Directory for the files.")
     ] = None,
     turns: Turns = 5,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Saving a cache beside copying its file, and loading it beside reading the prompt again."""
+    """Saving a cache compared with copying its file, and loading it compared with a prefill."""
     check_plot(plot)
     with reported(), Working("save") as working:
         from kvkeep.bench.save import run
@@ -294,7 +310,7 @@ def fork(
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Forks of one prompt: what they hold, and a step of a batch of them, sharing it or not."""
+    """Forks of one prompt: their memory, and a step of a batch with and without sharing."""
     check_plot(plot)
     with reported(), Working("fork") as working:
         from kvkeep.bench.fork import run
@@ -309,12 +325,12 @@ def fork(
             turns=turns,
             progress=working,
         )
-    _show(f"A batch that goes on from {tokens} tokens, {model}, {dtype}", result, plot, json)
+    _show(f"A batch that continues {tokens} tokens, {model}, {dtype}", result, plot, json)
     if not json:
         held, ratio = result["forks"]["bytes"], result["forks"]["ratio"]
         typer.echo(
-            f"{forks} forks of {new} tokens: {held / 2**20:.0f} MiB, {ratio:.2f} of one cache and "
-            "the new tokens"
+            f"{forks} forks of {new} tokens: {held / 2**20:.0f} MiB, {ratio:.2f} times one cache "
+            "and the new tokens"
         )
 
 
@@ -325,18 +341,18 @@ def reuse(
     documents: Annotated[int, typer.Option(min=2, help="Documents before the question.")] = 6,
     shortest: Annotated[int, typer.Option(min=1, help="Tokens of the shortest, at least.")] = 500,
     longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, at most.")] = 1000,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens over which quality counts.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens over which quality is measured.")] = 64,
     turns: Annotated[int, typer.Option(min=1, help="Orders of the documents.")] = 3,
     redis: Annotated[
-        str | None, typer.Option(help="A server's URL; one is started if none is given.")
+        str | None, typer.Option(help="URL of a Redis server; default: one is started.")
     ] = None,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Documents that were read before: time to the first token, and what reuse costs in quality."""
+    """Reuse of stored documents: time to the first token, and the loss of quality."""
     check_plot(plot)
     if shortest > longest:
-        raise typer.BadParameter(f"--shortest {shortest} must be within --longest {longest}")
+        raise typer.BadParameter(f"--shortest {shortest} must be at most --longest {longest}")
     with reported(), Working("reuse") as working:
         from kvkeep.bench.reuse import run
 
@@ -352,7 +368,7 @@ def reuse(
             progress=working,
         )
     if not any(row["mode"] == "redis" for row in result["rows"]):
-        typer.echo("no redis-server is installed: that mode is left out", err=True)
+        typer.echo("redis-server is not installed, so the redis mode is left out", err=True)
     title = f"{documents} documents and a question, {result['tokens']} tokens, {model}, {dtype}"
     _show(title, result, plot, json)
 
@@ -363,20 +379,21 @@ def train(
     tokens: Annotated[
         str, typer.Option(help="Lengths of the text, comma-separated.")
     ] = "2048,4096,8192",
-    cache: Annotated[str, typer.Option(help="What kvkeep keeps.")] = "h2o:1024",
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens kvkeep computes at once.")] = 1024,
+    cache: Annotated[str, typer.Option(help="kvkeep's cache spec.")] = "h2o:1024",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens in each of kvkeep's chunks.")] = 1024,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated.")
+        str, typer.Option(help="Methods, comma-separated.")
     ] = "kvkeep,backprop,checkpointing",
     check: Annotated[bool, typer.Option(help="Compare the gradients too.")] = True,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """One gradient of a long text in all weights, beside backprop and gradient checkpointing."""
+    """One gradient of a long text's loss with respect to all weights, compared with backprop and
+    gradient checkpointing."""
     check_plot(plot)
     lengths, chosen = whole_numbers(tokens), listed(methods, ",")
     if not chosen:
-        raise typer.BadParameter("--methods names none; give one, e.g. kvkeep")
+        raise typer.BadParameter("--methods is empty; give at least one, e.g. kvkeep")
     with reported(), Working("train") as working:
         from kvkeep.bench.train import run
 
@@ -397,25 +414,25 @@ def train(
 
 
 def _numbers(text: str | None) -> list[int] | None:
-    """`whole_numbers`, where they are given."""
+    """Parse comma-separated whole numbers; None without text."""
     return None if text is None else whole_numbers(text)
 
 
 def _names(text: str | None) -> list[str] | None:
-    """Comma-separated names, where they are given."""
+    """Parse comma-separated names; None without text."""
     return None if text is None else listed(text, ",")
 
 
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     if plot is not None:
-        draw(title, _drawn(result["rows"]), plot)
+        draw(title, _plot_rows(result["rows"]), plot)
     print_table(title, result["rows"], stderr=json)
     if json:
         print_json(result)
 
 
-def _drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with one name each, of all that is text, and numbers."""
+def _plot_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a plot: the text columns joined to one name, and the numeric columns."""
     drawn = []
     for row in (row for row in rows if not row.get("skipped")):
         named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]

@@ -1,4 +1,4 @@
-"""`kvkeep chat`: a conversation in the terminal, which goes on where it stopped."""
+"""`kvkeep chat`: a conversation in the terminal, which can be continued later."""
 
 from __future__ import annotations
 
@@ -25,35 +25,39 @@ if TYPE_CHECKING:
     from kvkeep.hf.session import Session
 
 HELP = """\
-/undo        take back the last turn
-/fork NAME   go on under another name, and keep this one as it is
-/save        save now (every answer is saved anyway, if the session has a name)
-/stats       what the cache holds
-/exit        leave; so does the end of input
-/help        say this"""
+/undo        remove the last turn
+/fork NAME   continue under another name, and leave this session as it is
+/save        save now (a session with a name is saved after every answer)
+/stats       show the cache's size
+/exit        quit; the end of input quits too
+/help        show this list"""
 COMMANDS = [line.split()[0] for line in HELP.splitlines()]
 
 
 def chat(
     session: Annotated[
-        str | None, typer.Option(help="Keep the conversation under this name, or go on with it.")
+        str | None,
+        typer.Option(help="Save the conversation under this name, or continue the one saved."),
     ] = None,
     model: ModelName = None,
     adapter: AdapterName = None,
-    cache: Annotated[
-        str | None, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message, to begin with.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message for the start.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")
+    ] = 1.0,
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     reread: Annotated[
-        bool, typer.Option("--reread", help="Read the conversation again, with this model.")
+        bool,
+        typer.Option("--reread", help="Compute the conversation's cache again, with this model."),
     ] = False,
 ) -> None:
-    """Chat with a model. A session that has a name goes on at once where it stopped."""
+    """Chat with a model. A named session continues from its saved cache without a new prefill."""
     with reported():
         with Working("starting") as working:
             from kvkeep.hf.models import load
@@ -66,8 +70,8 @@ def chat(
                 known = info(session)
             if known is not None and given not in (None, known.spec):
                 raise typer.BadParameter(
-                    f"session {session} keeps {known.spec}, not {given}; leave out --cache, or "
-                    "take another name"
+                    f"session {session} has the cache {known.spec}, not {given}; leave out --cache "
+                    "or use another name"
                 )
             if known is not None and model is None and adapter is None:
                 model, adapter = known.model or None, known.adapter or None
@@ -97,7 +101,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
         if message["role"] != "system":
             sign = "> " if message["role"] == "user" else ""
             typer.echo(f"{sign}{message['content']}\n")
-    typer.echo(f"{_place(talk)}; /help lists commands\n", err=True)
+    typer.echo(f"{_status(talk)}; /help lists commands\n", err=True)
     while True:
         try:
             text = input("> ").strip()
@@ -121,12 +125,12 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
                 if talk.name is not None:
                     talk.save()
                 typer.echo(
-                    f"{_place(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
+                    f"{_status(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
                     f"{result.ttft_s:.2f} s",
                     err=True,
                 )
         except KeyboardInterrupt:
-            typer.echo("\ninterrupted; the turn is taken back", err=True)
+            typer.echo("\ninterrupted; the turn was removed", err=True)
         except KVKeepError as error:
             typer.echo(f"error: {error}", err=True)
 
@@ -135,7 +139,7 @@ def _command(talk: Session, text: str) -> None:
     word, _, argument = text.partition(" ")
     argument = argument.strip()
     if word == "/undo":
-        typer.echo(f"took back: {talk.undo()['content']}", err=True)
+        typer.echo(f"removed: {talk.undo()['content']}", err=True)
         if talk.name is not None:
             talk.save()
     elif word == "/fork":
@@ -159,20 +163,20 @@ def _command(talk: Session, text: str) -> None:
         typer.echo(f"no command {word}{hint}", err=True)
 
 
-def _place(talk: Session) -> str:
+def _status(talk: Session) -> str:
     used, most = talk.context
-    name = "not kept" if talk.name is None else f"session {talk.name}"
+    name = "not saved" if talk.name is None else f"session {talk.name}"
     return f"[{name}, context {used}{'' if most is None else f'/{most}'}]"
 
 
 sessions = typer.Typer(
-    name="sessions", help="Conversations that were kept.", invoke_without_command=True
+    name="sessions", help="List, export and delete sessions.", invoke_without_command=True
 )
 
 
 @sessions.callback()
 def listing(context: typer.Context, json: JsonFlag = False) -> None:
-    """Conversations that were kept."""
+    """List, export and delete sessions."""
     if context.invoked_subcommand is not None:
         return
     with reported():
@@ -194,14 +198,14 @@ def listing(context: typer.Context, json: JsonFlag = False) -> None:
         elif rows:
             print_table("sessions", rows)
         else:
-            typer.echo("no sessions yet; `kvkeep chat --session NAME` begins one")
+            typer.echo("no sessions yet; `kvkeep chat --session NAME` starts one")
 
 
 @sessions.command()
 def export(
     name: Annotated[str, typer.Argument(help="The session.")], json: JsonFlag = False
 ) -> None:
-    """Print a conversation: as Markdown, or its messages as JSON."""
+    """Print a conversation as Markdown, or its messages as JSON."""
     with reported():
         from kvkeep.hf.session import info
 

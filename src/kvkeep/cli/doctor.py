@@ -1,4 +1,4 @@
-"""`kvkeep doctor`: what this machine offers, and what it does not and why."""
+"""`kvkeep doctor`: this machine's versions and devices, and which backends it can use and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvkeep eval`: what cache specs cost in quality, and what they save."""
+"""`kvkeep eval`: the quality that cache specs lose, and the memory they save."""
 
 from __future__ import annotations
 
@@ -29,25 +29,30 @@ def evaluate(
     model: ModelName = None,
     adapter: AdapterName = None,
     specs: Annotated[
-        str, typer.Option(help="What to compare with keep_all, separated by semicolons.")
+        str, typer.Option(help="Specs to compare with keep_all, separated by semicolons.")
     ] = DEFAULT_SPECS,
     dtype: ModelDtype = "auto",
-    context: Annotated[str, typer.Option(help="Tokens fed before, comma-separated.")] = "2000",
+    context: Annotated[
+        str, typer.Option(help="Tokens fed before the continuation, comma-separated.")
+    ] = "2000",
     continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Places in the text to average.")] = 1,
+    windows: Annotated[int, typer.Option(min=1, help="Excerpts of the text to average over.")] = 1,
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the context in chunks of so many tokens.")
+        int | None, typer.Option(min=1, help="Feed the context in chunks of this many tokens.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Another text, UTF-8.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Use this UTF-8 text instead."),
     ] = None,
     retrieval: Annotated[
-        bool, typer.Option(help="Also hide numbers and ask for them: five prefills more.")
+        bool,
+        typer.Option(help="Also test retrieval of hidden numbers, with five more prefills."),
     ] = True,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Compare cache specs with the full cache on real text: perplexity, divergence, hidden numbers.
+    """Compare cache specs with the full cache on a text: perplexity, divergence and retrieval of
+    hidden numbers.
 
     Each spec is fed the context, then the true continuation one token at a time.
     """
@@ -83,7 +88,8 @@ def evaluate(
 
 
 def _with_baseline(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows, and before those of each context the full cache's unless it was asked for."""
+    """The rows, with the full cache's before those of each context unless its spec is among
+    them."""
     rows = []
     for full in result["baseline"]:
         mine = [row for row in result["rows"] if row["context"] == full["context"]]
@@ -92,7 +98,7 @@ def _with_baseline(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _columns(row: dict[str, Any], retrieval: bool) -> dict[str, Any]:
-    """What of a row is shown in the table, under names that fit a narrow terminal."""
+    """The columns of a row that the table shows, under names that fit a narrow terminal."""
     names = {"spec": "spec", "context": "context", "perplexity": "perplexity"}
     names |= {"perplexity_ratio": "ratio", "kl": "kl", "top1": "top1"}
     names |= {"retrieval": "found"} if retrieval else {}

@@ -24,13 +24,13 @@ def export(
     model: ModelName = None,
     adapter: AdapterName = None,
     cache: Annotated[
-        str, typer.Option(help="What to keep, in fixed storage, e.g. window:1024@fixed.")
+        str, typer.Option(help="Cache spec with fixed storage, e.g. window:1024@fixed.")
     ] = "keep_all@fixed:2048",
-    rows: Annotated[int, typer.Option(min=1, help="Sequences that it serves at once.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     dtype: ModelDtype = "auto",
     json: JsonFlag = False,
 ) -> None:
-    """Export a model's decode step, cache included, for a process without transformers."""
+    """Export a model's decode step with its cache, to run without transformers."""
     model = model_for(model, adapter)
     with reported():
         from kvkeep.graph.program import named

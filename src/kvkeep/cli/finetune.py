@@ -1,4 +1,4 @@
-"""`kvkeep finetune`: a LoRA adapter, trained through the cache it will be served with."""
+"""`kvkeep finetune`: train a LoRA adapter with the cache that it will be served with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvkeep.cli.output import (
     size_in_bytes,
 )
 
-_PACE = 3600.0  # a step may take minutes
+_PACE = 3600.0  # seconds over which speed is averaged, since a step may take minutes
 
 
 def finetune(
@@ -31,41 +31,47 @@ def finetune(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", file_okay=False, help="Where the adapter goes.")
+        Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the adapter.")
     ],
     model: ModelName = None,
-    cache: Annotated[str, typer.Option(help="What to keep, as when it is served.")] = "h2o:1024",
+    cache: Annotated[
+        str, typer.Option(help="Cache spec, the one to serve the adapter with.")
+    ] = "h2o:1024",
     chunk: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens computed at once; by default 1024, or the budget if less."
+            min=1, help="Tokens in each chunk; default: 1024, or the budget if that is less."
         ),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Most tokens of a piece; by default 8192, or what the model holds if less."
+            min=2,
+            help="Most tokens of a piece of text; default: 8192, or the model's context if that is "
+            "less.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How long to train.")] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="How long to train, in turns through all the data.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pieces computed together.")] = 1,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches that make a step.")] = 1,
-    rank: Annotated[int, typer.Option(min=1, help="Of LoRA.")] = 16,
-    alpha: Annotated[int, typer.Option(min=1, help="Of LoRA; its scale is alpha / rank.")] = 32,
-    dropout: Annotated[float, typer.Option(min=0.0, help="Of LoRA.")] = 0.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a batch.")] = 1,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches in a step.")] = 1,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 16,
+    alpha: Annotated[
+        int, typer.Option(min=1, help="LoRA's alpha; its scale is alpha / rank.")
+    ] = 32,
+    dropout: Annotated[float, typer.Option(min=0.0, help="Dropout of LoRA.")] = 0.0,
     targets: Annotated[
         str, typer.Option(help="Modules that get an adapter, comma-separated.")
     ] = "all-linear",
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 2e-4,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = 0,
-    decay: Annotated[str, typer.Option(help="How it falls to 0: linear or cosine.")] = "linear",
+    warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 0,
+    decay: Annotated[
+        str, typer.Option(help="How the learning rate falls to 0: linear or cosine.")
+    ] = "linear",
     clip: Annotated[
-        float, typer.Option(min=0.0, help="Most norm of a step's gradients; 0 allows any.")
+        float, typer.Option(min=0.0, help="Greatest norm of a step's gradients; 0: no limit.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of weights, order and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for weights, order and dropout.")] = 0,
     evaluation: Annotated[
         Path | None,
         typer.Option("--eval", exists=True, dir_okay=False, help="Evaluate on this file."),
@@ -73,7 +79,7 @@ def finetune(
     holdout: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Evaluate on the last documents of the data instead of training on them."
+            min=0, help="Evaluate on this many last documents instead of training on them."
         ),
     ] = None,
     eval_every: Annotated[
@@ -84,20 +90,23 @@ def finetune(
     ] = 0,
     keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.")] = 2,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")
     ] = False,
     host_memory: Annotated[
-        str | None, typer.Option(help="Most memory for what layers got, e.g. 8GB.")
+        str | None,
+        typer.Option(help="Most host memory for the layers' stored inputs, e.g. 8GB."),
     ] = None,
     spill: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="Where what is beyond that goes."),
+        typer.Option(
+            exists=True, file_okay=False, help="Directory for the inputs that exceed --host-memory."
+        ),
     ] = None,
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Train a LoRA adapter on long texts, through the cache it will be served with."""
+    """Train a LoRA adapter on long texts, with the cache that it will be served with."""
     model = model or DEFAULT_MODEL
     host_bytes = None if host_memory is None else size_in_bytes(host_memory)
     with reported(), Advancing("starting", _PACE) as advancing:

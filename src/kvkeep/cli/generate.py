@@ -1,4 +1,4 @@
-"""`kvkeep generate`: stream an answer, then say what it cost."""
+"""`kvkeep generate`: stream an answer, then print its speed and memory."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "",
     model: ModelName = None,
     adapter: AdapterName = None,
-    cache: Annotated[
-        str, typer.Option(help="What to keep, e.g. window:1024,sinks=4.")
-    ] = "keep_all",
+    cache: Annotated[str, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.")] = "keep_all",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Feed the prompt in chunks of so many tokens; 1,024 where the cache has a budget, "
-            "otherwise all at once.",
+            help="Feed the prompt in chunks of this many tokens; default: 1,024 if the cache has a "
+            "budget, otherwise the whole prompt at once.",
             show_default=False,
         ),
     ] = None,
@@ -49,7 +51,7 @@ def generate(
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Answer a prompt through a kvkeep cache."""
+    """Answer a prompt with a kvkeep cache."""
     model = model_for(model, adapter)
     with reported():
         from kvkeep.spec import parse_specs
@@ -61,7 +63,7 @@ def generate(
             from kvkeep.hf.models import load
 
             loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
-            working("reading the prompt")
+            working("processing the prompt")
 
             def show(piece: str) -> None:
                 if piece:
@@ -110,10 +112,10 @@ def generate(
 
 
 def given_prompt(prompt: str, prompt_file: Path | None) -> str:
-    """The prompt: as it is, from a file, or for "-" or nothing from stdin.
+    """The prompt: the argument, a file's content, or stdin if the argument is "-" or missing.
 
     Raises:
-        BadParameter: both, none, or no text.
+        BadParameter: both or neither are given, or the text is empty or not UTF-8.
     """
     if prompt_file is not None and prompt:
         raise typer.BadParameter("give a prompt or --prompt-file, not both")

@@ -30,22 +30,22 @@ _WIDTH = 64  # characters of a bar at most
 
 def inspect(
     prompt: Annotated[
-        str, typer.Argument(help="The prompt, fed as it is; - reads it from stdin.")
+        str, typer.Argument(help="The prompt, without a chat template; - reads it from stdin.")
     ] = "",
     model: ModelName = None,
     adapter: AdapterName = None,
-    cache: Annotated[str, typer.Option(help="What to keep, e.g. h2o:256.")] = "h2o:256",
+    cache: Annotated[str, typer.Option(help="Cache spec, e.g. h2o:256.")] = "h2o:256",
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Feed so many tokens of running text instead.")
+        int | None, typer.Option(min=1, help="Feed this many tokens of a built-in text instead.")
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the prompt in chunks of so many tokens.")
+        int | None, typer.Option(min=1, help="Feed the prompt in chunks of this many tokens.")
     ] = None,
-    layer: Annotated[int | None, typer.Option(min=0, help="This layer only.")] = None,
-    head: Annotated[int | None, typer.Option(min=0, help="This kv head only.")] = None,
+    layer: Annotated[int | None, typer.Option(min=0, help="Show this layer only.")] = None,
+    head: Annotated[int | None, typer.Option(min=0, help="Show this kv head only.")] = None,
     dtype: ModelDtype = "auto",
     plot: PlotFile = None,
     json: JsonFlag = False,
@@ -69,8 +69,8 @@ def inspect(
             working(f"feeding {ids.shape[1]} tokens")
             layers = kept(loaded, ids, spec, chunk)
         tokens = ids.shape[1]
-        _within("layer", layer, len(layers))
-        _within("head", head, max(map(len, layers)))
+        _require_index("layer", layer, len(layers))
+        _require_index("head", head, max(map(len, layers)))
         lines = _lines(layers, layer, head)
         title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
         if plot is not None:
@@ -91,7 +91,7 @@ def inspect(
 def _lines(
     layers: Sequence[Sequence[list[int]]], layer: int | None, head: int | None
 ) -> dict[str, list[int]]:
-    """What is kept under the name of who keeps it; one line for heads that keep the same."""
+    """Kept positions by layer and head; one line if all heads of a layer keep the same."""
     lines = {}
     for i, heads in enumerate(layers):
         if layer not in (None, i):
@@ -105,13 +105,13 @@ def _lines(
     return lines
 
 
-def _within(what: str, index: int | None, count: int) -> None:
+def _require_index(what: str, index: int | None, count: int) -> None:
     if index is not None and index >= count:
         raise typer.BadParameter(f"--{what} {index}: the model has {count}; give 0..{count - 1}")
 
 
 def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:
-    """The text, each token the brighter the larger its share."""
+    """The text, with brighter tokens for larger shares."""
     text = Text()
     for token, share in zip(tokens, shares, strict=True):
         light = int(70 + 185 * share)
@@ -120,7 +120,7 @@ def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:
 
 
 def _print_bars(console: Console, lines: dict[str, list[int]], tokens: int) -> None:
-    """A bar for each head: how many of the tokens at each place are kept."""
+    """Print a bar for each head that shows how many tokens are kept along the prompt."""
     width = min(_WIDTH, tokens, max(8, console.width - 34))
     console.print(f"{'':>20} kept  0{tokens - 1:>{width - 1}}", highlight=False)
     for name, positions in lines.items():
@@ -130,7 +130,7 @@ def _print_bars(console: Console, lines: dict[str, list[int]], tokens: int) -> N
 
 
 def bar(positions: Sequence[int], tokens: int, width: int) -> str:
-    """`width` characters for `tokens` positions, each the taller the more of its share is kept."""
+    """`width` characters for `tokens` positions; a taller one means that more are kept there."""
     counts, sizes = [0] * width, [0] * width
     for position in range(tokens):
         sizes[position * width // tokens] += 1

@@ -1,4 +1,4 @@
-"""`kvkeep models`: list and fetch the models known by a short name."""
+"""`kvkeep models`: list and fetch the models that have a short name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from kvkeep.cli.output import JsonFlag, Working, print_json, print_table, reported
 
 models = typer.Typer(
-    help="List and fetch models. Any local directory or hub name works without fetching.",
+    help="List and fetch models. Local directories and hub names need no fetching.",
     invoke_without_command=True,
 )
 

@@ -1,4 +1,4 @@
-"""What commands share: the consoles, progress, errors, lists of numbers, and the JSON line."""
+"""Shared by the commands: consoles, progress, errors, lists of numbers, and the JSON line."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
-        "smollm2-135m, or what the adapter is for, if none is given.",
+        "default: smollm2-135m, or the adapter's base model.",
         show_default=False,
     ),
 ]
 AdapterName = Annotated[
     str | None,
     typer.Option(
-        "--adapter", help="A directory with an adapter, such as `kvkeep finetune` writes."
+        "--adapter", help="An adapter's directory, e.g. one that `kvkeep finetune` wrote."
     ),
 ]
 ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 JsonFlag = Annotated[
-    bool, typer.Option("--json", help="End with one JSON object, alone on the last line.")
+    bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")
 ]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -50,8 +50,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors into one line on stderr: exit code 2 for kvkeep's own, 1 for any other, whose
-    traceback comes with KVKEEP_TRACEBACK=1."""
+    """Turn errors into one line on stderr. The exit code is 2 for kvkeep's own errors and 1 for any
+    other; KVKEEP_TRACEBACK=1 shows the traceback of the latter."""
     try:
         yield
     except (KVKeepError, typer.BadParameter, typer.Exit) as error:
@@ -73,7 +73,8 @@ def _print_error(message: str) -> None:
 
 
 class Working:
-    """What is being done: a spinner on a terminal's stderr, a line for each change elsewhere."""
+    """Shows the current activity on stderr: as a spinner on a terminal, otherwise as a line for
+    each change."""
 
     def __init__(self, doing: str) -> None:
         self._console = Console(stderr=True)
@@ -92,16 +93,16 @@ class Working:
             self._console.print(f"{doing} ...", style="dim", highlight=False)
 
     def stop(self) -> None:
-        """Make room for other output."""
+        """Remove the spinner, before other output."""
         self._status.stop()
 
 
 class Advancing:
-    """What is being done and how much of all: a progress bar on a terminal's stderr, a line for
-    each change elsewhere.
+    """Shows the current activity and the share done on stderr: as a progress bar on a terminal,
+    otherwise as a line for each change.
 
     Args:
-        over: seconds whose pace tells what remains.
+        over: seconds over which speed is averaged to estimate the remaining time.
     """
 
     def __init__(self, doing: str, over: float = 30.0) -> None:
@@ -134,20 +135,20 @@ class Advancing:
 
 
 def model_for(model: str | None, adapter: str | None) -> str | None:
-    """The model that was asked for, or the default one; None for that of an adapter."""
+    """The given model, or the default one; None means the base model of the adapter."""
     return model if model or adapter else DEFAULT_MODEL
 
 
 def titled(model: str | None, adapter: str | None) -> str:
-    """A model with its adapter, in words."""
+    """The names of a model and its adapter, for titles."""
     return " + ".join(name for name in (model, adapter) if name)
 
 
 def size_in_bytes(text: str) -> int:
-    """A size such as 500MB or 2GiB.
+    """Parse a size such as 500MB or 2GiB.
 
     Raises:
-        BadParameter: something else.
+        BadParameter: the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS:
@@ -156,10 +157,10 @@ def size_in_bytes(text: str) -> int:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Comma-separated whole numbers above 0.
+    """Parse comma-separated whole numbers above 0.
 
     Raises:
-        BadParameter: something else.
+        BadParameter: the text is anything else.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
@@ -168,17 +169,17 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def listed(text: str, separator: str) -> list[str]:
-    """The parts of an option's text that are not empty."""
+    """Split an option's text; empty parts are left out."""
     return [part.strip() for part in text.split(separator) if part.strip()]
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """One JSON object on one line of stdout."""
+    """Print one JSON object on one line of stdout."""
     typer.echo(json.dumps(result))
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]], *, stderr: bool = False) -> None:
-    """Rows of equal keys as a table: see `kvkeep.cli.table`."""
+    """Print rows with the same keys as a table: see `kvkeep.cli.table`."""
     console = Console(stderr=stderr)
     for index, table in enumerate(tables(title, rows, console.width)):
         if index:

@@ -1,4 +1,4 @@
-"""`--plot FILE`: what a command found, as a picture."""
+"""`--plot FILE`: draw a command's results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Annotated, Any
 import typer
 
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Also draw it: a .png, .svg or .pdf file.")
+    Path | None, typer.Option("--plot", help="Also draw the result, in a .png, .svg or .pdf file.")
 ]
 
 _AXES = ("length", "context", "tokens")
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise before anything is measured if `file` could not be written afterwards.
+    """Check, before anything is measured, that `file` can be written afterwards.
 
     Raises:
-        BadParameter: matplotlib is missing or has no such format, or the directory does not exist.
+        BadParameter: matplotlib is missing or does not support the format, or the directory does
+            not exist.
     """
     if file is None:
         return
@@ -30,14 +31,17 @@ def check_plot(file: Path | None) -> None:
         raise typer.BadParameter("--plot needs matplotlib; pip install 'kvkeep[plot]'") from error
     formats = Figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".") not in formats:
-        raise typer.BadParameter(f"--plot {file}: end it in one of {', '.join(sorted(formats))}")
+        raise typer.BadParameter(
+            f"--plot {file}: unknown format; the name must end in one of "
+            f"{', '.join(sorted(formats))}"
+        )
     if not file.parent.is_dir():
         raise typer.BadParameter(f"--plot {file}: there is no directory {file.parent}")
 
 
 def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw a panel for each measured column over the length held, with a line for each system; bars
-    where all rows have one length, or none. A gap where a value is None."""
+    """Draw a panel for each measured column over the length held, with a line for each system, or
+    bars if there is only one length or none. A value of None leaves a gap."""
     from matplotlib.figure import Figure
 
     axis = next((name for name in _AXES if name in rows[0]), "")
@@ -59,7 +63,7 @@ def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         for system in systems:
             mine = [row for row in rows if not label or row[label] == system]
             panel.plot([r[axis] for r in mine], _heights(mine, column), "o-", label=system)
-        nothing = all(row[column] is None for row in rows)  # which no logarithmic axis can hold
+        nothing = all(row[column] is None for row in rows)  # a logarithmic axis needs a value
         panel.set(xscale="log", yscale="linear" if nothing else "log", xlabel=axis)
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
         panel.minorticks_off()
@@ -69,14 +73,14 @@ def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw what each spec loses (divergence, perplexity) over the bytes it holds, a labelled point
-    for each row and a colour for each context."""
+    """Draw each spec's loss of quality (divergence and perplexity) over the bytes it holds, with a
+    labelled point for each row and a colour for each context."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, 2)
-    # The full cache has 0, which a logarithmic axis has not.
+    # The full cache's divergence is 0, which a logarithmic axis cannot show.
     panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
     panels[1].set_yscale("log")
     for panel, column in zip(panels, ("kl", "perplexity"), strict=True):
@@ -84,7 +88,7 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
             mine = [row for row in rows if row["context"] == context]
             x, y = [row["bytes"] / 2**20 for row in mine], [row[column] for row in mine]
             panel.plot(x, y, "o", label=f"{context:,} tokens")
-            # Specs of one budget stand above each other: their labels take sides in turn.
+            # Specs of one budget are above each other, so their labels alternate sides.
             for index, row in enumerate(sorted(mine, key=lambda row: float(row[column]))):
                 side = -1 if index % 2 else 1
                 panel.annotate(
@@ -104,7 +108,7 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
 
 
 def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
-    """Draw a line for each head, dark at the positions that it keeps of `tokens`."""
+    """Draw a line for each head, dark at the positions among `tokens` that it keeps."""
     from matplotlib.figure import Figure
 
     grid = [[0] * tokens for _ in lines]
@@ -126,5 +130,5 @@ def _heights(rows: Iterable[Mapping[str, Any]], column: str) -> list[Any]:
 
 
 def _smallest(values: Iterable[float]) -> float:
-    """The least value above 0; 1 when there is none."""
+    """The smallest value above 0; 1 if there is none."""
     return min((value for value in values if value > 0), default=1.0)

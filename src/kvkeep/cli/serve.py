@@ -26,27 +26,27 @@ def serve(
     model: ModelName = None,
     adapter: AdapterName = None,
     host: Annotated[
-        str, typer.Option(help="Who can connect: 127.0.0.1 is this machine only.")
+        str, typer.Option(help="Address to listen on; 127.0.0.1 allows only this machine.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
     cache: Annotated[
-        str, typer.Option(help="What to keep, e.g. keep_all+int8; what evicts is not reused.")
+        str,
+        typer.Option(help="Cache spec, e.g. keep_all+int8; caches that evict are not reused."),
     ] = "keep_all",
     budget: Annotated[
-        str, typer.Option(help="Most memory for beginnings of prompts, e.g. 500MB, 2GB.")
+        str, typer.Option(help="Most memory for cached prompt prefixes, e.g. 500MB, 2GB.")
     ] = "2GB",
     store: Annotated[
         str | None,
-        typer.Option(help="Where they are kept too: a directory, redis://..., or s3://..."),
+        typer.Option(help="Also keep them in a directory, redis://..., or s3://..."),
     ] = None,
     store_budget: Annotated[
         str | None,
-        typer.Option(
-            help="Most bytes of the blocks in --store, e.g. 20GB; without it, as many as come."
-        ),
+        typer.Option(help="Most bytes of the blocks in --store, e.g. 20GB; default: no limit."),
     ] = None,
     namespace: Annotated[
-        str, typer.Option(help="Of that store; entries of another one are never found.")
+        str,
+        typer.Option(help="Namespace in that store; entries of others are never found."),
     ] = "",
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
@@ -55,61 +55,64 @@ def serve(
         typer.Option(
             envvar=_KEY_VARIABLE,
             show_envvar=True,
-            help="What clients must send. Others see options, so better set the variable.",
+            help="Key that clients must send. Other users can see options; prefer the variable.",
             rich_help_panel=_ACCESS,
         ),
     ] = None,
     key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Keys of several clients, a line name:key each. Prompts are shared within a name.",
+            help="File with a line name:key for each client. Prefixes are shared within a name.",
             rich_help_panel=_ACCESS,
         ),
     ] = None,
     share: Annotated[
         bool | None,
         typer.Option(
-            help="Without keys: prompts begin with what anybody sent. On 127.0.0.1, unless told "
-            "otherwise.",
+            help="Without keys: share cached prompt prefixes among all clients; default: only on "
+            "127.0.0.1.",
             rich_help_panel=_ACCESS,
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name that clients reach this server by; may be repeated.",
+            help="Host name that clients use for this server; may be repeated.",
             rich_help_panel=_ACCESS,
         ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Whose web pages may use it, e.g. https://chat.example; may be repeated.",
+            help="Origin whose web pages may use the server, e.g. https://chat.example; may be "
+            "repeated.",
             rich_help_panel=_ACCESS,
         ),
     ] = None,
     queue: Annotated[
         int,
-        typer.Option(min=0, help="Requests that may wait; more get 429.", rich_help_panel=_LIMITS),
+        typer.Option(
+            min=0, help="Most waiting requests; further ones get 429.", rich_help_panel=_LIMITS
+        ),
     ] = 64,
     wait: Annotated[
         float,
         typer.Option(
-            min=1, help="Seconds that each may; then it gets 503.", rich_help_panel=_LIMITS
+            min=1, help="Seconds a request may wait; then it gets 503.", rich_help_panel=_LIMITS
         ),
     ] = 300,
     answer_tokens: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Most tokens of a request's answers: n x max_tokens.",
+            help="Most tokens of all answers to a request, n x max_tokens.",
             rich_help_panel=_LIMITS,
         ),
     ] = 8192,
     prompt_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Most of a prompt, e.g. 500KB; by default 16 bytes a token of the context.",
+            help="Most bytes of a prompt, e.g. 500KB; default: 16 per token of the context.",
             rich_help_panel=_LIMITS,
         ),
     ] = None,
@@ -117,31 +120,34 @@ def serve(
         float,
         typer.Option(
             min=1,
-            help="Seconds to send a request, and to take its answer.",
+            help="Seconds for a client to send a request, and to read its answer.",
             rich_help_panel=_LIMITS,
         ),
     ] = 30,
     connections: Annotated[
-        int, typer.Option(min=1, help="Most at a time; more get 503.", rich_help_panel=_LIMITS)
+        int,
+        typer.Option(
+            min=1, help="Most open connections; further ones get 503.", rich_help_panel=_LIMITS
+        ),
     ] = 512,
 ) -> None:
-    """Serve a model to OpenAI clients; no beginning of a prompt is computed twice."""
+    """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
     name = model or str(adapter)
     with reported():
         nbytes = size_in_bytes(budget)
         if store_budget is not None and store is None:
-            raise typer.BadParameter("--store-budget is of a --store; give one, or leave it out")
+            raise typer.BadParameter("--store-budget needs --store; give both, or leave it out")
         most_stored = None if store_budget is None else size_in_bytes(store_budget)
         if api_key is not None and not api_key.strip():
             raise typer.BadParameter("--api-key is empty; leave it out, or give one")
         if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
-            # Which typer takes for one that is not set.
+            # typer treats an empty variable as one that is not set.
             raise typer.BadParameter(
                 f"{_KEY_VARIABLE} is empty; unset it to serve without a key, or give one"
             )
         if api_key is not None and key_file is not None:
-            raise typer.BadParameter("--api-key and --key-file; give one of them")
+            raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
         most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
         try:
             from kvkeep.serve.gate import host_names, origin_names
@@ -152,25 +158,25 @@ def serve(
             raise typer.BadParameter(
                 f"kvkeep serve needs {error.name}; pip install 'kvkeep[serve]'"
             ) from error
-        # What is wrong with these shows before the model is loaded.
+        # Check these before the model is loaded.
         limits = Limits(queue, wait, answer_tokens, most_bytes, timeout, connections)
         hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
         keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
         if keys is not None and share is not None:
             raise typer.BadParameter(
-                "--share is for servers without keys; who has a key shares prompts with those "
-                "whose keys have the same name in the --key-file"
+                "--share is for servers without keys; with keys, clients share prompt prefixes if "
+                "their keys have the same name in the --key-file"
             )
         bound = bind(host, port)
         if keys is None and not is_loopback(host):
             shared = (
-                "and find out what others sent"
+                "and find out what prompts others sent"
                 if share
-                else "and no prompt begins with another's, unless with --share"
+                else "and prompt prefixes are not shared without --share"
             )
             typer.echo(
-                f"warning: without an API key, all who reach {host} can use this server, {shared}; "
-                "set KVKEEP_API_KEY, or use --host 127.0.0.1",
+                f"warning: without an API key, anyone who can reach {host} can use this server, "
+                f"{shared}; set KVKEEP_API_KEY, or use --host 127.0.0.1",
                 err=True,
             )
         with bound, Working("starting") as working:
@@ -195,7 +201,7 @@ def serve(
             )
             working.stop()
             if engine.why_no_reuse:
-                typer.echo(f"every prompt is computed: {engine.why_no_reuse}", err=True)
+                typer.echo(f"prompt prefixes are not reused: {engine.why_no_reuse}", err=True)
             run(
                 application(
                     engine,

@@ -1,4 +1,4 @@
-"""`kvkeep store`: look at stores of blocks, check, clean and copy them."""
+"""`kvkeep store`: list, check, clean and copy stores of blocks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import typer
 from kvkeep.cli.output import Advancing, JsonFlag, print_json, print_table, reported
 
 if TYPE_CHECKING:
-    from kvkeep.store import Backend, Block, Label
+    from kvkeep.store import Backend, Label, StoredBlock
 
-_PAGE = 64  # keys looked at in one go
+_PAGE = 64  # keys per request
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 StorePlace = Annotated[
     str,
     typer.Argument(
         metavar="STORE",
-        help="A directory, redis://host/0?name=kvkeep (valkey://, rediss://, unix://), or a URL of "
-        "fsspec such as s3://bucket/path.",
+        help="A directory, redis://host/0?name=kvkeep (valkey://, rediss://, unix://), or a URL "
+        "that fsspec supports, such as s3://bucket/path.",
     ),
 ]
 
-store = typer.Typer(help="Look at stores of blocks, check, clean and copy them.")
+store = typer.Typer(help="List, check, clean and copy stores of blocks.")
 
 
 @store.command("ls")
@@ -36,7 +36,7 @@ def list_blocks(
     limit: Annotated[int, typer.Option(min=1, help="Most blocks to list.")] = 100,
     json: JsonFlag = False,
 ) -> None:
-    """List blocks: their tokens and bytes, and what they are of."""
+    """List blocks with their tokens, bytes, model and namespace."""
     with reported():
         backend = _opened(where)
         labels = _labels(backend)
@@ -48,14 +48,14 @@ def list_blocks(
     elif rows:
         _print_rows(where, [_short(row) for row in rows])
         if more:
-            typer.echo(f"only the first {limit}; --limit shows more", err=True)
+            typer.echo(f"only the first {limit} are listed; --limit lists more", err=True)
     else:
         typer.echo("no blocks")
 
 
 @store.command()
 def stats(where: StorePlace, json: JsonFlag = False) -> None:
-    """Count blocks, tokens and bytes, for each identity."""
+    """Count blocks, tokens and bytes for each identity."""
     with reported(), Advancing("reading labels") as advancing:
         backend = _opened(where)
         identities: dict[str, dict[str, Any]] = {}
@@ -85,8 +85,8 @@ def stats(where: StorePlace, json: JsonFlag = False) -> None:
 
 @store.command()
 def verify(where: StorePlace, json: JsonFlag = False) -> None:
-    """Read every block and compare its checksums; exit code 1 if one is damaged, which is put into
-    quarantine."""
+    """Read every block and compare its checksums. Damaged blocks are moved to quarantine, and the
+    exit code is then 1."""
     with reported(), Advancing("reading blocks") as advancing:
         backend = _opened(where)
         keys = list(backend.scan())
@@ -96,11 +96,11 @@ def verify(where: StorePlace, json: JsonFlag = False) -> None:
     if json:
         print_json(result)
     else:
-        typer.echo(f"{whole:,} of {len(keys):,} blocks are whole")
+        typer.echo(f"{whole:,} of {len(keys):,} blocks are intact")
         if gone:
             typer.echo(f"{gone:,} were removed meanwhile")
         if backend.damaged:
-            typer.echo(f"{backend.damaged:,} were damaged, and are in quarantine now")
+            typer.echo(f"{backend.damaged:,} were damaged and are in quarantine now")
     if backend.damaged:
         raise typer.Exit(1)
 
@@ -112,20 +112,19 @@ def gc(
         float,
         typer.Option(
             min=0,
-            help="Remove what killed processes left and what is in quarantine, after so many "
-            "seconds.",
+            help="Remove abandoned writes and quarantined blocks older than this many seconds.",
         ),
     ] = 3600.0,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Then remove blocks until so much is left, e.g. 2GB or 500MiB: those used longest "
-            "ago first, or the oldest, where nobody knows."
+            help="Then remove the least recently used blocks until the rest fits, e.g. 2GB or "
+            "500MiB; where the last use is unknown, the oldest."
         ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Remove what nobody needs."""
+    """Remove abandoned writes, quarantined blocks, and blocks beyond a budget."""
     most = None if budget is None else byte_count(budget)
     with reported():
         backend = _opened(where)
@@ -144,7 +143,7 @@ def export(
     target: Annotated[str, typer.Argument(metavar="TO", help="The other store.")],
     json: JsonFlag = False,
 ) -> None:
-    """Copy all blocks to another store, each checked on the way; exit code 1 if one was not."""
+    """Copy all blocks to another store and check each; exit code 1 if one was not copied."""
     with reported(), Advancing("copying blocks") as advancing:
         from kvkeep.store import opened
 
@@ -161,16 +160,18 @@ def export(
     if json:
         print_json(result)
     else:
-        typer.echo(f"copied {copied:,} blocks; {present:,} were there, {left:,} were not copied")
+        typer.echo(
+            f"copied {copied:,} blocks; {present:,} existed already, {left:,} were not copied"
+        )
     if left:
         raise typer.Exit(1)
 
 
 def byte_count(text: str) -> int:
-    """Bytes, of text such as 2GB, 500MiB or 1000.
+    """Parse a number of bytes, such as 2GB, 500MiB or 1000.
 
     Raises:
-        BadParameter: something else.
+        BadParameter: the text is anything else.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if found is None:
@@ -189,11 +190,13 @@ def _require_answers(backend: Backend) -> None:
     from kvkeep.errors import StateError
 
     if backend.failures:
-        raise StateError(f"the store fails: {backend.last_error}; see that it runs, and try again")
+        raise StateError(
+            f"the store failed: {backend.last_error}; check that it runs, and try again"
+        )
 
 
-def _blocks(backend: Backend, keys: list[str], advancing: Advancing) -> Iterator[Block]:
-    """The blocks of keys that are whole."""
+def _blocks(backend: Backend, keys: list[str], advancing: Advancing) -> Iterator[StoredBlock]:
+    """Yield the intact blocks of `keys`."""
     for done, key in enumerate(keys):
         block = backend.get(key, used=False)
         _require_answers(backend)
@@ -222,7 +225,7 @@ def _row(key: str, label: Label) -> dict[str, Any]:
 
 
 def _of_identity(identity: str) -> dict[str, Any]:
-    """What an identity says: that of a model is JSON, others are any text."""
+    """Decode an identity: JSON for models, free text otherwise."""
     try:
         told = json_module.loads(identity)
         model = told["model"]
@@ -238,7 +241,7 @@ def _of_identity(identity: str) -> dict[str, Any]:
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row that fits a terminal."""
+    """A row shortened to fit a terminal."""
     _, prefix, own = row["key"].split("/")
     short = row | {"key": f"{prefix[:6]}/{own[-6:]}"}
     del short["codecs"]

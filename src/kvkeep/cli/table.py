@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: every heading and cell whole, on several lines if need be."""
+"""Tables that fit a terminal. Headings and cells are never cut, but may take several lines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # characters between columns
-_TEXT = 14  # characters that a column of longer texts gets at least
+_TEXT = 14  # least characters of a column with longer texts
 
 
 def tables(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
-    """Rows of equal keys as a table; numbers to three significant digits, - for None.
+    """Rows with the same keys as a table; numbers have three significant digits, None is "-".
 
-    What is too wide is folded: headings between words, texts behind punctuation. Where that is not
-    enough, the columns go into several tables, each with the first column.
+    Wide headings are folded between words, wide texts after punctuation. If that is not enough, the
+    columns are divided into several tables, each with the first column.
 
     Args:
-        width: of the terminal, in characters.
+        width: the terminal's, in characters.
     """
     first, *others = (_Column(key, [row[key] for row in rows]) for key in rows[0])
     groups = [[first]]
@@ -34,7 +34,7 @@ def tables(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> list[Ta
 
 
 class _Column:
-    """A column: its heading, its cells, and how narrow and wide it may be."""
+    """A column's heading and cells, with its least and greatest width in characters."""
 
     def __init__(self, key: str, values: Sequence[Any]) -> None:
         self.heading = key.replace("_", " ")
@@ -47,7 +47,7 @@ class _Column:
 
 
 def _total(columns: Sequence[_Column]) -> int:
-    """Characters that columns take at least."""
+    """The least width of columns, in characters."""
     return sum(column.least for column in columns) + _GAP * (len(columns) - 1)
 
 
@@ -78,7 +78,7 @@ def _table(title: str, columns: Sequence[_Column], width: int) -> Table:
 
 
 def _folded(text: str, width: int) -> str:
-    """A text on lines of at most `width` characters, broken behind punctuation where it has any."""
+    """A text on lines of at most `width` characters, broken after punctuation if possible."""
     lines = [""]
     for piece in re.findall(r"[^\s;,+@/(=]*[\s;,+@/(=]?", text):
         for start in range(0, len(piece), width):

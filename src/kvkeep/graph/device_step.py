@@ -145,7 +145,7 @@ class DeviceStep(Step):
         # One position for all rows, which says that each was fed one real token.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
-        return view_of(segments, queries, self.policy, layer.window, length=None, empty=True)
+        return view_of(segments, queries, self.policy, layer.window, None, 0, True)
 
     def _settle(self, observation: Observation) -> None:
         if self._evicts:

@@ -24,8 +24,8 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
+    layer_geometries,
     layer_kinds,
-    layer_shapes,
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.fingerprint import fingerprint
@@ -190,10 +190,10 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         Raises:
             UnsupportedError: the model's config does not say how wide its keys are.
         """
-        shapes = layer_shapes(self.config)
+        geometries = layer_geometries(self.config)
         if dtype is not None:
-            shapes = [shape._replace(dtype=dtype) for shape in shapes]
-        return self.bytes_of(shapes, tokens, rows)
+            geometries = [one._replace(dtype=dtype) for one in geometries]
+        return self.bytes_of(geometries, tokens, rows)
 
     def save(
         self,

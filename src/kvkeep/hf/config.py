@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.host import LayerKind, LayerShape
+from kvkeep.geometry import Geometry
+from kvkeep.host import LayerKind
 
 ATTENTION_PREFIX = "kvkeep_"
 """Attention implementations that start with this route a model's attention through its cache."""
@@ -68,8 +69,8 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     return [LayerKind(name, window if name == _SLIDING else None) for name in names]
 
 
-def layer_shapes(config: PreTrainedConfig) -> list[LayerShape]:
-    """What each layer of a model gives to its cache.
+def layer_geometries(config: PreTrainedConfig) -> list[Geometry]:
+    """Heads, widths and dtype of each layer's keys and values, of one row.
 
     Raises:
         UnsupportedError: the model's config does not say how wide its keys are.
@@ -82,7 +83,7 @@ def layer_shapes(config: PreTrainedConfig) -> list[LayerShape]:
     heads = int(getattr(text, "num_key_value_heads", None) or query_heads)
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
-    return [LayerShape(heads, width, width, dtype)] * len(layer_kinds(config))
+    return [Geometry(1, heads, width, width, dtype)] * len(layer_kinds(config))
 
 
 def changing_ropes(config: PreTrainedConfig) -> list[str]:

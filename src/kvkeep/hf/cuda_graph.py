@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from kvkeep.hf.config import decoder_config, is_routed
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""
+
+
+_LENT = "is lent to graphed steps; close() them first"
 
 
 class Graphed:
@@ -40,8 +43,6 @@ class Graphed:
     def __init__(self, model: PreTrainedModel, cache: Cache, *, compile: bool = False) -> None:
         if not is_routed(decoder_config(model.config)):
             raise StateError("the model is not attached; call kvkeep.attach(model) first")
-        if isinstance(cache.layers, _Lent):
-            raise StateError(f"the cache {cache.layers.why}")
         if not cache.fed:
             raise StateError("the cache is empty; feed the prompt through the model first")
         device = model.device
@@ -63,7 +64,7 @@ class Graphed:
         self._steps = 0
         self._whole = True  # whether all layers were fed alike
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
-        self._lend()
+        self._closed, cache.lent = False, _LENT
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Feed one token a row, int64 (B, 1); returns the logits (B, V) of the next.
@@ -73,7 +74,7 @@ class Graphed:
             CapacityError: the cache is full; nothing was fed.
             StateError: it was closed.
         """
-        if not isinstance(self.cache.layers, _Lent):
+        if self._closed:
             raise StateError("these steps were closed; make new ones: Graphed(model, cache)")
         if input_ids.shape != self._token.shape:
             raise ShapeError(
@@ -99,10 +100,10 @@ class Graphed:
     def close(self) -> None:
         """Give the cache back, with all that was fed; empty, if a step was interrupted. The graph
         is freed."""
-        if not isinstance(self.cache.layers, _Lent):
+        if self._closed:
             return
         self._graph = self._logits = None
-        self.cache.layers, self.cache._traced = self._layers, self._tickets
+        self._closed, self.cache.lent, self.cache._traced = True, "", self._tickets
         with torch.inference_mode():
             for step in self._steps_on_device:
                 step.close()
@@ -160,39 +161,11 @@ class Graphed:
             ) from error
         self._graph = graph
 
-    def _lend(self) -> None:
-        self.cache.layers = _Lent("is lent to graphed steps; close() them first")
-
     @contextmanager
     def _borrowed(self) -> Any:
         """The layers, for the model's own calls."""
-        self.cache.layers = self._layers
+        self.cache.lent = ""
         try:
             yield
         finally:
-            self._lend()
-
-
-class _Lent(list[Any]):
-    """Layers that are not there for the time being."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__()
-        self.why = why
-
-    def _raise(self) -> Any:
-        raise StateError(f"the cache {self.why}")
-
-    def __iter__(self) -> Any:
-        self._raise()
-
-    def __len__(self) -> int:
-        self._raise()
-        return 0
-
-    def __bool__(self) -> bool:
-        self._raise()
-        return False
-
-    def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        self._raise()
+            self.cache.lent = _LENT

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
@@ -21,8 +22,8 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
+    layer_geometries,
     layer_kinds,
-    layer_shapes,
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
@@ -34,7 +35,6 @@ from kvkeep.host import (
     Generation,
     Host,
     LayerKind,
-    LayerShape,
     Layerwise,
     ModelCache,
     Narrowed,
@@ -65,8 +65,8 @@ class TransformersHost(Host):
     def kinds(self) -> list[LayerKind]:
         return layer_kinds(self._config)
 
-    def shapes(self) -> list[LayerShape]:
-        return layer_shapes(self._config)
+    def geometries(self) -> list[Geometry]:
+        return layer_geometries(self._config)
 
     def rotaries(self) -> list[Rotary | None]:
         if is_latent(self._config):

@@ -1,6 +1,6 @@
 """What kvkeep asks of a model library, and which library a model is of."""
 
-from kvkeep.host.cache import Activation, LayerShape, ModelCache
+from kvkeep.host.cache import Activation, ModelCache
 from kvkeep.host.contract import (
     Generation,
     Host,
@@ -16,7 +16,6 @@ __all__ = [
     "Generation",
     "Host",
     "LayerKind",
-    "LayerShape",
     "LayerStep",
     "Layerwise",
     "ModelCache",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from kvkeep.cache import Cache
 from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
@@ -17,16 +15,6 @@ from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 DEFAULT_SPEC = "keep_all"
-
-
-class LayerShape(NamedTuple):
-    """What a layer gives to its cache: keys (B, heads, n, key_width), values (B, heads, n,
-    value_width), of a dtype."""
-
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: torch.dtype
 
 
 class Activation(NamedTuple):
@@ -91,18 +79,21 @@ class ModelCache(Cache):
         limits = [x.limit for x in layers if x.limit is not None and x.policy.budget is None]
         return min(limits, default=None)
 
-    def bytes_of(self, shapes: Sequence[LayerShape], tokens: int, rows: int = 1) -> int:
-        """What `live_bytes` will be once `tokens` columns of keys and values of such shapes, one
-        for each layer, have passed."""
+    def bytes_of(self, geometries: Sequence[Geometry], tokens: int, rows: int = 1) -> int:
+        """What `live_bytes` will be once `tokens` columns have passed.
+
+        Args:
+            geometries: of each layer's keys and values.
+        """
         return sum(
             promised_bytes(
                 layer.policy,
                 layer.key_codec,
                 layer.value_codec,
                 tokens,
-                Geometry(rows, *shape),
+                geometry._replace(rows=rows),
             )
-            for layer, shape in zip(self.layers, shapes, strict=True)
+            for layer, geometry in zip(self.layers, geometries, strict=True)
         )
 
     def reset(self) -> None:

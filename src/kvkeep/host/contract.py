@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvkeep.cache import CacheStats
 from kvkeep.errors import UnsupportedError
-from kvkeep.host.cache import DEFAULT_SPEC, Activation, LayerShape, ModelCache
+from kvkeep.geometry import Geometry
+from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.rotary import Rotary
@@ -77,8 +78,8 @@ class Host(ABC):
         """
 
     @abstractmethod
-    def shapes(self) -> list[LayerShape]:
-        """What each layer gives to its cache.
+    def geometries(self) -> list[Geometry]:
+        """Heads, widths and dtype of each layer's keys and values, of one row.
 
         Raises:
             UnsupportedError: the model does not say.

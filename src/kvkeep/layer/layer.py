@@ -139,8 +139,8 @@ class LayerCache(Readable, Step):
             self._take_back()
             raise
         self._writing = False
-        hides = self._slots.frozen.hides
-        return self.view_of(self._slots.segments(), queries, self._ledger, self.length, hides)
+        slots, ledger = self._slots, self._ledger
+        return self.view_of(slots.segments(), queries, ledger, slots.length, slots.frozen.hides)
 
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
@@ -459,10 +459,7 @@ class LayerCache(Readable, Step):
         """What queries see of segments that hold `length` slots, once `ledger` has passed; `hides`:
         some slots are hidden, where texts were joined."""
         empty = ledger.pads is not None or self.policy.ragged or hides
-        fed = ledger.columns
-        return view_of(
-            segments, queries, self.policy, self.window, length=length, fed=fed, empty=empty
-        )
+        return view_of(segments, queries, self.policy, self.window, length, ledger.columns, empty)
 
     def seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""

@@ -59,7 +59,8 @@ class Step(ABC):
             policy.observed,
         )
         out, mass = (attend or dispatch)(inputs.q, view, options)
-        self._settle(Observation(mass, queries=inputs.q.detach(), scale=inputs.scale))
+        q = inputs.q.detach() if inputs.q.requires_grad else inputs.q
+        self._settle(Observation(mass, queries=q, scale=inputs.scale))
         return out
 
 
@@ -68,9 +69,8 @@ def view_of(
     queries: Tensor,
     policy: Policy,
     window: int | None,
-    *,
     length: int | None,
-    fed: int = 0,
+    fed: int,
     empty: bool,
 ) -> View:
     """What queries attend to.
@@ -85,4 +85,4 @@ def view_of(
         empty: whether some slots are empty.
     """
     reaches = limits(policy.reach, window, queries.shape[-1], length, fed)
-    return View(segments, queries, empty, tuple(reaches))
+    return View(segments, queries, empty, reaches)

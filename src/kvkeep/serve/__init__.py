@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server for one model, which computes no beginning of a prompt twice."""
+"""An OpenAI-compatible server for one model, which reuses the caches of shared prompt prefixes."""

@@ -29,9 +29,9 @@ from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import Asked, RequestError, read
 from kvkeep.serve.turns import Turns
 
-_JSON_PER_BYTE = 4  # bytes of a request for each of its prompt: characters may come escaped
-_JSON_BESIDE = 2**16  # bytes of a request beside the prompt
-_LEFT = 499  # the status of an answer that nobody waits for
+_JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
+_JSON_BESIDE = 2**16  # bytes of a request besides the prompt
+_CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
@@ -45,18 +45,19 @@ def application(
     hosts: Collection[str] = (),
     origins: Collection[str] = (),
 ) -> Starlette:
-    """The server of an engine, which is closed when the server shuts down.
+    """The HTTP application for an engine. The engine is closed when the server shuts down.
 
     Args:
-        keys: of which clients must send one as a bearer token, to all but /health; what a
-            prompt begins with is found for the clients whose keys have the same name. None:
-            everybody is answered.
-        share: without keys, a prompt may begin with what anybody sent.
-        hosts: names to answer to, beside `localhost` and every numeric address; "*": all.
-        origins: of pages that may use the server, such as "https://chat.example"; "*": all.
+        keys: API keys; clients must send one as a bearer token to every endpoint but /health.
+            Cached prompt prefixes are shared among clients whose keys have the same name. None: no
+            key is needed.
+        share: without keys, share cached prompt prefixes among all clients.
+        hosts: accepted host names, in addition to `localhost` and every numeric address; "*": all.
+        origins: origins of web pages that may use the server, such as "https://chat.example"; "*":
+            all.
 
     Raises:
-        SpecError: a host or an origin that no client could send.
+        SpecError: a host or an origin is not valid.
     """
     hosts, origins = host_names(hosts), origin_names(origins)
     started = int(time.time())
@@ -127,20 +128,23 @@ def application(
 
 
 class _Client(NamedTuple):
-    """A client: its queue, and the namespace whose prompts it shares; None: it shares none."""
+    """A client: the name of its queue, and the namespace whose prompt prefixes it shares (None:
+    none)."""
 
     queue: str
     shares: str | None
 
 
 class _Completions:
-    """An endpoint, as an ASGI application: a request keeps its place until its answer is sent.
+    """An endpoint, as an ASGI application. A request keeps its place in the queue until its answer
+    is sent.
 
     Args:
-        reading, reader: whose prompt is parsed and tokenised next, and the thread that does it. It
-            is given one at a time, so that what waits belongs to its request and goes with it.
-        turns: who is answered next.
-        chat: of chat, or of plain completions.
+        reading, reader: the queue for parsing and tokenising prompts, and the thread that does it.
+            The thread gets one prompt at a time, so that a waiting prompt is freed with its
+            request.
+        turns: the queue for answers.
+        chat: chat completions (True) or plain completions.
     """
 
     def __init__(
@@ -162,39 +166,41 @@ class _Completions:
         with self._turns.place(client.queue) as place:
             limit = _JSON_PER_BYTE * self._engine.prompt_bytes + _JSON_BESIDE
             body = await _body(request, limit, self._engine.limits.timeout_s)
-            deadline = self._turns.deadline()  # of both waits
-            asked, ids = await self._understood(request, body, client.queue, deadline)
+            deadline = self._turns.deadline()  # for both queues together
+            asked, ids = await self._parsed(request, body, client.queue, deadline)
             del body
-            await _unless_left(request, self._turns.wait(place, deadline))
+            await _until_disconnect(request, self._turns.wait(place, deadline))
             answer = _Answer(asked)
             work = self._engine.submit(asked, ids, answer.emit, answer.gone, name=client.shares)
-            # A client may leave, but the engine is busy until it is done.
+            # The turn ends when the engine is done, even if the client disconnects before.
             place.hand_over()
             work.add_done_callback(lambda _: answer.in_loop(self._turns.done))
             del ids
-            response = _Stream(answer) if asked.stream else await _whole(request, answer)
+            response = (
+                _Stream(answer) if asked.stream else await _complete_response(request, answer)
+            )
             await response(scope, receive, send)
 
-    async def _understood(
+    async def _parsed(
         self, request: Request, body: bytearray, queue: str, deadline: float
     ) -> tuple[Asked, Tensor]:
-        def understood() -> tuple[Asked, Tensor]:
+        def parsed() -> tuple[Asked, Tensor]:
             asked = read(body, chat=self._chat)
             _require_model(self._engine, asked.model)
             return asked.without_prompt(), self._engine.encode(asked)
 
         loop = asyncio.get_running_loop()
         with self._reading.place(queue) as place:
-            await _unless_left(request, self._reading.wait(place, deadline))
-            running = self._reader.submit(understood)
-            # A client may leave, but the thread is busy until it is done.
+            await _until_disconnect(request, self._reading.wait(place, deadline))
+            running = self._reader.submit(parsed)
+            # The turn ends when the thread is done, even if the client disconnects before.
             place.hand_over()
             running.add_done_callback(lambda _: _in_loop(loop, self._reading.done))
-            return await _unless_left(request, asyncio.wrap_future(running))
+            return await _until_disconnect(request, asyncio.wrap_future(running))
 
 
 class _Answer:
-    """A request that is with the engine, and what came of it so far."""
+    """A request that the engine is answering, with the events of its answer so far."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -203,15 +209,15 @@ class _Answer:
         self._loop = asyncio.get_running_loop()
 
     def emit(self, event: Event) -> None:
-        """Take what comes next, from any thread."""
+        """Add an event; may be called from any thread."""
         self.in_loop(lambda: self._events.put_nowait(event))
 
     def in_loop(self, do: Callable[[], None]) -> None:
-        """Call from any thread what belongs to the server's; after its end, nothing."""
+        """Call `do` in the event loop, from any thread; ignored once the loop has ended."""
         _in_loop(self._loop, do)
 
     async def events(self) -> AsyncIterator[Event]:
-        """All events, as they come."""
+        """Yield all events as they arrive, until `Used` or a `RequestError`."""
         while True:
             event = await self._events.get()
             yield event
@@ -220,7 +226,7 @@ class _Answer:
 
 
 class _Stream(StreamingResponse):
-    """An answer as server-sent events. A client that goes away ends it."""
+    """An answer as server-sent events. It is cancelled when the client disconnects."""
 
     def __init__(self, answer: _Answer) -> None:
         self.answer = answer
@@ -243,18 +249,18 @@ class _Stream(StreamingResponse):
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # it has ended
+    with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(do)
 
 
-async def _whole(request: Request, answer: _Answer) -> Response:
-    """An answer at once. A client that goes away ends it."""
+async def _complete_response(request: Request, answer: _Answer) -> Response:
+    """An answer as one JSON object. It is cancelled when the client disconnects."""
 
     async def gathered() -> list[Event]:
         return [event async for event in answer.events()]
 
     try:
-        events = await _unless_left(request, gathered())
+        events = await _until_disconnect(request, gathered())
     finally:
         answer.gone.set()
     if isinstance(events[-1], RequestError):
@@ -262,11 +268,11 @@ async def _whole(request: Request, answer: _Answer) -> Response:
     return as_json(Reply(answer.asked).whole(events))
 
 
-async def _unless_left(request: Request, doing: Awaitable[_Result]) -> _Result:
-    """The result of something, which is cancelled when the client goes away.
+async def _until_disconnect(request: Request, doing: Awaitable[_Result]) -> _Result:
+    """The result of `doing`, which is cancelled if the client disconnects.
 
     Raises:
-        ClientDisconnect: it went away.
+        ClientDisconnect: the client disconnected.
     """
 
     async def left() -> None:
@@ -286,10 +292,10 @@ async def _unless_left(request: Request, doing: Awaitable[_Result]) -> _Result:
 
 
 async def _body(request: Request, limit: int, timeout_s: float) -> bytearray:
-    """A request's body; of one that is too large nothing more is read.
+    """Read a request's body, at most `limit` bytes.
 
     Raises:
-        RequestError: it is larger than the limit, in bytes, or does not come in time.
+        RequestError: the body is larger than the limit, or does not arrive in time.
     """
     body = bytearray()
     length = request.headers.get("content-length", "")
@@ -323,7 +329,7 @@ def _require_model(engine: Engine, name: str) -> None:
 
 
 def _require_json(request: Request) -> None:
-    """Other types can be sent by any web page, without the browser asking the server first."""
+    """Refuse other content types: any web page can send those without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(
@@ -334,17 +340,17 @@ def _require_json(request: Request) -> None:
 
 
 def _require_key(request: Request, keys: Keys) -> str:
-    """The name of the key that was sent.
+    """The name of the API key that was sent.
 
     Raises:
-        RequestError: none, or a wrong one.
+        RequestError: no key was sent, or a wrong one.
     """
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     name = keys.name(given.strip().encode("latin-1")) if kind.lower() == "bearer" else None
     if name is None:
         said = "a wrong API key" if given else "no API key"
         raise RequestError(
-            f"{said}; send one of this server's as `Authorization: Bearer KEY`",
+            f"{said}; send one of this server's keys as `Authorization: Bearer KEY`",
             code="invalid_api_key",
             status=401,
         )
@@ -364,7 +370,7 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
 
 
 async def _leave(request: Request, error: Exception) -> Response:
-    return Response(status_code=_LEFT)
+    return Response(status_code=_CLIENT_CLOSED)
 
 
 async def _fail(request: Request, error: Exception) -> Response:

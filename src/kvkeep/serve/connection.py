@@ -1,4 +1,4 @@
-"""Connection: one client's connection, which ends when the client lets it wait."""
+"""Connection: an HTTP connection with timeouts for slow clients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FULL = (
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1, which by itself waits for clients as long as they like.
+    """uvicorn's HTTP/1.1 protocol, with timeouts that uvicorn lacks.
 
-    Here a client has some seconds to send a request's headers, to finish sending a request that
-    was answered already, and to read what was written to it; then the connection is closed. Of a
-    request that is being read, the application bounds the time.
+    A client has `limits.timeout_s` seconds to send a request's headers, to finish sending a request
+    that was answered already, and to read what was written to it; then the connection is closed.
+    The application limits the time to receive a request's body.
     """
 
     limits = Limits()
@@ -31,38 +31,38 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so writing pauses while anything is unread
+        transport.set_write_buffer_limits(high=0)  # pause writing while any data is unread
         if len(self.connections) > self.limits.connections:
             transport.write(_FULL)
             transport.close()
-        self._expect("request")
+        self._start_timeout("request")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self._expect("request")
+            self._start_timeout("request")
         else:
-            self._have("request")
+            self._cancel_timeout("request")
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect("reading")
+        self._start_timeout("reading")
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._have("reading")
+        self._cancel_timeout("reading")
 
     def connection_lost(self, exc: Exception | None) -> None:
         for waited in list(self._deadlines):
-            self._have(waited)
+            self._cancel_timeout(waited)
         super().connection_lost(exc)
 
-    def _expect(self, waited: str) -> None:
+    def _start_timeout(self, waited: str) -> None:
         if waited not in self._deadlines:
             self._deadlines[waited] = self.loop.call_later(
                 self.limits.timeout_s, self.transport.abort
             )
 
-    def _have(self, waited: str) -> None:
+    def _cancel_timeout(self, waited: str) -> None:
         if deadline := self._deadlines.pop(waited, None):
             deadline.cancel()

@@ -1,9 +1,9 @@
-"""Gate: which names a server answers to, and which web pages may use it.
+"""Gate: which host names a server accepts, and which web pages may use it.
 
-A browser lets any page send requests to any address that it reaches, this machine included. Two
-headers tell such requests apart, for a page cannot change them: `Origin` names the page, and `Host`
-the name that the address was looked up by, which is the attacker's when it was pointed at somebody
-else's address (DNS rebinding).
+A browser lets any page send requests to any address that it can reach, including this machine. Two
+headers, which a page cannot change, identify such requests: `Origin` names the page, and `Host` the
+host name in the URL. In a DNS rebinding attack that name belongs to the attacker, who made it
+resolve to this server's address.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def host_names(given: Iterable[str]) -> list[str]:
     """Names of hosts as `Gate` compares them: without a port, in lower case.
 
     Raises:
-        SpecError: what no client could send.
+        SpecError: a name is not valid.
     """
     return [host if host == "*" else _host_name(host) for host in given]
 
@@ -49,7 +49,7 @@ def origin_names(given: Iterable[str]) -> list[str]:
     """Origins as browsers send them: in lower case, without a path or the scheme's usual port.
 
     Raises:
-        SpecError: what no browser sends.
+        SpecError: an origin is not one that a browser would send.
     """
     return [one if one in ("*", "null") else _origin_name(one) for one in given]
 
@@ -67,12 +67,12 @@ def _origin_name(given: str) -> str:
 
 @final
 class Gate:
-    """Refuses what was not addressed to this server by a name of its own, or comes from a page.
+    """ASGI middleware that refuses requests for an unknown host name or from an unknown origin.
 
     Args:
-        hosts: from `host_names`: to answer to, beside `localhost` and every numeric address; "*":
-            all.
-        origins: from `origin_names`: of pages that may use the server; "*": all.
+        hosts: from `host_names`: accepted names, in addition to `localhost` and every numeric
+            address; "*": all.
+        origins: from `origin_names`: origins of pages that may use the server; "*": all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
@@ -88,10 +88,10 @@ class Gate:
 
     def _refusal(self, headers: Headers) -> RequestError | None:
         host = headers.get("host", "")
-        if not self._knows(host):
+        if not self._accepts(host):
             return RequestError(
-                f"this server does not answer to the host {host[:80]!a}; use its address, or start "
-                "it with --allow-host",
+                f"this server does not accept the host name {host[:80]!a}; use its address, or "
+                "start it with --allow-host",
                 code="unknown_host",
                 status=421,
             )
@@ -99,13 +99,13 @@ class Gate:
             if not {"*", origin.lower()} & self._origins:
                 return RequestError(
                     f"pages of {origin[:80]!a} may not use this server; start it with "
-                    "--allow-origin to let them",
+                    "--allow-origin to allow them",
                     code="unknown_origin",
                     status=403,
                 )
         return None
 
-    def _knows(self, host: str) -> bool:
+    def _accepts(self, host: str) -> bool:
         if "*" in self._hosts:
             return True
         found = _HOST.fullmatch(host)

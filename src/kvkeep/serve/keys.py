@@ -1,4 +1,4 @@
-"""Keys: who a client is, by the API key that it sends."""
+"""Keys: clients identified by their API keys."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class KeysError(KVKeepError, ValueError):
-    """API keys that no client could send, or a file of them that cannot be read."""
+    """API keys are invalid, or their file cannot be read."""
 
 
 @final
 class Keys:
-    """The API keys of a server, each with the name of whom it belongs to.
+    """The API keys of a server, each with the name of its tenant.
 
     Args:
-        names: the name of each key. Keys with the same name belong to one tenant, which has a
-            namespace of the store and a queue of its own.
+        names: maps each key to a name. Keys with the same name belong to one tenant, which has its
+            own namespace in the store and its own queue.
 
     Raises:
-        KeysError: no key, one that is empty or not printable ASCII without spaces, or a bad name.
+        KeysError: there is no key, a key is empty or not printable ASCII without spaces, or a name
+            is not valid.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -40,21 +41,23 @@ class Keys:
                     "client can send; use printable ASCII without spaces"
                 )
             if name and not _NAME.fullmatch(name):
-                raise KeysError(f"a key's name {name!r}; use letters, digits, '.', '_' and '-'")
+                raise KeysError(
+                    f"key name {name!r} is not valid; use letters, digits, '.', '_' and '-'"
+                )
         self._names = [(_digest(key.encode()), name) for key, name in names.items()]
 
     @classmethod
     def single(cls, key: str) -> Keys:
-        """One key for all clients; white space around it does not count."""
+        """One key for all clients; surrounding white space is removed."""
         return cls({key.strip(): ""})
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """The keys of a file: a line `name:key` for each; empty lines and those that begin with #
-        do not count.
+        """Read keys from a file with one line `name:key` per key. Empty lines and lines that start
+        with # are ignored.
 
         Raises:
-            KeysError: it cannot be read, has no key, a malformed line, or one key twice.
+            KeysError: the file cannot be read, has no key, a malformed line, or a repeated key.
         """
         try:
             lines = Path(path).read_text("utf-8").splitlines()
@@ -73,7 +76,7 @@ class Keys:
         return cls(names)
 
     def name(self, given: bytes) -> str | None:
-        """The name of a key; None: unknown. The time it takes does not depend on the keys."""
+        """The name of a key; None: unknown. The comparison takes the same time for any key."""
         digest, found = _digest(given), None
         for known, name in self._names:
             if hmac.compare_digest(known, digest):

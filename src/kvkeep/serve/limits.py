@@ -1,4 +1,4 @@
-"""Limits: what clients may take of a server."""
+"""Limits: what clients may use of a server's time and memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _UNKNOWN_CONTEXT = 2**16
 @final
 @dataclass(frozen=True)
 class Limits:
-    """What clients may take of a server, one at a time and all together.
+    """Limits on what clients may use of a server, each client alone and all together.
 
     Args:
-        queue: requests of one key name that may wait while another is answered; more get 429.
-        wait_s: seconds that a request may wait for its turn; then it gets 503.
+        queue: most requests of one key name that may wait while another is answered; further ones
+            get status 429.
+        wait_s: seconds that a request may wait for its turn; then it gets status 503.
         answer_tokens: most tokens of all answers to one request, `n` times `max_tokens`.
-        prompt_bytes: most bytes of a prompt, compared before it is rendered or tokenised; None: 16
-            for each token of the model's context, but 64 KiB to 8 MiB.
-        timeout_s: seconds for a request to arrive whole, and for a client to take what it was sent.
-        connections: most at a time; more are closed.
+        prompt_bytes: most bytes of a prompt, checked before it is rendered or tokenised. None: 16
+            per token of the model's context, but at least 64 KiB and at most 8 MiB.
+        timeout_s: seconds for a request to arrive completely, and for a client to read what was
+            sent to it.
+        connections: most open connections; further ones are closed.
 
     Raises:
-        SpecError: a limit that lets nothing through, or everything.
+        SpecError: a limit is not positive (`queue` may be 0), or infinite.
     """
 
     queue: int = 64
@@ -47,7 +49,8 @@ class Limits:
                 raise SpecError(f"{field.name} of {value}; give a finite number")
 
     def prompt_of(self, context: int | None) -> int:
-        """Most bytes of a prompt for a model of that context, in tokens; None: it has no limit."""
+        """Most bytes of a prompt for a model with a context of that many tokens (None: unknown or
+        unlimited, for which 65536 are assumed)."""
         if self.prompt_bytes is not None:
             return self.prompt_bytes
         estimate = _BYTES_PER_TOKEN * (context or _UNKNOWN_CONTEXT)

@@ -1,4 +1,4 @@
-"""Listening: a port that is free, and a server on it until it is told to stop."""
+"""Bind a port, and run a server on it until a signal stops it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvkeep.errors import StateError
 from kvkeep.serve.connection import Connection
 from kvkeep.serve.limits import Limits
 
-_GRACE_S = 5  # for requests that are being answered when the server is told to stop
-_MOST_GRACE_S = 60  # for one whose prompt is being read then
+_GRACE_S = 5  # for requests that are being answered when the server stops
+_MOST_GRACE_S = 60  # for a request whose prompt is being processed then
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 5  # that a connection is kept for a client's next request
+_KEEP_ALIVE_S = 5  # how long an idle connection is kept open
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host."""
+    """Whether a host's address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -37,10 +37,11 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on a host's port, 0 for any free one; nobody can connect before it listens.
+    """A socket bound to a host's port (0: any free one). It does not accept connections before
+    `listen`.
 
     Raises:
-        StateError: the port is in use, or there is no such host here.
+        StateError: the port is in use, or the host is not an address of this machine.
     """
     try:
         family, kind, *_, address = socket.getaddrinfo(
@@ -59,10 +60,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> str:
-    """Let clients connect; they wait until the server runs. Where they find it.
+    """Accept connections, which wait until the server runs. Returns the server's URL.
 
     Raises:
-        StateError: another process has begun to listen on the port meanwhile.
+        StateError: another process has started to listen on the port meanwhile.
     """
     host, port = bound.getsockname()[:2]
     try:
@@ -73,8 +74,8 @@ def listen(bound: socket.socket) -> str:
 
 
 def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
-    """uvicorn's settings for an application: connections that wait for no client, no websockets,
-    and a log, on stderr, without query strings."""
+    """uvicorn's settings for an application: connections with timeouts, no websockets, and a log on
+    stderr without query strings."""
     log = copy.deepcopy(LOGGING_CONFIG)
     log["filters"] = {"path": {"()": _PathOnly}}
     log["handlers"]["access"] |= {"stream": "ext://sys.stderr", "filters": ["path"]}
@@ -99,20 +100,21 @@ def run(
     announce: Callable[[str], None],
     stop: Callable[[], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; what is being answered then has some seconds to finish.
+    """Serve until SIGINT or SIGTERM. Requests that are being answered then have five seconds to
+    finish.
 
     Args:
         bound: from `bind`.
-        limits: of its connections.
-        announce: told the URL as soon as clients can connect.
-        stop: ends what is being answered; called after those seconds, in a thread.
+        limits: limits for its connections.
+        announce: called with the URL as soon as clients can connect.
+        stop: ends the remaining answers; called after those five seconds, in a thread.
 
     Raises:
         StateError: see `listen`.
     """
     server = _Server(configured(app, limits), stop)
     if threading.current_thread() is threading.main_thread():
-        # Both signals end the server alike; uvicorn raises them again when it has shut down.
+        # Handle both signals alike; uvicorn raises them again after it has shut down.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         announce(listen(bound))
@@ -120,7 +122,7 @@ def run(
 
 
 class _PathOnly(logging.Filter):
-    """Keeps query strings, where some clients put keys, out of the access log."""
+    """Removes query strings, which may contain API keys, from the access log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         client, method, path, *rest = cast(tuple[str, ...], record.args)
@@ -129,7 +131,7 @@ class _PathOnly(logging.Filter):
 
 
 class _Server(uvicorn.Server):
-    """One that ends long answers itself, so that their clients are told why."""
+    """A uvicorn server that ends long answers at shutdown, so that clients get the reason."""
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What clients are answered, in the shape that OpenAI's clients read."""
+"""Replies in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DONE = "data: [DONE]\n\n"
 @final
 @dataclass
 class Reply:
-    """The answer to one request: as a whole, or as chunks of a stream."""
+    """The answer to one request, as one object or as chunks of a stream."""
 
     asked: Asked
     created: int = field(default_factory=lambda: int(time.time()))
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def whole(self, events: list[Event]) -> dict[str, Any]:
-        """All at once; the events end with `Used`."""
+        """The complete answer as one object; `events` must end with `Used`."""
         texts = ["".join(_pieces(events, index)) for index in range(self.asked.n)]
         reasons = {event.index: event.reason for event in events if isinstance(event, Finished)}
         choices = []
@@ -39,14 +39,14 @@ class Reply:
         return self._object("chat.completion", choices) | {"usage": _usage(used)}
 
     def begun(self) -> Iterator[str]:
-        """What a stream begins with."""
+        """The first chunks of a stream."""
         if self.asked.chat:
             for index in range(self.asked.n):
                 delta = {"delta": {"role": "assistant", "content": ""}}
                 yield self._chunk([self._choice(index, delta)])
 
     def chunks(self, event: Event) -> Iterator[str]:
-        """What an event adds to a stream."""
+        """The chunks of a stream for one event."""
         if isinstance(event, Piece):
             delta = {"delta": {"content": event.text}} if self.asked.chat else {"text": event.text}
             yield self._chunk([self._choice(event.index, delta)])
@@ -79,17 +79,17 @@ class Reply:
 
 
 def model(name: str, created: int) -> dict[str, Any]:
-    """A model, as the list of models has it."""
+    """A model's entry in the list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "kvkeep"}
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response in ASCII: what clients send may come back in it, and need not be valid Unicode."""
+    """A JSON response in ASCII, because it may quote a client's text that is not valid Unicode."""
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 def refusal(error: RequestError) -> Response:
-    """What a refused request is answered."""
+    """The response to a refused request."""
     headers = {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -114,5 +114,5 @@ def _usage(used: Used) -> dict[str, Any]:
 
 
 def _data(chunk: dict[str, Any]) -> str:
-    """An event of a stream. All but ASCII is escaped: some clients break lines at U+2028."""
+    """A server-sent event, escaped to ASCII because some clients treat U+2028 as a line break."""
     return f"data: {json.dumps(chunk)}\n\n"

@@ -1,4 +1,5 @@
-"""What clients ask for, read from JSON: every field is honoured, harmless, or refused by name."""
+"""Parse requests from JSON. Each field of OpenAI's API is supported, has no effect here, or is
+refused by name."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from kvkeep.errors import KVKeepError
 
 _ROLES = {
     "system": "system",
-    "developer": "system",  # which is what templates know
+    "developer": "system",  # the role that chat templates support
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
 _MOST_STOPS = 4
-_LONGEST_STOP = 1000  # characters: every new piece of text is compared with each beginning of one
+_LONGEST_STOP = 1000  # characters: each new piece of text is compared with every prefix of it
 _MOST_CHOICES = 128
-_MOST_WHOLE = 2**63 - 1  # Python's own whole numbers may be too long to be written
-_COLDEST = 1e-4  # a temperature below is greedy: logits divided by it would overflow
-_DEFAULT_COMPLETION = 16  # tokens, as OpenAI's completions have it
+_MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
+_LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
+_DEFAULT_COMPLETION = 16  # tokens, OpenAI's default for completions
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -53,8 +54,8 @@ Message = dict[str, Any]
 
 
 class RequestError(KVKeepError):
-    """A request that is refused: why, which field, with which HTTP status, and after how many
-    seconds to try again."""
+    """A refused request. It has a message, the field and code at fault, the HTTP status, and after
+    how many seconds to retry."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RequestError(KVKeepError):
         self.param, self.code, self.status, self.retry_s = param, code, status, retry_s
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI says it."""
+        """The error in the format of OpenAI's API."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         about = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -78,8 +79,8 @@ class RequestError(KVKeepError):
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: of `chat`, with `messages`, or to continue a `prompt`, text or token ids.
-    `max_tokens` None is as many as the model's context, and the server's limit, have room for."""
+    """One request: a chat with `messages` (`chat=True`), or a `prompt` to continue, text or token
+    ids. `max_tokens=None` allows as many as the model's context and the server's limit permit."""
 
     chat: bool
     model: str
@@ -97,24 +98,24 @@ class Asked:
 
     @property
     def param(self) -> str:
-        """The field that the prompt came in."""
+        """The name of the field with the prompt."""
         return "messages" if self.chat else "prompt"
 
     def without_prompt(self) -> Asked:
-        """All but the prompt, which may be large, and is not needed once there are tokens of it."""
+        """A copy without the prompt, which may be large and is not needed once it is tokenised."""
         return replace(self, messages=[], prompt="", tools=None)
 
 
 def read(body: bytes | bytearray, *, chat: bool) -> Asked:
-    """What a request's body asks for, of chat or of plain completions.
+    """Parse the body of a request, for chat or for plain completions.
 
     Raises:
-        RequestError: no JSON, or a field that is wrong or unsupported.
+        RequestError: the body is not JSON, or a field is wrong or unsupported.
     """
     try:
         given = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise RequestError(f"the body is {_kind(given)}; give a JSON object")
     for name, off in (_OFF_IN_CHAT if chat else _OFF_IN_COMPLETIONS).items():
@@ -128,7 +129,7 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
             )
     tokens = None if chat else _DEFAULT_COMPLETION
     for name in ("max_tokens", "max_completion_tokens") if chat else ("max_tokens",):
-        tokens = _whole(given, name, tokens, 1)
+        tokens = _integer(given, name, tokens, 1)
     temperature = _number(given, "temperature", 1.0, 2.0)
     options = _of(given, "stream_options", dict, {})
     return Asked(
@@ -138,27 +139,27 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
         prompt="" if chat else _prompt(given),
         tools=_tools(given) if chat else None,
         max_tokens=tokens,
-        temperature=temperature if temperature >= _COLDEST else 0.0,
+        temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
         top_p=_number(given, "top_p", 1.0, 1.0),
         stop=_stop(given),
-        seed=_whole(given, "seed", None, -(2**63)),
-        n=_whole(given, "n", 1, 1, _MOST_CHOICES) or 1,
+        seed=_integer(given, "seed", None, -(2**63)),
+        n=_integer(given, "n", 1, 1, _MOST_CHOICES) or 1,
         stream=_of(given, "stream", bool, False),
         include_usage=_of(options, "include_usage", bool, False, "stream_options."),
     )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a name that comes twice, another program may take the other value."""
+    """Refuse a repeated name, for which other programs may use the other value."""
     given = dict(pairs)
     if len(given) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"an object has {json.dumps(twice)[:80]} twice")
+        raise ValueError(f"an object has the name {json.dumps(twice)[:80]} twice")
     return given
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a valid number")
 
 
 def _conversation(given: Mapping[str, Any]) -> list[Message]:
@@ -175,7 +176,7 @@ def _message(given: Any, where: str) -> Message:
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise RequestError(
-            f"{where}.role {json.dumps(said)[:80]}; give one of {', '.join(_ROLES)}",
+            f"{where}.role {json.dumps(said)[:80]} is unknown; give one of {', '.join(_ROLES)}",
             param=f"{where}.role",
         )
     for name in ("audio", "function_call"):
@@ -213,7 +214,7 @@ def _content(given: Any, where: str) -> str:
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    """A call of a tool, with its arguments as an object, as chat templates expect them."""
+    """A tool call with its arguments as an object, which is what chat templates expect."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict):
         raise RequestError(f"{where} has no function; only functions can be called", param=where)
@@ -224,7 +225,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise RequestError(
-            f"{where}.function.arguments is no JSON object", param=f"{where}.function.arguments"
+            f"{where}.function.arguments is not a JSON object",
+            param=f"{where}.function.arguments",
         )
     name = _text(function.get("name"), f"{where}.function.name")
     identity = given.get("id")
@@ -240,7 +242,9 @@ def _tools(given: Mapping[str, Any]) -> list[Any] | None:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"tools[{i}] is no function that has a name", param=f"tools[{i}]")
+            raise RequestError(
+                f"tools[{i}] is not a function with a name; give one", param=f"tools[{i}]"
+            )
     return tools if tools and given.get("tool_choice") != "none" else None
 
 
@@ -252,7 +256,7 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
         return prompt
     if isinstance(prompt, list):
         raise RequestError(
-            f"prompt is a list of {len(prompt)}; give one text, or the token ids of one",
+            f"prompt is a list of {len(prompt)} items; give one text, or the token ids of one",
             param="prompt",
         )
     text = _text(prompt, "prompt")
@@ -265,14 +269,14 @@ def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
     stop = given.get("stop")
     strings = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if len(strings) > _MOST_STOPS:
-        raise RequestError(f"{len(strings)} stop strings; give up to {_MOST_STOPS}", param="stop")
+        raise RequestError(f"{len(strings)} stop strings; give at most {_MOST_STOPS}", param="stop")
     texts = tuple(_text(string, "stop") for string in strings)
     if not all(texts):
         raise RequestError("a stop string is empty; leave it out", param="stop")
     longest = max(map(len, texts), default=0)
     if longest > _LONGEST_STOP:
         raise RequestError(
-            f"a stop string of {longest} characters; give up to {_LONGEST_STOP}", param="stop"
+            f"a stop string of {longest} characters; give at most {_LONGEST_STOP}", param="stop"
         )
     return texts
 
@@ -283,7 +287,7 @@ def _text(given: Any, where: str) -> str:
     try:
         given.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{where} is no Unicode text: {error}", param=where) from None
+        raise RequestError(f"{where} is not valid Unicode: {error}", param=where) from None
     return given
 
 
@@ -316,15 +320,15 @@ def _number(given: Mapping[str, Any], name: str, default: float, high: float) ->
     return float(value)
 
 
-def _whole(
-    given: Mapping[str, Any], name: str, default: int | None, low: int, high: int = _MOST_WHOLE
+def _integer(
+    given: Mapping[str, Any], name: str, default: int | None, low: int, high: int = _MOST_INT
 ) -> int | None:
     value = given.get(name)
     if value is None:
         return default
     if type(value) is not int or not low <= value <= high:
         raise RequestError(
-            f"{name} {json.dumps(value)[:80]}; give a whole number from {low} to {high}", param=name
+            f"{name} {json.dumps(value)[:80]}; give an integer from {low} to {high}", param=name
         )
     return value
 
@@ -336,7 +340,8 @@ def _refused(where: str) -> RequestError:
 
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """False is no number, and 0 no flag, though Python takes them for equal."""
+    """Whether a value is among those allowed. Unlike Python's `in`, it distinguishes False from
+    0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 

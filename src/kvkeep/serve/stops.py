@@ -1,4 +1,4 @@
-"""Stops: where a text ends, because one of some strings has come."""
+"""Stops: cut a streamed text at the first stop string."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import final
 
 @final
 class Stops:
-    """Lets text through up to the first stop string, however the text is cut into pieces.
+    """Passes text on up to the first stop string, however the text is divided into pieces.
 
-    The string whose last character comes first is the one that counts. What may be the beginning of
-    one is held back until it is known.
+    The stop string that is complete first ends the text. Characters that may be the start of a stop
+    string are held back until that is decided.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -20,7 +20,7 @@ class Stops:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What can be given now that this came too; nothing once `found`."""
+        """Add a piece of text; returns what can be passed on now, or nothing once `found`."""
         if self.found:
             return ""
         text = self._held + text
@@ -34,12 +34,12 @@ class Stops:
         return text[:given]
 
     def rest(self) -> str:
-        """What was held back, when nothing more comes."""
+        """The text that was held back; call it at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of a text begin a string that it does not contain."""
+    """The length of the longest proper prefix of `string` at the end of `text`."""
     most = min(len(text), len(string) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)

@@ -1,4 +1,4 @@
-"""Turns: who is answered next, who has to wait, and who is sent away."""
+"""Turns: a fair queue that lets one request through at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RETRY_S = 5
 
 @final
 class Place:
-    """One request among those that wait."""
+    """A request's place in the queue."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -24,38 +24,39 @@ class Place:
         self.holds = False
 
     def hand_over(self) -> None:
-        """The turn is another's to end, by `Turns.done`."""
+        """Keep the turn after the place is left, until `Turns.done` is called."""
         self.holds = False
 
 
 @final
 class Turns:
-    """Lets one request at a time through. Names take turns; the requests of one go in order.
+    """Lets one request through at a time. Names are served in turn, and the requests of one name in
+    order of arrival.
 
-    It belongs to an event loop: all methods are to be called in its thread.
+    All methods must be called in the event loop's thread.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[Place]] = {}  # the first name is next
+        self._waiting: dict[str, deque[Place]] = {}  # names in the order of their next turn
         self._busy = False
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for their turn."""
+        """Number of requests that wait for their turn."""
         return sum(map(len, self._waiting.values()))
 
     @contextmanager
     def place(self, name: str) -> Iterator[Place]:
-        """A place in the queue of a name, for as long as the request is under way.
+        """A place in the queue of a name, for as long as the context is open.
 
         Raises:
-            RequestError: 429, too many requests of that name wait.
+            RequestError: status 429, too many requests of that name wait.
         """
         if self._taken[name] > self._limits.queue:
             raise RequestError(
-                f"{self._limits.queue} requests wait, which is the limit; try again later",
+                f"{self._limits.queue} requests wait already, which is the limit; try again later",
                 code="queue_full",
                 status=429,
                 retry_s=_RETRY_S,
@@ -73,18 +74,18 @@ class Turns:
                 self.done()
 
     def deadline(self) -> float:
-        """When a request that arrives now has waited too long, in the loop's time."""
+        """When a request that arrives now will have waited too long, in the event loop's time."""
         return asyncio.get_running_loop().time() + self._limits.wait_s
 
     async def wait(self, place: Place, deadline: float) -> None:
-        """Wait until it is this request's turn, which lasts until the place is left, or, once it
-        was handed over, until `done`.
+        """Wait for this request's turn. The turn lasts until the place is left or, after
+        `Place.hand_over`, until `done`.
 
         Args:
-            deadline: from `deadline`, when the request arrived.
+            deadline: from `deadline`, called when the request arrived.
 
         Raises:
-            RequestError: 503, its turn did not come in time.
+            RequestError: status 503, the turn did not come in time.
         """
         if not self._busy:
             self._busy = place.holds = True
@@ -96,15 +97,15 @@ class Turns:
                 await place.turn
         except TimeoutError:
             raise RequestError(
-                f"other requests took all of the {self._limits.wait_s:g} s that this one may "
-                "wait; try again later",
+                f"the request waited {self._limits.wait_s:g} s for others, which is the limit; try "
+                "again later",
                 code="waited_too_long",
                 status=503,
                 retry_s=_RETRY_S,
             ) from None
 
     def done(self) -> None:
-        """A turn is over: the next name's oldest request has it."""
+        """End the current turn; the oldest request of the next name gets it."""
         while self._waiting:
             name = next(iter(self._waiting))
             queue = self._waiting.pop(name)

@@ -1,6 +1,6 @@
 """Stores: what was computed for one prompt, for others that begin like it."""
 
-from kvkeep.store.backend import Backend, Block, Label
+from kvkeep.store.backend import Backend, Label, StoredBlock
 from kvkeep.store.disk import Disk
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
@@ -14,7 +14,6 @@ from kvkeep.store.stats import StoreStats
 
 __all__ = [
     "Backend",
-    "Block",
     "Disk",
     "Hit",
     "LMCache",
@@ -25,5 +24,6 @@ __all__ = [
     "PrefixStore",
     "Redis",
     "StoreStats",
+    "StoredBlock",
     "opened",
 ]

@@ -1,4 +1,4 @@
-"""Backend: where blocks of tokens are kept beside the process, behind five calls."""
+"""Backend: storage for blocks of tokens outside the process, behind five required methods."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from kvkeep.storage.allocate import free_bytes
 from kvkeep.store.layer_slices import Stretch
 
 FORMAT = 2
-"""The version of blocks that is written, and the only one that is read."""
+"""Version of the block format that is written, and the only one that is read."""
 
 LABEL_BYTES = 1 << 18
-"""As many of a block's first bytes have its `Label`, if it has not thousands of planes."""
+"""Bytes at the start of a block that contain its `Label`, unless it has thousands of planes."""
 
 HEADER_BYTES = 1 << 19
-"""The longest header of a block: thousands of planes."""
+"""Longest header of a block, in bytes: enough for thousands of planes."""
 
 MOST_BYTES = 1 << 32
-"""The largest block."""
+"""Largest block, in bytes."""
 
 _MOST_LAYERS = 1 << 12
 _MOST_HEADS = _MOST_WIDTH = 1 << 20
 _KEY = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{72,80}")
 
 ABANDONED_S = 3600.0
-"""After so long, what nobody knows of is not being written any more."""
+"""Unreferenced files older than this many seconds are abandoned writes."""
 
 _HEADER = "kvkeep_block"
 
 
 class OtherBlockError(ValueError):
-    """A block that is whole, under another key than its own, which is the argument."""
+    """An intact block was found under the wrong key. The argument is its own key."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,24 @@ class _Header:
 
 
 @contextmanager
-def _no_block() -> Iterator[None]:
-    """Raise ValueError for whatever is wrong with bytes that may be anything."""
+def _parse_errors() -> Iterator[None]:
+    """Turn any error from parsing untrusted bytes into ValueError."""
     try:
         yield
-    except MemoryError:  # which says nothing of the bytes
+    except MemoryError:  # the bytes may be valid
         raise
     except Exception as error:
-        raise ValueError(f"no block of kvkeep: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a kvkeep block: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
-class Block:
-    """Tokens that follow a known prefix, and what the layers hold of them.
+class StoredBlock:
+    """Tokens that follow a known prefix, and the layers' slots for them.
 
     Args:
         identity: see `PrefixStore`.
-        prefix: a hash of the tokens before it.
-        tokens: its own, int64 (n,).
+        prefix: hash of the tokens before the block.
+        tokens: the block's own tokens, int64 (n,).
         routed: see `kvkeep.cache.Cache.routed`.
         geometries: of one row of each layer.
     """
@@ -90,11 +90,12 @@ class Block:
 
     @property
     def key(self) -> str:
-        """Where it is found: `identity/prefix/own`, hashes, the last after its first token."""
+        """The block's key, `identity/prefix/own`: three hashes, the last one preceded by the
+        block's first token in hexadecimal."""
         return key_of(self.identity, self.prefix, self.tokens)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
+        """All tensors of the block, by name."""
         found = {
             f"{index}.{name}": planes[name]
             for index, planes in enumerate(self.stretch.layers)
@@ -103,7 +104,7 @@ class Block:
         return found | {"tokens": self.tokens}
 
     def metadata(self) -> dict[str, str]:
-        """What is said of the tensors, with a checksum of each."""
+        """The header that describes the tensors, with a checksum of each."""
         header = {
             "format": FORMAT,
             "identity": self.identity,
@@ -115,21 +116,22 @@ class Block:
         return sealed(_HEADER, header)
 
     def to_bytes(self) -> bytes:
-        """All of it, as bytes in the safetensors format."""
+        """The block in the safetensors format."""
         return tensor_file.to_bytes(self.tensors(), self.metadata())
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray, key: str) -> Block:
-        """The block of a key, of what `to_bytes` gave. It shares the memory of a bytearray.
+    def from_bytes(cls, data: bytes | bytearray, key: str) -> StoredBlock:
+        """Parse the output of `to_bytes`. The tensors share memory with `data` if it is a
+        bytearray.
 
         Raises:
-            ValueError: it is not what was written.
-            OtherBlockError: it is whole, and that of another key.
+            ValueError: the bytes differ from what was written.
+            OtherBlockError: the block is intact, but its key is not `key`.
         """
-        with _no_block():
+        with _parse_errors():
             layout = Layout.read(data, HEADER_BYTES)
             if layout.nbytes != len(data):
-                raise ValueError(f"{len(data)} bytes of {layout.nbytes}")
+                raise ValueError(f"{len(data)} bytes, but the header describes {layout.nbytes}")
             own = data if isinstance(data, bytearray) else bytearray(data)
             tensors = {name: layout.tensor(name, own) for name in layout.entries}
             block = cls._read(tensors, layout.metadata)
@@ -138,45 +140,48 @@ class Block:
         return block
 
     @classmethod
-    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Block:
-        """A block, of what `tensors` and `metadata` gave. Raises anything."""
+    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StoredBlock:
+        """Build a block from the results of `tensors` and `metadata`. May raise any exception."""
         header = _header(metadata)
         if set(tensors) != set(header.checksums):
-            raise ValueError("its header and data differ")
+            raise ValueError("the header lists other tensors than the data holds")
         if len(header.likes) > _MOST_LAYERS:
-            raise ValueError(f"{len(header.likes)} layers, but up to {_MOST_LAYERS} are read")
+            raise ValueError(f"{len(header.likes)} layers, but at most {_MOST_LAYERS} are read")
         geometries = [_geometry(fields) for fields in header.likes]
         numbers = {str(number): number for number in range(len(geometries))}
         layers: list[dict[str, Tensor]] = [{} for _ in geometries]
         for name, x in tensors.items():
             if tensor_file.checksum(x) != header.checksums[name]:
-                raise ValueError(f"tensor {name} has another checksum")
+                raise ValueError(f"the checksum of tensor {name} does not match")
             index, dot, plane = name.partition(".")
             if dot and index in numbers:
                 layers[numbers[index]][plane] = x
             elif name != "tokens":
-                raise ValueError(f"tensor {name[:50]!r} is of no layer")
+                raise ValueError(f"tensor {name[:50]!r} belongs to no layer")
         tokens = tensors["tokens"]
         if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
-            raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype}")
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}; expected int64 (n,)"
+            )
         for geometry, planes in zip(geometries, layers, strict=True):
             for name, x in planes.items():
                 if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, geometry.heads)}:
-                    raise ValueError(f"plane {name} is {tuple(x.shape)}")
+                    raise ValueError(f"plane {name} has the wrong shape {tuple(x.shape)}")
         stretch = Stretch(layers, len(tokens))
         if not stretch.nbytes:
-            raise ValueError("it holds nothing")
+            raise ValueError("the block holds no slots")
         return cls(header.identity, header.prefix, tokens, stretch, header.routed, geometries)
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a block says of itself, at a glance: its slots were not looked at.
+    """A block's description, read from its header without reading its slots.
 
     Args:
-        identity, prefix, tokens: see `Block`.
-        dtype: of the keys before they were encoded.
-        nbytes: of all of it, as it is kept.
+        identity, prefix, tokens: see `StoredBlock`.
+        layers: number of layers.
+        dtype: dtype of the keys before they were encoded.
+        nbytes: size of the whole block as stored, in bytes.
     """
 
     identity: str
@@ -188,39 +193,39 @@ class Label:
 
     @property
     def key(self) -> str:
-        """See `Block.key`."""
+        """See `StoredBlock.key`."""
         return key_of(self.identity, self.prefix, self.tokens)
 
     @classmethod
-    def of(cls, block: Block) -> Label:
-        """That of a block."""
+    def of(cls, block: StoredBlock) -> Label:
+        """The label of a block."""
         kind = str(block.geometries[0].dtype)
         parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
         return cls(*parts, kind, sum(x.nbytes for x in block.tensors().values()))
 
     @classmethod
     def read(cls, data: bytes, key: str | None = None) -> Label:
-        """That of a block, of its first bytes.
+        """Parse a label from the first bytes of a block.
 
         Args:
-            key: of the block, if it is known.
+            key: the block's key, if it is known.
 
         Raises:
-            ValueError: it is not there, or these were too few.
+            ValueError: the bytes are not the start of that block, or too few.
         """
-        with _no_block():
+        with _parse_errors():
             layout = Layout.read(data, HEADER_BYTES)
             header = _header(layout.metadata)
             entry = layout.entries["tokens"]
             stop = layout.start + entry.stop
             if entry.dtype != torch.int64 or len(entry.shape) != 1 or stop > len(data):
-                raise ValueError("its tokens lie elsewhere")
+                raise ValueError("the tokens are not an int64 tensor within these bytes")
             tokens = layout.tensor("tokens", bytearray(data[:stop])).clone()
             kind = str(_geometry(header.likes[0]).dtype)
             parts = (header.identity, header.prefix, tokens, len(header.likes))
             label = cls(*parts, kind, layout.nbytes)
             if label.key != (key or label.key):
-                raise ValueError("it is another block")
+                raise ValueError("the label belongs to another key")
             return label
 
 
@@ -228,7 +233,7 @@ def _header(metadata: Mapping[str, str]) -> _Header:
     require_seal(_HEADER, metadata)
     header = typed(_Header, json.loads(metadata[_HEADER]))
     if header.format != FORMAT:
-        raise ValueError(f"it is of format {header.format}, not {FORMAT}")
+        raise ValueError(f"the block has format {header.format}; only {FORMAT} is read")
     return header
 
 
@@ -240,12 +245,12 @@ def _geometry(fields: Any) -> Geometry:
         (value_width, _MOST_WIDTH),
     ):
         if type(number) is not int or not 1 <= number <= most:
-            raise ValueError(f"a layer of {str(fields)[:80]}")
+            raise ValueError(f"a layer has impossible sizes: {str(fields)[:80]}")
     return Geometry(1, heads, key_width, value_width, DTYPES[dtype])
 
 
 def token_bytes(tokens: Tensor) -> bytes:
-    """Tokens, int64 (n,), as they are hashed."""
+    """The bytes of tokens, int64 (n,), that are hashed."""
     found: bytes = tokens.contiguous().numpy().tobytes()
     return found
 
@@ -256,7 +261,7 @@ def digest(tokens: Tensor) -> str:
 
 
 def beginning(identity: str, prefix: str, token: int) -> str:
-    """How the keys of blocks begin that follow a prefix with some token."""
+    """The common start of the keys of all blocks that follow `prefix` and begin with `token`."""
     own = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()
     return f"{own}/{prefix}/{token:08x}"
 
@@ -267,73 +272,74 @@ def key_of(identity: str, prefix: str, tokens: Tensor) -> str:
 
 
 def is_key(key: object) -> bool:
-    """Whether this is the key of a block."""
+    """Whether `key` has the form of a block's key."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def most_bytes() -> int:
-    """The largest block that may be read now: what is larger would not fit the free memory."""
+    """Largest block that may be read now, in bytes; a larger one would not fit in free memory."""
     free = free_bytes(torch.device("cpu"))
     return MOST_BYTES if free is None else min(MOST_BYTES, free)
 
 
 def require_budget(budget: int | None) -> None:
-    """Raise SpecError for a budget that nothing fits."""
+    """Raise SpecError for a budget below one byte."""
     if budget is not None and budget < 1:
-        raise SpecError(f"a store of {budget} bytes; give at least 1, or None")
+        raise SpecError(f"a store's budget of {budget} bytes; give at least 1, or None")
 
 
 class Backend(ABC):
-    """Where blocks are kept. Several processes may share one; whatever goes wrong in it is a miss,
-    never an error of whoever asked.
+    """Storage for blocks. Several processes may share one. A failure of the storage is reported as
+    a miss and counted in `failures`; it never raises in the caller.
 
-    The calls that are not abstract do what they say by the five others; a backend for which each
-    call is a journey overrides them.
+    The methods that are not abstract are implemented with the five that are; a backend whose calls
+    cost a network round trip each should override them.
     """
 
     name: ClassVar[str]
 
     failures: int = 0
-    """How often something went wrong, and what it was at last."""
+    """Number of failed calls; `last_error` describes the latest."""
     last_error: str = ""
 
     damaged: int = 0
-    """How many blocks were found damaged, or others than they should be."""
+    """Number of blocks that were damaged or did not match their key."""
 
     @abstractmethod
-    def get(self, key: str, *, used: bool = True) -> Block | None:
-        """A block that is whole, or None. It counts as used, unless it is only looked at."""
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
+        """The block of a key, verified, or None. `used=False` leaves its time of last use as it
+        is."""
 
     @abstractmethod
-    def put(self, block: Block) -> bool:
-        """Keep a block, unless it is there; False where that failed."""
+    def put(self, block: StoredBlock) -> bool:
+        """Store a block unless it exists already. Returns False if that failed."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
-        """Whether a block is there; `get` may still find it damaged."""
+        """Whether a block exists; `get` may still find it damaged."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Forget a block, if it is there."""
+        """Delete a block if it exists."""
 
     @abstractmethod
     def scan(self, prefix: str = "") -> Iterator[str]:
-        """The keys that begin so."""
+        """Iterate over the keys that start with `prefix`."""
 
     def as_one_call(self) -> AbstractContextManager[None]:
-        """While this is entered, all calls of this thread together take at most as long as one may;
-        here a call has no limit."""
+        """A context in which all calls of this thread share the deadline of one call. The default
+        has no deadline."""
         return nullcontext()
 
     def quarantine(self, key: str) -> None:
-        """Put aside a block that was found damaged, or other than it should be, so that it is never
-        found again; here it is deleted."""
+        """Move a block that is damaged or does not match its key out of reach, so that it is never
+        returned again. The default deletes it."""
         self.damaged += 1
         self.delete(key)
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        """The blocks of the first keys, as far as they are there."""
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        """The blocks of `keys` in order, up to the first that is missing."""
+        found: list[StoredBlock] = []
         for key in keys:
             block = self.get(key)
             if block is None:
@@ -342,32 +348,35 @@ class Backend(ABC):
         return found
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """The keys whose blocks are not there; none where that is not known."""
+        """The keys whose blocks do not exist; keys whose state is unknown are left out."""
         return [key for key in keys if not self.contains(key)]
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
-        """Keep blocks that were missing; how many are there then."""
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
+        """Store blocks that were missing; returns how many are stored now."""
         return sum(map(self.put, blocks))
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
-        """What blocks say of themselves; None for those that are not there."""
+        """The labels of blocks; None for a block that does not exist."""
         found = (self.get(key, used=False) for key in keys)
         return [None if block is None else Label.of(block) for block in found]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
-        """Remove what killed processes left and what was found damaged, if it is older than so many
-        seconds; and blocks, those used longest ago first, until the rest fits a budget. The bytes
-        of all that."""
+        """Remove abandoned writes and quarantined blocks older than `older_than` seconds, then
+        blocks in order of last use, oldest first, until the rest fits `budget` bytes. Returns the
+        bytes freed."""
         return 0
 
     def exists(self) -> bool:
-        """Whether blocks were ever put here."""
+        """Whether a store was ever created here."""
         return True
 
-    def _checked(self, key: str, data: Any) -> Block | None:
-        """Parse the bytes stored under a key; None, and quarantined, if they are not its block."""
+    def _checked(self, key: str, data: Any) -> StoredBlock | None:
+        """Parse the bytes stored under a key. If they are not its block, quarantine them and return
+        None."""
         try:
-            return Block.from_bytes(data if isinstance(data, (bytes, bytearray)) else b"", key)
+            return StoredBlock.from_bytes(
+                data if isinstance(data, (bytes, bytearray)) else b"", key
+            )
         except ValueError:
             self.quarantine(key)
         except MemoryError as error:
@@ -379,11 +388,11 @@ class Backend(ABC):
         self.last_error = f"{type(error).__name__}: {error}"
 
     def _label(self, key: str, data: bytes | None) -> Label | None:
-        """That of a block's first bytes."""
+        """The label in a block's first bytes; None without bytes."""
         if data is None:
             return None
         try:
             return Label.read(data, key)
-        except ValueError:  # they were too few, or damaged, as `get` will see
+        except ValueError:  # too few bytes, or a damaged block, which `get` will detect
             block = self.get(key, used=False)
             return None if block is None else Label.of(block)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvkeep.store.backend import Backend, Block, beginning, key_of, token_bytes
+from kvkeep.store.backend import Backend, StoredBlock, beginning, key_of, token_bytes
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import common
@@ -39,11 +39,11 @@ def share(
     """
     places = _places(identity, tokens, 0, size)
 
-    def block(key: str) -> Block:
+    def block(key: str) -> StoredBlock:
         start, prefix = places[key]
         own = tokens[start : start + size]
         content = content_of(start, start + len(own))
-        return Block(identity, prefix, own, content, geometry.routed, geometry.of_rows)
+        return StoredBlock(identity, prefix, own, content, geometry.routed, geometry.of_rows)
 
     backend.put_all(map(block, backend.missing(list(places))))
 
@@ -55,14 +55,14 @@ def shared(
     first: int,
     size: int,
     geometry_of: Callable[[], ModelGeometry],
-) -> tuple[list[Block], int]:
+) -> tuple[list[StoredBlock], int]:
     """What a backend has of tokens, int64 (n,), from `first` on: blocks that follow each other,
     and where their last token stands that is the same. Blocks of another geometry are quarantined.
 
     Args:
         geometry_of: the model's geometry, asked for once some block was found.
     """
-    blocks: list[Block] = []
+    blocks: list[StoredBlock] = []
     stop, fit = first, True
     places = _places(identity, tokens, first, size)
     for (key, (start, _)), block in zip(
@@ -98,7 +98,7 @@ def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _
     return found
 
 
-def _alike(backend: Backend, identity: str, prefix: str, tokens: Tensor) -> Block | None:
+def _alike(backend: Backend, identity: str, prefix: str, tokens: Tensor) -> StoredBlock | None:
     """The block that begins like some tokens, as many as possible."""
     with backend.as_one_call():
         keys = list(islice(backend.scan(beginning(identity, prefix, int(tokens[0]))), _LOOKED_AT))

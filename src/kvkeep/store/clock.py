@@ -1,4 +1,4 @@
-"""Clock: how long a call over a network may take, whatever the other side does."""
+"""Clock: deadlines for calls over a network, which hold whatever the server does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class Clock(threading.local):
-    """The end of the call that this thread makes."""
+    """The deadline of the current thread's call, in seconds of `time.monotonic`."""
 
     def __init__(self) -> None:
         self.until = inf
 
     @contextmanager
     def running(self, seconds: float) -> Iterator[None]:
-        """Limit what runs inside to so many seconds; a nested limit cannot extend the outer one."""
+        """Limit the enclosed code to `seconds`; a nested limit cannot extend the outer one."""
         before = self.until
         self.until = min(before, time.monotonic() + seconds)
         try:
@@ -27,45 +27,45 @@ class Clock(threading.local):
             self.until = before
 
     def left(self) -> float:
-        """Seconds until the end.
+        """Seconds until the deadline; infinite if there is none.
 
         Raises:
-            TimeoutError: it is over.
+            TimeoutError: the deadline has passed.
         """
         left = self.until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the answer went on for longer than a call may take")
+            raise TimeoutError("the call exceeded its deadline")
         return left
 
 
 class Punctual:
-    """A socket whose own timeout, that of a single step, never reaches past a clock's end. Without
-    this, a server that sends a byte now and then keeps its client waiting forever."""
+    """A socket whose timeout for one operation never extends past a clock's deadline. Without this,
+    a server that sends a byte now and then would keep its client waiting forever."""
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner, self._clock, self._timeout = inner, clock, inner.gettimeout()
 
     def settimeout(self, seconds: float | None) -> None:
-        """The timeout of a single step."""
+        """Set the timeout of one operation."""
         self._timeout = seconds
         self._inner.settimeout(seconds)
 
     def sendall(self, *args: Any) -> None:
-        """See `socket.socket`, as the two below."""
-        self._hurry().sendall(*args)
+        """See `socket.socket`; so for the next two methods."""
+        self._limited().sendall(*args)
 
     def recv(self, *args: Any) -> bytes:
-        data: bytes = self._hurry().recv(*args)
+        data: bytes = self._limited().recv(*args)
         return data
 
     def recv_into(self, *args: Any) -> int:
-        count: int = self._hurry().recv_into(*args)
+        count: int = self._limited().recv_into(*args)
         return count
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def _hurry(self) -> Any:
+    def _limited(self) -> Any:
         left = self._clock.left()
         if left < inf:
             self._inner.settimeout(left if self._timeout is None else min(self._timeout, left))
@@ -73,7 +73,7 @@ class Punctual:
 
 
 def punctual(connection: type, clock: Clock) -> type:
-    """A class of connections like one of redis-py, whose sockets keep to a clock."""
+    """A subclass of a redis-py connection class whose sockets observe the clock's deadline."""
 
     class Connection(connection):  # type: ignore[misc]
         socket_connect_timeout: float

@@ -1,4 +1,4 @@
-"""Disk: blocks as immutable files, found by an SQLite index; for several processes at once."""
+"""Disk: blocks as immutable files with an SQLite index, which several processes can share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvkeep.store.backend import (
     HEADER_BYTES,
     MOST_BYTES,
     Backend,
-    Block,
     Label,
     OtherBlockError,
+    StoredBlock,
     is_key,
     most_bytes,
     require_budget,
@@ -41,20 +41,22 @@ Answer = TypeVar("Answer")
 
 @final
 class Disk(Backend):
-    """A directory: `index.sqlite` in WAL mode, `blocks/` with one safetensors file for each, and
-    `quarantine/` with those that were found damaged.
+    """A directory with `index.sqlite` in WAL mode, `blocks/` with one safetensors file per block,
+    and `quarantine/` with damaged files.
 
-    A file is written whole before the index names it and is never changed, and it is forgotten by
-    the index before it is removed: whoever is killed leaves at most a file that nobody names, which
-    `gc` removes. Files are made for their owner alone. An index that is damaged is made again of
-    the blocks, and a directory that may not be written to is read.
+    A file is complete before it is entered in the index, is never changed, and is removed from the
+    index before it is deleted. So a process that is killed leaves at most unreferenced files, which
+    `gc` removes. Files are readable by their owner only. A damaged index is rebuilt from the
+    blocks. A directory without write permission is used read-only.
 
     Args:
-        path: the directory; made if it is not there.
-        budget: most bytes of files; those used longest ago go first. None: as many as come.
+        path: the directory; created if it does not exist.
+        budget: most bytes of block files; the least recently used are removed first. None: no
+            limit.
 
     Raises:
-        SpecError: a budget below 1, or a path that is no directory, or where none can be made.
+        SpecError: the budget is below 1, or the path is not a directory and none can be created
+            there.
     """
 
     name: ClassVar[str] = "disk"
@@ -63,43 +65,43 @@ class Disk(Backend):
         self.path = Path(path)
         require_budget(budget)
         self.budget = budget
-        writable = self._made()
+        writable = self._make_directories()
         rows = partial(_rows, self.path / "blocks")
         self._index = Index(self.path, rows, self.path / "quarantine", writable=writable)
-        self._asked(self._index.require_sound, None)
+        self._ask(self._index.require_sound, None)
 
     @property
     def writable(self) -> bool:
-        """Whether blocks can be put here."""
+        """Whether blocks can be written here."""
         return self._index.writable
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         file = self._file(key)
         if file is None:
             return None
         try:
-            block = Block.from_bytes(_whole(file), key)
-        except FileNotFoundError:  # removed by another process meanwhile, or by hand
+            block = StoredBlock.from_bytes(_read_block(file), key)
+        except FileNotFoundError:  # removed meanwhile by another process or by the user
             self._forget(key, file.name)
             return None
         except OtherBlockError as error:  # the index is wrong, not the block
             self.damaged += 1
             self._forget(key, file.name)
             with suppress(OSError):
-                self._note(Row(str(error), file.name, file.stat().st_size, time.time()))
+                self._add_row(Row(str(error), file.name, file.stat().st_size, time.time()))
             return None
         except (NoFileError, ValueError):
-            self._put_aside(key, file)
+            self._quarantine_file(key, file)
             return None
-        except (OSError, MemoryError) as error:  # which says nothing of the block
+        except (OSError, MemoryError) as error:  # the block itself may be intact
             self._failed(error)
             return None
         if used:
             self._use([key])
         return block
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
         for key in keys:
             block = self.get(key, used=False)
             if block is None:
@@ -108,16 +110,16 @@ class Disk(Backend):
         self._use(keys[: len(found)])
         return found
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         kept = [block.key for block in blocks if self.put(block)]
         self._use(kept)
         return len(kept)
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         if self.contains(block.key):
             return True
         if not self.writable:
-            self._failed(PermissionError(f"{self.path} may not be written to"))
+            self._failed(PermissionError(f"no permission to write to {self.path}"))
             return False
         file = self.path / "blocks" / f"{uuid.uuid4().hex}.safetensors"
         new = self.path / "new" / file.name
@@ -129,7 +131,7 @@ class Disk(Backend):
 
             def enter(index: sqlite3.Connection) -> list[str]:
                 done = index.execute("insert or ignore into blocks values (?, ?, ?, ?)", row)
-                return _over(self.budget, index) if done.rowcount else [file.name]
+                return _evict_rows(self.budget, index) if done.rowcount else [file.name]
 
             removed = self._index.change(enter)
         except (OSError, sqlite3.Error) as error:
@@ -155,7 +157,7 @@ class Disk(Backend):
         if file is None:
             self.damaged += 1
         else:
-            self._put_aside(key, file)
+            self._quarantine_file(key, file)
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         def keys(index: sqlite3.Connection) -> list[str]:
@@ -165,7 +167,7 @@ class Disk(Backend):
             return [key for (key,) in found if is_key(key)]
 
         nothing: list[str] = []
-        return iter(self._asked(lambda: self._index.ask(keys), nothing))
+        return iter(self._ask(lambda: self._index.ask(keys), nothing))
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
         return [self._label(key, self._first_bytes(key)) for key in keys]
@@ -175,25 +177,25 @@ class Disk(Backend):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that are named."""
-        return self._asked(lambda: self._index.ask(_total), 0)
+        """Bytes of all files in the index."""
+        return self._ask(lambda: self._index.ask(_total), 0)
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         require_budget(budget)
         if not self.writable:
-            self._failed(PermissionError(f"{self.path} may not be written to"))
+            self._failed(PermissionError(f"no permission to write to {self.path}"))
             return 0
         freed = 0
         if budget is not None:
             before = self.nbytes
 
             def over() -> list[str]:
-                return self._index.change(lambda index: _over(budget, index))
+                return self._index.change(lambda index: _evict_rows(budget, index))
 
-            self._remove(self._asked(over, []))
+            self._remove(self._ask(over, []))
             freed = before - self.nbytes
-        named = self._asked(lambda: self._index.ask(_names), None)
-        if named is None:  # nobody knows what is abandoned
+        named = self._ask(lambda: self._index.ask(_names), None)
+        if named is None:  # the index cannot be read, so abandoned files cannot be told apart
             return freed
         abandoned = time.time() - older_than
         unnamed = [
@@ -210,10 +212,12 @@ class Disk(Backend):
                     freed += status.st_size
         return freed
 
-    def _made(self) -> bool:
-        """Make the directories, as far as they are not there; whether they may be written to."""
+    def _make_directories(self) -> bool:
+        """Create the directories that do not exist; returns whether all are writable."""
         if os.path.exists(self.path) and not os.path.isdir(self.path):
-            raise SpecError(f"{self.path} is no directory; give one, or a path for a new one")
+            raise SpecError(
+                f"{self.path} is not a directory; give a directory or the path of a new one"
+            )
         writable = True
         try:
             self.path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
@@ -223,19 +227,19 @@ class Disk(Backend):
             writable = False
             if error.errno not in _REFUSED or not os.path.isdir(self.path / "blocks"):
                 raise SpecError(
-                    f"no store can be made at {self.path}: {error}; give another place"
+                    f"no store can be created at {self.path}: {error}; give another path"
                 ) from error
         for part in _PARTS:
             if (self.path / part).is_symlink():
                 raise SpecError(
-                    f"{self.path / part} is a link, but files are removed there; put the whole "
-                    "store elsewhere and link to that"
+                    f"{self.path / part} is a symbolic link, but files are deleted there; move the "
+                    "whole store and link to its directory instead"
                 )
         places = [self.path, *(self.path / part for part in _PARTS)]
         return writable and all(os.access(place, os.W_OK | os.X_OK) for place in places)
 
     def _files(self, part: str) -> list[Path]:
-        """What lies in one of the directories."""
+        """The files in one of the subdirectories."""
         try:
             return list((self.path / part).iterdir())
         except OSError as error:
@@ -243,20 +247,21 @@ class Disk(Backend):
             return []
 
     def _use(self, keys: Sequence[str]) -> None:
-        """Note that blocks of one prompt were used; its end goes before what it begins with."""
+        """Record that a prompt's blocks were used. Later blocks get slightly older times, so that a
+        prompt is evicted from its end."""
         rows = [(time.time() - 1e-5 * index, key) for index, key in enumerate(keys)]
         if rows and self.writable:
             update = "update blocks set used = ? where key = ?"
             self._changed(lambda index: index.executemany(update, rows))
 
     def _file(self, key: str) -> Path | None:
-        """Where the index says that a block is, if that is where blocks are."""
+        """The block's file according to the index, if the entry is a valid file name."""
 
         def row(index: sqlite3.Connection) -> tuple[object] | None:
             found = index.execute("select file from blocks where key = ?", (key,)).fetchone()
             return cast("tuple[object] | None", found)
 
-        found = self._asked(lambda: self._index.ask(row), None) if is_key(key) else None
+        found = self._ask(lambda: self._index.ask(row), None) if is_key(key) else None
         if found is None:
             return None
         (name,) = found
@@ -271,11 +276,11 @@ class Disk(Backend):
         if file is None:
             return None
         try:
-            return _start(file)
+            return _read_label(file)
         except (OSError, ValueError):
             return b""
 
-    def _put_aside(self, key: str, file: Path) -> None:
+    def _quarantine_file(self, key: str, file: Path) -> None:
         self.damaged += 1
         self._forget(key, file.name)
         with suppress(OSError):
@@ -288,17 +293,17 @@ class Disk(Backend):
             )
         )
 
-    def _note(self, row: Row) -> None:
-        """Enter a block that was found to lie there."""
+    def _add_row(self, row: Row) -> None:
+        """Add or replace an index entry for a block that was found on disk."""
         insert = "insert or replace into blocks values (?, ?, ?, ?)"
         self._changed(lambda index: index.execute(insert, row))
 
     def _changed(self, change: Callable[[sqlite3.Connection], object]) -> None:
         if self.writable:
-            self._asked(lambda: self._index.change(change), None)
+            self._ask(lambda: self._index.change(change), None)
 
-    def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What the index says; what it refuses is counted."""
+    def _ask(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return `ask()`, or `otherwise` after counting an error of the index."""
         try:
             return ask()
         except (sqlite3.Error, OSError) as error:
@@ -313,51 +318,55 @@ class Disk(Backend):
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """All blocks in a directory that say what they are."""
+    """Index rows for all blocks in a directory whose labels can be read."""
     for file in path.iterdir():
         if NAME.fullmatch(file.name):
             with suppress(OSError, ValueError):
-                status, label = file.stat(), Label.read(_start(file))
+                status, label = file.stat(), Label.read(_read_label(file))
                 yield Row(label.key, file.name, status.st_size, status.st_mtime)
 
 
-def _whole(file: Path) -> bytearray:
-    """A block's bytes, in memory of their own: a file that is cut short meanwhile is an error.
+def _read_block(file: Path) -> bytearray:
+    """Read a block's bytes into memory. The file is not mapped, so that truncating it meanwhile
+    gives an error, not a crash.
 
     Raises:
-        OSError: it cannot be read.
-        MemoryError: it does not fit the free memory, of which none was taken.
-        ValueError: it is no block.
+        OSError: the file cannot be read.
+        MemoryError: the file does not fit in free memory; nothing was allocated.
+        ValueError: the file is not a block.
     """
     with opened(file, follow=False) as handle:
         size = os.fstat(handle).st_size
-        head = _header(handle, size)
+        head = _read_header(handle, size)
         layout = Layout.read(head, HEADER_BYTES)
         if layout.nbytes != size or size > MOST_BYTES:
-            raise ValueError(f"{size} bytes of {layout.nbytes}")
+            raise ValueError(f"{size} bytes, but the header describes {layout.nbytes}")
         if size > most_bytes():
-            raise MemoryError(f"no memory for a block of {size} bytes")
+            raise MemoryError(f"a block of {size} bytes does not fit in free memory")
         data = bytearray(size)
         read_into(handle, data, 0)
     return data
 
 
-def _start(file: Path) -> bytes:
-    """As many of a block's first bytes as have its label."""
+def _read_label(file: Path) -> bytes:
+    """Read the first bytes of a block, as many as its label needs."""
     with opened(file, follow=False) as handle:
         size = os.fstat(handle).st_size
-        head = _header(handle, size)
+        head = _read_header(handle, size)
         layout = Layout.read(head, HEADER_BYTES)
         tokens = layout.entries.get("tokens")
         stop = len(head) + (0 if tokens is None else tokens.stop)
         if layout.nbytes != size or stop > len(head) + HEADER_BYTES:
-            raise ValueError(f"{size} bytes of {layout.nbytes}, or its tokens lie elsewhere")
+            raise ValueError(
+                f"{size} bytes, but the header describes {layout.nbytes}, or the tokens do not "
+                "follow the header"
+            )
         data = bytearray(stop)
         read_into(handle, data, 0)
     return bytes(data)
 
 
-def _header(handle: int, size: int) -> bytearray:
+def _read_header(handle: int, size: int) -> bytearray:
     first = bytearray(min(size, 8))
     read_into(handle, first, 0)
     head = bytearray(min(size, 8 + header_bytes(first, HEADER_BYTES)))
@@ -366,7 +375,7 @@ def _header(handle: int, size: int) -> bytearray:
 
 
 def _total(index: sqlite3.Connection) -> int:
-    """Bytes of all files, of the rows that hold a number of bytes."""
+    """Bytes of all files, counting only rows with a valid size."""
     total = (
         "select coalesce(sum(nbytes), 0) from blocks "
         "where typeof(nbytes) = 'integer' and nbytes between 0 and ?"
@@ -378,8 +387,8 @@ def _names(index: sqlite3.Connection) -> set[str]:
     return {name for (name,) in index.execute("select file from blocks")}
 
 
-def _over(budget: int | None, index: sqlite3.Connection) -> list[str]:
-    """Forget what was used longest ago until the rest fits; the files of that."""
+def _evict_rows(budget: int | None, index: sqlite3.Connection) -> list[str]:
+    """Delete the least recently used rows until the rest fits the budget; returns their files."""
     removed = list[str]()
     if budget is None or _total(index) <= budget:
         return removed

@@ -1,4 +1,4 @@
-"""ModelGeometry: what the slots of one identity are like, as the model says, not a block."""
+"""Geometry: what the slots of one identity are like, as the model says, not a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, PlaneSpec
 
 if TYPE_CHECKING:
-    from kvkeep.store.backend import Block
+    from kvkeep.store.backend import StoredBlock
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ModelGeometry:
         """That of one row of each layer, on its device."""
         return [layer.of_row for layer in self.layers]
 
-    def why_not(self, block: Block, start: int) -> str:
+    def why_not(self, block: StoredBlock, start: int) -> str:
         """Why a block whose first token has a position cannot be of this geometry; empty if it
         can."""
         if block.routed != self.routed:

@@ -1,4 +1,4 @@
-"""Index: which file of a directory has which block, in SQLite; made again when it is damaged."""
+"""Index: an SQLite table from block keys to files, rebuilt from the files when it is damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from urllib.parse import quote
 from kvkeep.files.atomic import PRIVATE
 
 NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-"""The names of files that an index may speak of: no others are touched."""
+"""The file names that an index may contain; files with other names are never touched."""
 
 _TABLE = """
 create table if not exists blocks (
@@ -27,12 +27,12 @@ create table if not exists blocks (
 ) without rowid
 """
 _COLUMNS = [("key", "TEXT"), ("file", "TEXT"), ("nbytes", "INTEGER"), ("used", "REAL")]
-MOST_BYTES = 1 << 48  # of a file, and as sums are kept
-_WAIT_S = 30.0  # for another process's transaction, or until it has made an index
+MOST_BYTES = 1 << 48  # of one file; keeps sums within SQLite's integers
+_WAIT_S = 30.0  # for another process's transaction, or for another process that builds an index
 _RETRY_S = 0.05
-_BESIDE = ("-journal", "-wal", "-shm")  # files that SQLite opens beside an index, by name
+_BESIDE = ("-journal", "-wal", "-shm")  # suffixes of the files that SQLite opens beside an index
 _DAMAGE = {
-    sqlite3.SQLITE_ERROR,  # such as a table that is not there
+    sqlite3.SQLITE_ERROR,  # such as a missing table
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_MISMATCH,
     sqlite3.SQLITE_TOOBIG,
@@ -45,8 +45,8 @@ Answer = TypeVar("Answer")
 
 
 class Row(NamedTuple):
-    """A block: its key, the name and the size of its file, and when it was used last, in seconds
-    since 1970."""
+    """A block's key, the name and size (bytes) of its file, and its time of last use (seconds since
+    1970)."""
 
     key: str
     file: str
@@ -55,7 +55,8 @@ class Row(NamedTuple):
 
 
 class _Stamp(NamedTuple):
-    """What differs between two indexes, and between two processes that have one open."""
+    """Identifies the process and the index file of a connection, to detect a fork or a new
+    index."""
 
     process: int
     file: Path
@@ -63,17 +64,17 @@ class _Stamp(NamedTuple):
 
 
 class Index:
-    """A table of `Row` in a directory, for several threads and processes at once.
+    """A table of `Row` in a directory, safe for several threads and processes.
 
-    Where it is damaged it is made again, of what `rows` finds, in a file of a higher number; the
-    damaged one is moved to `aside`. The old name is never used again: SQLite removes what belongs
-    to a file by its name, also for a process that has the old one open.
+    A damaged index is rebuilt from `rows()` in a file with a higher number, and the damaged file is
+    moved to `aside`. Its name is never reused, because SQLite finds the files that belong to an
+    index by name: a process that has the old index open could delete those of the new one.
 
     Args:
         path: the directory.
-        rows: all blocks that lie there.
-        aside: where to a damaged index is moved.
-        writable: False leaves the directory as it is.
+        rows: lists all blocks in the directory.
+        aside: the directory to which a damaged index is moved.
+        writable: False leaves the directory unchanged.
     """
 
     def __init__(
@@ -86,21 +87,21 @@ class Index:
         self._locked_until = 0.0
 
     def ask(self, question: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        """What a question gives; it is asked again once a damaged index was made again.
+        """Return `question(connection)`; if the index is damaged, rebuild it and try once more.
 
         Raises:
-            sqlite3.Error, OSError: it cannot be asked.
+            sqlite3.Error, OSError: the index cannot be read.
         """
         try:
-            return self._asked(question)
+            return self._run(question)
         except sqlite3.Error as error:
             if not _is_damage(error):
                 raise
         self._repair()
-        return self._asked(question)
+        return self._run(question)
 
     def change(self, change: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        """`ask`, in a transaction."""
+        """Like `ask`, in a transaction."""
 
         def question(index: sqlite3.Connection) -> Answer:
             index.execute("begin immediate")
@@ -116,32 +117,33 @@ class Index:
         return self.ask(question)
 
     def require_sound(self) -> None:
-        """Look at all of it, and make it again where it is damaged.
+        """Check the whole index and rebuild it if it is damaged.
 
         Raises:
-            sqlite3.Error, OSError: it cannot be opened.
+            sqlite3.Error, OSError: the index cannot be opened.
         """
         if not self.ask(_is_sound):
             self._repair()
 
     def leftovers(self) -> Iterator[Path]:
-        """What belongs to indexes that are no more."""
+        """SQLite's auxiliary files of indexes that no longer exist."""
         for file in self._path.glob("index*.sqlite-*"):
             main = file.name.rpartition("-")[0]
             if _INDEX.fullmatch(main) and not os.path.lexists(self._path / main):
                 yield file
 
-    def _asked(self, question: Callable[[sqlite3.Connection], Answer]) -> Answer:
+    def _run(self, question: Callable[[sqlite3.Connection], Answer]) -> Answer:
         with _sqlite_errors():
             return question(self._connection())
 
     def _connection(self) -> sqlite3.Connection:
-        """This thread's; a forked child opens its own, and who sees another index opens that."""
+        """This thread's connection. A forked child opens its own, and a connection to a replaced
+        index is opened again."""
         held: tuple[_Stamp, sqlite3.Connection] | None = getattr(self._local, "held", None)
         if held is not None and held[0] == self._stamp():
             return held[1]
         if held is not None and held[0].process != os.getpid():
-            self._inherited.append(held[1])  # which SQLite wants never to be closed here
+            self._inherited.append(held[1])  # kept: a child must not close its parent's connection
         self._local.held = None
         index = self._opened() if self.writable else self._opened_to_read()
         self._local.held = (self._stamp(), index)
@@ -154,7 +156,7 @@ class Index:
         return _Stamp(os.getpid(), file, inode)
 
     def _current(self) -> Path:
-        """Where the index lies, or is to: the one of the highest number."""
+        """The path of the index: the existing file with the highest number, or of a first one."""
         known: Path | None = getattr(self._local, "current", None)
         if known is None or not os.path.lexists(known):
             there = [name for name in os.listdir(self._path) if _INDEX.fullmatch(name)]
@@ -166,7 +168,7 @@ class Index:
         file = self._current()
         if not _is_file(file):
             if os.path.lexists(file):
-                raise sqlite3.DatabaseError(f"{file} is no index")  # no code, so it is damage
+                raise sqlite3.DatabaseError(f"{file} is not an index")  # no code: counts as damage
             self._repair()
             file = self._current()
         _require_files_beside(file)
@@ -180,8 +182,8 @@ class Index:
         return index
 
     def _opened_to_read(self) -> sqlite3.Connection:
-        """Where SQLite can make no file beside the index it reads it as it is, and where there is
-        none that it can read, the blocks are listed."""
+        """A read-only connection. If SQLite cannot create its files beside the index, the index is
+        opened as immutable; if that fails too, an index in memory is built from the blocks."""
         file = self._current()
         if _is_file(file):
             for option in ("mode=ro", "immutable=1"):
@@ -200,14 +202,14 @@ class Index:
         return index
 
     def _repair(self) -> None:
-        """Make the index of what there is, unless another process just did."""
+        """Rebuild the index from the blocks, unless another process has just done so."""
         held: tuple[_Stamp, sqlite3.Connection] | None = getattr(self._local, "held", None)
         self._local.held = self._local.current = None
         if held is not None and held[0].process == os.getpid():
             held[1].close()
         if not self.writable:
             return
-        with self._alone():
+        with self._build_lock():
             file = self._current()
             if _is_file(file) and self._is_sound(file):
                 return
@@ -228,7 +230,7 @@ class Index:
             self._local.held = self._local.current = None
 
     def _is_sound(self, file: Path) -> bool:
-        """Whether another process's index is a good one."""
+        """Whether an index that another process may have built is sound."""
         try:
             _require_files_beside(file)
             with (
@@ -248,11 +250,12 @@ class Index:
         index.execute("commit")
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While no other thread or process makes an index here.
+    def _build_lock(self) -> Iterator[None]:
+        """Hold the lock under which an index is built.
 
         Raises:
-            TimeoutError: another holds the lock for too long; for as long again nobody waits.
+            TimeoutError: another thread or process held the lock for `_WAIT_S` seconds. For the
+                same time afterwards, calls fail at once instead of waiting.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(self._path / "index.lock", flags, PRIVATE)
@@ -273,28 +276,31 @@ class Index:
                 if time.monotonic() >= until:
                     if until > start:
                         self._locked_until = until + _WAIT_S
-                    raise TimeoutError(f"index.lock is held by another for {_WAIT_S} s") from error
+                    raise TimeoutError(
+                        f"another thread or process held index.lock for {_WAIT_S} s"
+                    ) from error
             time.sleep(_RETRY_S)
 
 
 def _require_files_beside(index: Path) -> None:
-    """Raise DatabaseError, as for damage, where SQLite would open what is no file: it waits for
-    whoever writes to a FIFO, and follows links."""
+    """Raise DatabaseError, which counts as damage, if one of SQLite's auxiliary files is not a
+    regular file: opening a FIFO would block, and links would be followed."""
     for end in _BESIDE:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(f"{index}{end}").st_mode):
-                raise sqlite3.DatabaseError(f"{index}{end} is no file")  # no code, so it is damage
+                # It has no error code, so it counts as damage.
+                raise sqlite3.DatabaseError(f"{index}{end} is not a regular file")
 
 
 def _number(name: str) -> int:
-    """Of an index, by its name."""
+    """The number in an index's file name; 0 without one."""
     found = _INDEX.fullmatch(name)
     return int(found[1] or 0) if found else 0
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file lies there, in which something is: SQLite takes an empty one for a new index,
-    but waits for whoever has it open since before it was emptied."""
+    """Whether `path` is a regular file and not empty. SQLite treats an empty file as a new index,
+    but blocks while a process that opened it before it was emptied holds a lock."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -303,18 +309,18 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_sound(index: sqlite3.Connection) -> bool:
-    """Whether SQLite finds nothing wrong with it, and it is a table of rows."""
+    """Whether the database passes SQLite's check and is a valid table of `Row`."""
     if index.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
         return False
     columns = [(row[1], row[2].upper()) for row in index.execute("pragma table_info(blocks)")]
     if columns != _COLUMNS:
         return False
     rows = map(Row._make, index.execute("select * from blocks"))
-    return not [row for row in rows if not is_row(row)]  # all are read: some may be no text
+    return not [row for row in rows if not is_row(row)]  # reads all rows: invalid text raises
 
 
 def is_row(row: Row) -> bool:
-    """Whether each column is what it should be; SQLite holds anything in any."""
+    """Whether each column has the right type and range; SQLite itself does not enforce them."""
     return (
         isinstance(row.key, str)
         and isinstance(row.file, str)
@@ -327,17 +333,17 @@ def is_row(row: Row) -> bool:
 
 @contextmanager
 def _sqlite_errors() -> Iterator[None]:
-    """Raise what SQLite's module raises beside its own errors as one of them."""
+    """Turn other exceptions that the `sqlite3` module raises into `sqlite3.Error`."""
     try:
         yield
-    except UnicodeError as error:  # of a message, in which a damaged file is quoted
-        raise sqlite3.DatabaseError(f"no text: {error}") from error
+    except UnicodeError as error:  # from a message that quotes bytes of a damaged file
+        raise sqlite3.DatabaseError(f"invalid text: {error}") from error
     except MemoryError as error:
-        raise sqlite3.InterfaceError("no memory to read an index") from error
+        raise sqlite3.InterfaceError("not enough memory to read the index") from error
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether an index that gives such an error is no good; others are busy, full or locked."""
+    """Whether an error means that the index is damaged, not busy, full or locked."""
     if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
         return False
     code = getattr(error, "sqlite_errorcode", None)

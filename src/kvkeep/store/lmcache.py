@@ -1,4 +1,4 @@
-"""LMCache: blocks in the standalone server of LMCache, for many machines."""
+"""LMCache: blocks in LMCache's standalone server, which several machines can share."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from typing import ClassVar, NamedTuple, final
 import xxhash
 
 from kvkeep.errors import SpecError
-from kvkeep.store.backend import ABANDONED_S, Block, Label, beginning, require_budget
+from kvkeep.store.backend import ABANDONED_S, Label, StoredBlock, beginning, require_budget
 from kvkeep.store.remote import Remote
 
 SCHEME = "lm"
-"""How URLs of such servers begin, here as in LMCache."""
+"""The URL scheme of such servers, the same as in LMCache."""
 
 _URL = re.compile(SCHEME + r"://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?\??")
 
-# A request is what to do, the bytes that follow, their format and dtype, where to, a shape, and a
-# key; an answer is a code, the bytes that follow, their format, dtype and shape, and where from.
+# A request holds the command, the number of bytes that follow, their format and dtype, the
+# location, a shape and a key. An answer holds a code, the number of bytes that follow, their
+# format, dtype and shape, and the location.
 _REQUEST = struct.Struct("<9i150s")
 _ANSWER = struct.Struct("<iI7i")
 _PUT, _GET, _EXIST = 1, 2, 3
 _FOUND, _ABSENT = 200, 400
 _BYTES, _UINT8 = 5, 6
-_MOST = 2**31 - 1  # bytes of a value, a signed number there
+_MOST = 2**31 - 1  # bytes of a value; the protocol's length is a signed 32-bit number
 _PART = 2**20  # bytes received at once
 
-_LISTS = 1024  # of keys; each put and each question reads one
-_ALIKE = 16  # lists of keys that begin alike, so that few who write at once meet in one
+_LISTS = 1024  # lists of keys; each put and each lookup reads one
+_ALIKE = 16  # lists for keys with one start, so that concurrent writers rarely change the same one
 _LISTED = re.compile(r"^([0-9a-z/-]+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
-_BEGINNING = len(beginning("", "0" * 64, 0))  # characters of such a beginning
-_TRIES = 4  # to change a list, while others do
+_BEGINNING = len(beginning("", "0" * 64, 0))  # characters of such a start
+_TRIES = 4  # attempts to change a list that other clients change too
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
 Answer = bytes | bool | None
-"""A value, or whether there is one; None where nobody answers."""
+"""A value, or whether it exists; None if the server did not answer."""
 
 
 class _Entry(NamedTuple):
@@ -51,31 +52,29 @@ class _Entry(NamedTuple):
 
 
 class _HollowError(ConnectionError):
-    """The server has a value of which it can send nothing."""
+    """The server lists a value but closes the connection before sending any of it."""
 
 
 @final
 class LMCache(Remote):
-    """The standalone server of LMCache (`python -m lmcache.v1.server`), spoken to by its own
-    protocol; its package is not needed here. Proven with LMCache 0.5.6.
+    """A client of LMCache's standalone server (`python -m lmcache.v1.server`) that speaks its
+    protocol without LMCache's package. Tested with LMCache 0.5.6.
 
-    That server keeps values under names, and can neither list, remove nor evict them. So lists of
-    keys are kept as values too, and what is deleted is overwritten with nothing. Of two processes
-    that change a list at once one may lose an entry: then a block is missing until it is put again.
-    The server's memory has no end: call `gc` with a budget. It knows no passwords either; whoever
-    reaches it may read and write.
+    The server stores values by name and cannot list, remove or evict them. So this class also
+    stores lists of keys as values, and deletes a block by overwriting it with an empty value. If
+    two processes change the same list at once, an entry may be lost; its block is then missing
+    until it is put again. The server does not limit its memory: call `gc` with a budget. It has no
+    passwords: any client that can connect may read and write.
 
-    A server that does not answer is a miss, and is left alone for some seconds.
+    After a failure, calls return a miss for five seconds.
 
     Args:
         url: `lm://host:port`.
-        timeout: seconds to wait for a connection, for an answer that does not come or does not go
-            on, and for a block to be sent.
-        name: the model that the server is told of; stores of other names know nothing of each
-            other.
+        timeout: seconds to wait for a connection, for each part of an answer, and for each send.
+        name: the model name in the server's keys; stores with different names are separate.
 
     Raises:
-        SpecError: any of these cannot be. Whether the server is there is not asked.
+        SpecError: an argument is invalid. The server is not contacted here.
     """
 
     name: ClassVar[str] = "lmcache"
@@ -84,31 +83,35 @@ class LMCache(Remote):
         super().__init__()
         found = _URL.fullmatch(url)
         if found is None or int(found[2]) > 65535:
-            raise SpecError(f"URL {url.rpartition('@')[2]!r} of LMCache; give lm://host:port")
+            raise SpecError(
+                f"URL {url.rpartition('@')[2]!r} is not valid for LMCache; give lm://host:port"
+            )
         if not 0 < timeout < inf:
             raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
-            raise SpecError(f"name {name!r}; give at most 100 letters, digits and any of _.-")
+            raise SpecError(
+                f"name {name!r} is not valid; give 1 to 100 letters, digits or any of _.-"
+            )
         self._address = found[1], int(found[2])
         self._timeout = timeout
         self._model = name
         self._local = local()
         self._lock = (os.getpid(), Lock())
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         data = self._call(_GET, f"block {key}")
         if not isinstance(data, bytes):
             return None
-        if not data:  # it was deleted while others listed it
+        if not data:  # deleted, while another client entered it in the list again
             self.delete(key)
             return None
         return self._checked(key, data)
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         return self.put_all([block]) == 1
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
-        now = int(time.time() * 1000)  # the end of a text counts as older, for it goes first
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
+        now = int(time.time() * 1000)  # later blocks get older times, to be removed first
         return sum(self._put(block, now - after) for after, block in enumerate(blocks))
 
     def contains(self, key: str) -> bool:
@@ -120,7 +123,7 @@ class LMCache(Remote):
     def scan(self, prefix: str = "") -> Iterator[str]:
         known = len(prefix) >= _BEGINNING
         found = self._entries(_lists_of(prefix[:_BEGINNING]) if known else range(_LISTS))
-        keys = sorted(found, key=lambda key: -found[key].written)  # the last are often the next
+        keys = sorted(found, key=lambda key: -found[key].written)  # newest first: likeliest needed
         return iter([key for key in keys if key.startswith(prefix)])
 
     def missing(self, keys: Sequence[str]) -> list[str]:
@@ -135,8 +138,8 @@ class LMCache(Remote):
         ]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
-        """Remove blocks, the oldest first, until the rest fits a budget; there is nothing else to
-        remove. The bytes of all that."""
+        """Remove blocks, oldest first, until the rest fits `budget` bytes. Returns the bytes freed.
+        `older_than` has no effect, since the server keeps no abandoned or quarantined data."""
         require_budget(budget)
         entries = self._entries(range(_LISTS))
         over = 0 if budget is None else sum(entry.nbytes for entry in entries.values()) - budget
@@ -155,7 +158,7 @@ class LMCache(Remote):
         """Bytes of all blocks."""
         return sum(entry.nbytes for entry in self._entries(range(_LISTS)).values())
 
-    def _put(self, block: Block, written: int) -> bool:
+    def _put(self, block: StoredBlock, written: int) -> bool:
         key = block.key
         listed = self._listed(_list_of(key))
         if listed is None or key in listed:
@@ -165,14 +168,14 @@ class LMCache(Remote):
             return False
         start = data[: 8 + int.from_bytes(data[:8], "little") + block.tokens.nbytes]
         puts = [(f"label {key}", start), (f"block {key}", data)]
-        if self._call(_EXIST, f"block {key}", puts) is not True:  # no put is ever answered
+        if self._call(_EXIST, f"block {key}", puts) is not True:  # puts get no answer
             return False
-        return self._enlist(key, _Entry(len(data), written))
+        return self._update_list(key, _Entry(len(data), written))
 
     def _removed(self, key: str) -> bool:
         if self._call(_EXIST, f"block {key}") is not True:
             return False
-        return self._enlist(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
+        return self._update_list(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
 
     def _entries(self, numbers: Iterable[int]) -> dict[str, _Entry]:
         return {key: e for n in numbers for key, e in (self._listed(n) or {}).items()}
@@ -180,20 +183,20 @@ class LMCache(Remote):
     def _listed(
         self, number: int, puts: Sequence[tuple[str, bytes]] = ()
     ) -> dict[str, _Entry] | None:
-        """The keys in a list; None where nobody answers."""
+        """Send `puts`, then read the keys in a list; None if the server did not answer."""
         data = self._call(_GET, f"list {number}", puts)
         if data is None:
             return None
         lines = _LISTED.findall(data.decode("ascii", "replace")) if isinstance(data, bytes) else []
         return {key: _Entry(int(nbytes), int(written)) for key, nbytes, written in lines}
 
-    def _enlist(
+    def _update_list(
         self, key: str, entry: _Entry | None, puts: Sequence[tuple[str, bytes]] = ()
     ) -> bool:
-        """See that a key is listed, or is not, after something was put."""
+        """Send `puts`, then add a key to its list, or remove it if `entry` is None."""
         number = _list_of(key)
-        with self._guard():
-            for _ in range(_TRIES):  # others may write what they read before
+        with self._list_lock():
+            for _ in range(_TRIES):  # another client may overwrite the list with an older state
                 listed = self._listed(number, puts)
                 if listed is None:
                     return False
@@ -207,16 +210,16 @@ class LMCache(Remote):
         return False
 
     def _call(self, command: int, what: str, puts: Iterable[tuple[str, bytes]] = ()) -> Answer:
-        """Put values, and then ask for one."""
-        return self._asked(lambda: self._journey(command, what, puts), None)
+        """Send `puts`, then one command; None if the server did not answer."""
+        return self._asked(lambda: self._round_trip(command, what, puts), None)
 
-    def _journey(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
+    def _round_trip(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
         connection = self._connected()
         try:
             for name, data in puts:
                 connection.put(self._named(name), data)
             return connection.ask(command, self._named(what))
-        except _HollowError:  # its writer died on the way, and the server hangs up on all readers
+        except _HollowError:  # a writer died halfway; the server closes every reader's connection
             connection.close()
             self.damaged += 1
             return b""
@@ -225,14 +228,13 @@ class LMCache(Remote):
             raise
 
     def _named(self, what: str) -> bytes:
-        """A key of LMCache: model, ranks, hash and dtype."""
-        own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[
-            :32
-        ]  # there is no more room
+        """LMCache's form of a key: model, ranks, hash and dtype."""
+        # The key field of a request has no room for the whole hash.
+        own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[:32]
         return f"{self._model}@1@0@{own}@uint8".encode()
 
     def _connected(self) -> _Connection:
-        """The connection of this thread, and of this process if it is a fork."""
+        """This thread's connection; a forked process opens its own."""
         pid, held = getattr(self._local, "held", (0, None))
         if held is not None and (pid != os.getpid() or not held.is_idle()):
             held.close()
@@ -242,8 +244,9 @@ class LMCache(Remote):
             self._local.held = (os.getpid(), held)
         return held
 
-    def _guard(self) -> Lock:
-        """For threads of this process; in a fork nobody may be left to release another."""
+    def _list_lock(self) -> Lock:
+        """The lock for this process's threads. A fork gets a new one, since the thread that would
+        release the inherited lock may not exist in it."""
         if self._lock[0] != os.getpid():
             self._lock = (os.getpid(), Lock())
         return self._lock[1]
@@ -259,39 +262,39 @@ class _Connection:
         self.close = self._socket.close
 
     def put(self, name: bytes, data: bytes) -> None:
-        """Send a value, of which nobody tells whether it came."""
+        """Send a value; the server does not acknowledge it."""
         length = len(data)
         request = _REQUEST.pack(_PUT, length, _BYTES, _UINT8, 0, length, 0, 0, 0, name.ljust(150))
         self._socket.sendall(request)
         self._socket.sendall(data)
 
     def ask(self, command: int, name: bytes) -> Answer:
-        """A value, or whether there is one.
+        """Send a command and return the value, or whether it exists.
 
         Raises:
-            OSError: no answer came, or half of it.
-            ValueError: it is none of LMCache's.
+            OSError: the answer is missing or incomplete.
+            ValueError: the answer does not follow LMCache's protocol.
         """
         self._socket.sendall(_REQUEST.pack(command, 0, _BYTES, _UINT8, *[0] * 5, name.ljust(150)))
         head = self._received(_ANSWER.size)
         if len(head) < _ANSWER.size:
-            raise ConnectionError(f"the server hung up after {len(head)} bytes of an answer")
+            raise ConnectionError(f"the server disconnected after {len(head)} bytes of an answer")
         code, length, *kind = _ANSWER.unpack(head)
         if code == _ABSENT and not length:
             return False
         if code == _FOUND and not length and command == _EXIST:
             return True
         if code != _FOUND or command != _GET or kind != [_BYTES, _UINT8, length, 0, 0, 0, 0]:
-            raise ValueError(f"no answer of LMCache's server: {head.hex()}")
+            raise ValueError(f"the answer does not follow LMCache's protocol: {head.hex()}")
         data = self._received(length)
         if length and not data:
-            raise _HollowError("the server hung up before a value")
+            raise _HollowError("the server disconnected before sending the value")
         if len(data) < length:
-            raise ConnectionError(f"the server hung up after {len(data)} of {length} bytes")
+            raise ConnectionError(f"the server disconnected after {len(data)} of {length} bytes")
         return data
 
     def is_idle(self) -> bool:
-        """Whether it is open, and nothing comes that nobody asked for."""
+        """Whether the connection is open and has no unexpected data waiting."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -303,11 +306,11 @@ class _Connection:
         return False
 
     def _received(self, length: int) -> bytes:
-        """So many bytes, or fewer if the server hung up."""
+        """Receive `length` bytes, or fewer if the server disconnects."""
         parts, left = list[bytes](), length
         while left:
-            # The server sends the end of a value only when what it sent before is acknowledged,
-            # for which many systems wait 40 ms.
+            # The server sends the end of a value only after its earlier packets are acknowledged,
+            # which many systems delay by 40 ms.
             if _QUICKACK is not None:
                 self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
             part = self._socket.recv(min(left, _PART))
@@ -319,13 +322,13 @@ class _Connection:
 
 
 def _lists_of(start: str) -> list[int]:
-    """The lists of all keys with some beginning."""
+    """The numbers of the lists that may hold keys with a given start."""
     first = _hash(start)
     return [(first + number) % _LISTS for number in range(_ALIKE)]
 
 
 def _list_of(key: str) -> int:
-    """The list in which a key is."""
+    """The number of the list that holds a key."""
     return _lists_of(key[:_BEGINNING])[_hash(key) % _ALIKE]
 
 

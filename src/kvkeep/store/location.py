@@ -1,4 +1,4 @@
-"""Location: blocks as objects of any filesystem that fsspec knows."""
+"""Location: blocks as objects in any filesystem that fsspec supports."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvkeep.errors import SpecError
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
-    Block,
     Label,
+    StoredBlock,
     is_key,
     require_budget,
 )
 from kvkeep.store.remote import Remote
 
 _SUFFIX = ".safetensors"
-_AT_ONCE = 8  # blocks that are read side by side
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # of filesystems
+_AT_ONCE = 8  # blocks read concurrently
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # filesystems' fields
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
@@ -38,21 +38,21 @@ class _File(NamedTuple):
 
 @final
 class Location(Remote):
-    """A place such as `s3://bucket/path`, `file:///path` or `memory://path`, with an object for
-    each block: `blocks/` has those that can be found, each written whole to `new/` and then moved
-    there, `quarantine/` those that were found damaged.
+    """A directory of objects such as `s3://bucket/path`, `file:///path` or `memory://path`, with
+    one object per block. A block is written to `new/` and then moved to `blocks/`; a damaged block
+    is moved to `quarantine/`.
 
-    Object stores know when an object was written, not when it was used last: what is oldest goes
-    first. A budget costs a listing of all blocks whenever some are put, and several processes may
-    exceed it for a moment; leave it to `gc` where that is slow.
+    Object stores record when an object was written, not when it was last used, so the oldest
+    blocks are removed first. With a budget, each put lists all blocks, and several processes may
+    exceed it briefly; where listing is slow, leave the budget to `gc`.
 
     Args:
-        url: of a filesystem known to fsspec; the package for it is yours to install.
-        budget: most bytes of all blocks; None: as many as come.
-        storage_options: what fsspec is to be told, such as `key=` and `secret=`.
+        url: of a filesystem that fsspec supports; the package for it must be installed.
+        budget: most bytes of all blocks; None: no limit.
+        storage_options: options for fsspec, such as `key=` and `secret=`.
 
     Raises:
-        SpecError: a budget below 1, or a URL or options that fsspec cannot take.
+        SpecError: the budget is below 1, or fsspec does not accept the URL or the options.
     """
 
     name: ClassVar[str] = "location"
@@ -61,21 +61,21 @@ class Location(Remote):
         super().__init__()
         require_budget(budget)
         if re.search(r"[*?\[\]]", url):
-            raise SpecError(f"{url} has a wildcard in it; give a path without any of *?[]")
+            raise SpecError(f"{url} contains a wildcard; give a path without any of *?[]")
         self.url = url
         self.budget = budget
         self._options = storage_options
         try:
-            self._place()
+            self._resolved()
         except (ImportError, ValueError, TypeError) as error:
-            raise SpecError(f"fsspec cannot open such a URL: {error}") from error
-        except Exception as error:  # who is away may come back
+            raise SpecError(f"fsspec cannot open this URL: {error}") from error
+        except Exception as error:  # the location may become available later
             self._failed(error)
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         return self._got([key])[0]
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         return self.contains(block.key) or self.put_all([block]) == 1
 
     def contains(self, key: str) -> bool:
@@ -88,7 +88,7 @@ class Location(Remote):
     def quarantine(self, key: str) -> None:
         self.damaged += 1
         if is_key(key):
-            self._asked(lambda: self._set_aside(key), None)
+            self._asked(lambda: self._move_to_quarantine(key), None)
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         if not re.fullmatch(r"[0-9a-z/-]*", prefix):
@@ -97,8 +97,8 @@ class Location(Remote):
         keys = (_key_at(file.path) for file in self._files(f"blocks/{folder}".rstrip("/")))
         return iter([key for key in keys if key is not None and key.startswith(prefix)])
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
         for start in range(0, len(keys), _AT_ONCE):
             for block in self._got(keys[start : start + _AT_ONCE]):
                 if block is None:
@@ -110,7 +110,7 @@ class Location(Remote):
         there = self._read(keys, 1)
         return [key for key, data in zip(keys, there, strict=True) if _is_missing(data)]
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         done = 0
         for block in blocks:
             if self.resting:
@@ -145,33 +145,33 @@ class Location(Remote):
         """Bytes of all blocks."""
         return sum(file.nbytes for file in self._files("blocks"))
 
-    def _place(self) -> tuple[Any, str]:
-        """The filesystem, one of this thread and process, and the path in it. fsspec keeps them."""
+    def _resolved(self) -> tuple[Any, str]:
+        """The filesystem and the path in it. fsspec caches an instance per thread and process."""
         filesystem, path = url_to_fs(self.url, **self._options)
         return filesystem, path.rstrip("/")
 
     def _is_there(self) -> bool:
-        filesystem, root = self._place()
+        filesystem, root = self._resolved()
         filesystem.invalidate_cache()
         filesystem.info(f"{root}/blocks")
         return True
 
     def _path(self, key: str) -> str:
-        return f"{self._place()[1]}/blocks/{key}{_SUFFIX}"
+        return f"{self._resolved()[1]}/blocks/{key}{_SUFFIX}"
 
-    def _got(self, keys: Sequence[str]) -> list[Block | None]:
+    def _got(self, keys: Sequence[str]) -> list[StoredBlock | None]:
         return [self._block(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
 
-    def _block(self, key: str, data: Any) -> Block | None:
+    def _block(self, key: str, data: Any) -> StoredBlock | None:
         return self._checked(key, data) if isinstance(data, bytes) else None
 
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        """The first bytes of blocks, or why there are none."""
+        """The first `most` bytes of blocks (None: all), or for each block the error."""
         absent = FileNotFoundError()
         known = [key for key in keys if is_key(key)]
 
         def read() -> list[Any]:
-            filesystem, root = self._place()
+            filesystem, root = self._resolved()
             paths = [f"{root}/blocks/{key}{_SUFFIX}" for key in known]
             found = filesystem.cat_ranges(paths, 0 if most else None, most, on_error="return")
             for data in found:
@@ -179,13 +179,13 @@ class Location(Remote):
                     raise data
             return list(found)
 
-        unknown = OSError("it was not asked")
+        unknown = OSError("the location was not asked")
         found = dict(zip(known, self._asked(read, [unknown] * len(known)), strict=True))
         return [found.get(key, absent) for key in keys]
 
     def _written(self, key: str, data: bytes) -> bool:
         def write() -> bool:
-            filesystem, root = self._place()
+            filesystem, root = self._resolved()
             new, path = f"{root}/new/{uuid.uuid4().hex}{_SUFFIX}", self._path(key)
             for each in (new, path):
                 filesystem.makedirs(each.rpartition("/")[0], exist_ok=True)
@@ -200,24 +200,24 @@ class Location(Remote):
 
         return bool(is_key(key)) and self._asked(write, False)
 
-    def _set_aside(self, key: str) -> None:
-        filesystem, root = self._place()
+    def _move_to_quarantine(self, key: str) -> None:
+        filesystem, root = self._resolved()
         filesystem.makedirs(f"{root}/quarantine", exist_ok=True)
         filesystem.mv(self._path(key), f"{root}/quarantine/{uuid.uuid4().hex}{_SUFFIX}")
 
     def _removed(self, path: str) -> bool:
         def remove() -> bool:
-            self._place()[0].rm_file(path)
+            self._resolved()[0].rm_file(path)
             return True
 
         return self._asked(remove, False)
 
     def _files(self, part: str) -> list[_File]:
-        """What lies in a part of the place."""
+        """The files in one of the location's subdirectories."""
 
         def listed() -> list[_File]:
-            filesystem, root = self._place()
-            filesystem.invalidate_cache()  # others write there, too
+            filesystem, root = self._resolved()
+            filesystem.invalidate_cache()  # other processes write there too
             found = filesystem.find(f"{root}/{part}", detail=True)
             return [
                 _File(_written_at(info), path, info.get("size") or 0)
@@ -228,7 +228,7 @@ class Location(Remote):
         return self._asked(listed, [])
 
     def _fit(self, budget: int | None) -> int:
-        """Remove the oldest blocks until the rest fits a budget; their bytes."""
+        """Remove the oldest blocks until the rest fits a budget; returns the bytes freed."""
         freed = 0
         if budget is not None:
             files = self._files("blocks")
@@ -250,13 +250,13 @@ def _is_missing(data: Any) -> bool:
 
 
 def _key_at(path: str) -> str | None:
-    """The key of the block at a path; None where that is no block's."""
+    """The key of the block at a path; None if the path is not a block's."""
     key = path.rpartition("/blocks/")[2].removesuffix(_SUFFIX)
     return key if is_key(key) else None
 
 
 def _written_at(info: dict[str, Any]) -> float:
-    """When an object was written, in seconds; 0 if nobody knows."""
+    """When an object was written, in seconds since 1970; 0 if unknown."""
     for name in _TIMES:
         when = info.get(name)
         if isinstance(when, str):

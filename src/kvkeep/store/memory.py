@@ -1,26 +1,26 @@
-"""Memory: blocks in this process."""
+"""Memory: blocks in a dict of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar, final
 
-from kvkeep.store.backend import Backend, Block
+from kvkeep.store.backend import Backend, StoredBlock
 
 
 @final
 class Memory(Backend):
-    """In a dict of this process: for tests, and as the shortest example of a backend."""
+    """A backend in a dict of this process: for tests, and as the shortest example of one."""
 
     name: ClassVar[str] = "memory"
 
     def __init__(self) -> None:
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, StoredBlock] = {}
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         return self._blocks.get(key)
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         self._blocks.setdefault(block.key, block)
         return True
 

@@ -1,4 +1,4 @@
-"""Places: the backend that a path or a URL names."""
+"""Open the backend that a path or a URL names."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from kvkeep.store.redis import SCHEMES, Redis
 def opened(
     where: str | os.PathLike[str], budget: int | None = None, *, create: bool = True, **options: Any
 ) -> Backend:
-    """The backend that a path or a URL names: a directory (`Disk`), a Redis or Valkey server
-    (`Redis`), a server of LMCache (`LMCache`), or any other place that fsspec knows (`Location`).
-    Names of stores in a server may be in the URL, as in `redis://host/0?name=chats`.
+    """Open the backend that a path or a URL names: a directory (`Disk`), a Redis or Valkey server
+    (`Redis`), an LMCache server (`LMCache`), or any other location that fsspec supports
+    (`Location`). The URL may name a store within a server, as in `redis://host/0?name=chats`.
 
     Args:
-        budget: most bytes of all blocks; None: as many as come.
-        create: False refuses a place where no store was before.
-        options: of that backend.
+        budget: most bytes of all blocks; None: no limit.
+        create: False raises where no store exists yet.
+        options: keyword arguments of that backend.
 
     Raises:
-        SpecError: what is named cannot be a store, or keeps no budget, or none is there.
-        StateError: `create=False`, and nobody answers.
+        SpecError: the path or URL cannot be a store, its server has no budget, or with
+            `create=False` no store is there.
+        StateError: `create=False`, and the server does not answer.
     """
     text = os.fspath(where)
     scheme, separator, _ = text.partition("://")
@@ -43,8 +44,8 @@ def opened(
     servers = [*SCHEMES, SCHEME]
     if scheme not in servers and scheme not in available_protocols():
         raise SpecError(
-            f"stores of {scheme!r} are not known; give a directory, {', '.join(servers)}, or a URL "
-            "of fsspec, such as s3://, gs://, az://, hf:// or file://"
+            f"URL scheme {scheme!r} is unknown; give a directory, {', '.join(servers)}, or a URL "
+            "that fsspec supports, such as s3://, gs://, az://, hf:// or file://"
         )
     url = text
     if scheme in servers:
@@ -59,7 +60,8 @@ def opened(
     elif scheme == SCHEME:
         if budget is not None:
             raise SpecError(
-                f"a budget of {budget} bytes, but LMCache's server keeps none; call gc(budget=...)"
+                f"a budget of {budget} bytes, but LMCache's server enforces none; call "
+                "gc(budget=...) instead"
             )
         backend = LMCache(url, **options)
     else:
@@ -67,19 +69,20 @@ def opened(
     if not create and not backend.exists():
         if backend.failures:
             raise StateError(
-                f"{shown(text)} does not answer: {backend.last_error}; see that it runs, and where"
+                f"{shown(text)} does not answer: {backend.last_error}; check that it runs and that "
+                "the address is right"
             )
         raise _no_store(text)
     return backend
 
 
 def shown(where: str) -> str:
-    """A path or a URL without what it says of users and passwords."""
+    """A path or a URL without user name and password, for messages."""
     return re.sub(r"(?<=://)[^/]*@", "", where)
 
 
 def _no_store(where: str) -> SpecError:
     return SpecError(
-        f"there is no store at {shown(where)}; see whether that is the right place, or put "
-        "something there first, with kvkeep.PrefixStore(backend=...)"
+        f"there is no store at {shown(where)}; check the path or URL, or create a store there with "
+        "kvkeep.PrefixStore(backend=...)"
     )

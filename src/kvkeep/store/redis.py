@@ -1,4 +1,4 @@
-"""Redis: blocks in a Redis or Valkey server, for many machines."""
+"""Redis: blocks in a Redis or Valkey server, which several machines can share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
-    Block,
     Label,
+    StoredBlock,
     is_key,
     most_bytes,
     require_budget,
@@ -33,47 +33,46 @@ SCHEMES = {
     "valkey": "redis",
     "valkeys": "rediss",
 }
-"""How URLs of such servers begin, and what the client calls that."""
+"""URL schemes of such servers, and the client library's name for each."""
 
 _SHA = {
     script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
     for script in (PUT, TOUCH, DELETE, SET_ASIDE, PAGE, FIT)
 }
 _MOST = 512 * 2**20  # bytes of a value
-_AT_ONCE = 32 * 2**20  # bytes sent or asked for in one journey
-_PAGE = 256  # keys of a scan, and labels, in one journey
-_LABELS = 16
-_MOST_PAGES = 1 << 16  # of a listing: a server may say that there is ever more
-_ASIDE_MS = 24 * 3600 * 1000  # the life of what was found damaged
+_BATCH_BYTES = 32 * 2**20  # sent or requested in one round trip
+_PAGE = 256  # keys of a scan in one round trip
+_LABELS = 16  # labels in one round trip
+_MOST_PAGES = 1 << 16  # of a listing, so that a faulty server cannot keep a client listing forever
+_QUARANTINE_MS = 24 * 3600 * 1000  # how long a damaged block is kept
 
 Command = tuple[Any, ...]
 
 
 @final
 class Redis(Remote):
-    """A Redis (5 or newer) or Valkey server, no cluster. A prompt of many blocks is asked for at
-    once.
+    """A Redis (5 or newer) or Valkey server; clusters are not supported. The blocks of a prompt are
+    requested in batches.
 
-    The server keeps the budget and forgets what expired, in scripts that nothing comes between, so
-    that clients may be killed as they like. What is damaged is kept aside for a day under a name of
-    its own. A server that does not answer is a miss, and is left alone for some seconds.
+    Atomic scripts on the server enforce the budget and remove the accounts of expired blocks, so a
+    client may be killed at any time. A damaged block is kept in quarantine, under another key, for
+    a day. After a failure, calls return a miss for five seconds.
 
     Args:
         url: `redis://[user:password@]host[:port][/database]`, `rediss://` over TLS,
             `unix:///path`; `valkey://` is the same as `redis://`.
-        budget: most bytes of all blocks; those used longest ago go first. It holds for what this
-            client puts. None: as many as come, or as the server's `maxmemory` allows.
-        ttl: seconds after its last use by this client a block is dropped. None: it stays.
-        timeout: seconds to wait for a connection, for an answer that does not come or does not go
-            on, and for a block to be sent.
-        deadline: seconds that a call may take over all, however its answer comes; what is not there
-            by then is a miss. A listing of the whole server (`scan`, `gc`) has as long for each of
-            its pages, of which at most 65536 are read.
-        name: how all keys begin, before a colon; stores of other names know nothing of each other.
+        budget: most bytes of all blocks; the least recently used are removed first. It is enforced
+            when this client puts blocks. None: no limit but the server's `maxmemory`.
+        ttl: seconds after its last use by this client until a block expires. None: never.
+        timeout: seconds to wait for a connection, for each part of an answer, and for each send.
+        deadline: seconds for a whole call; blocks that have not arrived by then are misses. A
+            listing of the whole server (`scan`, `gc`) has this time for each page and reads at most
+            65536 pages.
+        name: prefix of all keys, before a colon; stores with different names are separate.
 
     Raises:
-        SpecError: any of these cannot be. Whether the server is there is not asked.
-        UnsupportedError: the client's library is not installed.
+        SpecError: an argument is invalid. The server is not contacted here.
+        UnsupportedError: the client library is not installed.
     """
 
     name: ClassVar[str] = "redis"
@@ -90,32 +89,34 @@ class Redis(Remote):
         super().__init__()
         scheme, _, rest = url.partition("://")
         if scheme not in SCHEMES:
-            raise SpecError(f"scheme {scheme[:20]!r} of a Redis URL; give one of {list(SCHEMES)}")
+            raise SpecError(
+                f"URL scheme {scheme[:20]!r} is not valid for Redis; give one of {list(SCHEMES)}"
+            )
         require_budget(budget)
         if ttl is not None and not 1 <= ttl < inf:
-            raise SpecError(f"a life of {ttl} seconds; give at least 1, or None")
+            raise SpecError(f"a ttl of {ttl} seconds; give at least 1, or None")
         if not 0 < timeout < inf:
             raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
         if not 0 < deadline < inf:
             raise SpecError(f"a deadline of {deadline} seconds; give more than 0, such as 10")
         if not re.fullmatch(r"[\w.:{}-]+", name):
-            raise SpecError(f"name {name!r}; give letters, digits and any of _.:-{{}}")
+            raise SpecError(f"name {name!r} is not valid; give letters, digits or any of _.:-{{}}")
         self.budget = budget
         self.ttl = ttl
         self._clock, self._deadline = Clock(), deadline
         address = f"{SCHEMES[scheme]}://{rest}"
         self._client, self._errors = _client(address, timeout, self._clock)
-        self._base, self._aside = f"{name}:block:", f"{name}:quarantine:"
+        self._base, self._quarantined = f"{name}:block:", f"{name}:quarantine:"
         self._accounts = (f"{name}:used", f"{name}:index", f"{name}:sizes")
         self._life = "" if ttl is None else int(ttl * 1000)
 
-    def get(self, key: str, *, used: bool = True) -> Block | None:
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         with self._clock.running(self._deadline):
             if not self._fits(self._sizes([key])[0]):
                 return None
             return self._got([key], used)[0]
 
-    def put(self, block: Block) -> bool:
+    def put(self, block: StoredBlock) -> bool:
         with self._clock.running(self._deadline):
             return self.contains(block.key) or self.put_all([block]) == 1
 
@@ -127,8 +128,8 @@ class Redis(Remote):
 
     def quarantine(self, key: str) -> None:
         self.damaged += 1
-        name = self._aside + uuid.uuid4().hex
-        self._sent([self._script(SET_ASIDE, key, name, _ASIDE_MS)])
+        name = self._quarantined + uuid.uuid4().hex
+        self._sent([self._script(SET_ASIDE, key, name, _QUARANTINE_MS)])
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         own = prefix.encode(errors="replace")
@@ -141,12 +142,12 @@ class Redis(Remote):
                 return
             last, *found = page or [b""]
             yield from filter(is_key, (key.decode(errors="replace") for key in found))
-            if last <= before:  # none is left, or the server goes in circles
+            if last <= before:  # no more pages, or a faulty server repeats one
                 return
             start, before = b"(" + last, last
 
-    def leading(self, keys: Sequence[str]) -> list[Block]:
-        found: list[Block] = []
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
         with self._clock.running(self._deadline):
             for batch in _batches(keys, self._readable(keys)):
                 for block in self._got(batch, used=True):
@@ -158,11 +159,11 @@ class Redis(Remote):
     def missing(self, keys: Sequence[str]) -> list[str]:
         return [key for key, size in zip(keys, self._sizes(keys), strict=True) if size == 0]
 
-    def put_all(self, blocks: Iterable[Block]) -> int:
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         with self._clock.running(self._deadline):
             return self._put_each(blocks)
 
-    def _put_each(self, blocks: Iterable[Block]) -> int:
+    def _put_each(self, blocks: Iterable[StoredBlock]) -> int:
         done, waiting, size = 0, list[Command](), 0
         most = min(_MOST, self.budget or _MOST)
         for block in blocks:
@@ -174,7 +175,7 @@ class Redis(Remote):
             budget = "" if self.budget is None else self.budget
             waiting.append(self._script(PUT, block.key, data, budget, self._life))
             size += len(data)
-            if size >= _AT_ONCE:
+            if size >= _BATCH_BYTES:
                 done += self._put(waiting)
                 waiting, size = [], 0
         return done + self._put(waiting)
@@ -201,14 +202,14 @@ class Redis(Remote):
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         require_budget(budget)
         base = self._base.encode()
-        for names in self._walk(self._base):  # of which the server lost the account
+        for names in self._walk(self._base):  # the server may have dropped the accounts of some
             keys = [name[len(base) :] for name in names]
             self._sent([self._script(TOUCH, self._life, 1, *keys)])
         freed = 0
-        for names in self._walk(self._aside):
+        for names in self._walk(self._quarantined):
             for name in names:
                 left, size = self._sent([("PTTL", name), ("STRLEN", name)]) or (None, None)
-                if type(left) is int and _ASIDE_MS - left >= older_than * 1000:
+                if type(left) is int and _QUARANTINE_MS - left >= older_than * 1000:
                     self._sent([("UNLINK", name)])
                     freed += size if _is_count(size) else 0
         return freed + self._fitted(budget, thorough=True)[0]
@@ -222,7 +223,7 @@ class Redis(Remote):
         return self._fitted(None, thorough=False)[1]
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Bytes of blocks, 0 for what is none; None where the server does not say."""
+        """Sizes of blocks in bytes; 0 if there is no such block, None if unknown."""
         answers = self._sent([("STRLEN", self._base + key) for key in keys])
         return [
             0 if _is_other_type(answer) else answer if _is_count(answer) else None
@@ -230,19 +231,20 @@ class Redis(Remote):
         ]
 
     def _readable(self, keys: Sequence[str]) -> list[int]:
-        """Bytes of the first blocks that are there, up to one that does not fit the memory."""
+        """Sizes of the leading blocks, up to the first that is missing or does not fit in
+        memory."""
         sizes = takewhile(lambda size: size and self._fits(size), self._sizes(keys))
         return [size for size in sizes if size]
 
     def _fits(self, size: int | None) -> bool:
-        """Whether a block may be read, of which the server says the size."""
+        """Whether a block of this size, as the server reports it, may be read."""
         most = min(_MOST, most_bytes())
         if size is not None and size > most:
-            self._failed(MemoryError(f"a block of {size} bytes, but {most} may be read"))
+            self._failed(MemoryError(f"a block of {size} bytes, but at most {most} may be read"))
             return False
         return True
 
-    def _got(self, keys: Sequence[str], used: bool) -> list[Block | None]:
+    def _got(self, keys: Sequence[str], used: bool) -> list[StoredBlock | None]:
         asked: list[Command] = [("GET", self._base + key) for key in keys]
         if used:
             asked.append(self._script(TOUCH, self._life, 0, *keys))
@@ -251,7 +253,7 @@ class Redis(Remote):
             return [None] * len(keys)
         return [self._block(key, data) for key, data in zip(keys, answers, strict=False)]
 
-    def _block(self, key: str, data: Any) -> Block | None:
+    def _block(self, key: str, data: Any) -> StoredBlock | None:
         if data is None or (isinstance(data, Exception) and not _is_other_type(data)):
             return None
         return self._checked(key, data)
@@ -260,7 +262,7 @@ class Redis(Remote):
         return sum(answer == 1 for answer in (self._sent(commands) or []))
 
     def _fitted(self, budget: int | None, *, thorough: bool) -> tuple[int, int]:
-        """Bytes that were freed until the rest fits a budget, and the bytes of the rest."""
+        """Remove blocks until the rest fits a budget; returns the bytes freed and those left."""
         script = self._script(FIT, "" if budget is None else budget, int(thorough))
         [answer] = self._sent([script]) or [None]
         if isinstance(answer, list) and len(answer) == 2 and all(map(_is_count, answer)):
@@ -268,7 +270,8 @@ class Redis(Remote):
         return 0, 0
 
     def _walk(self, beginning: str) -> Iterator[list[bytes]]:
-        """All names in the server that begin so, some at once; some may come twice."""
+        """Yield, in batches, all names in the server that start with `beginning`; some may be
+        repeated."""
         cursor: Any = 0
         for _ in range(_MOST_PAGES):
             pattern = ("MATCH", beginning + "*", "COUNT", 1000)
@@ -287,22 +290,23 @@ class Redis(Remote):
         return ("EVALSHA", _SHA[script], 3, *self._accounts, self._base, *arguments)
 
     def _sent(self, commands: Sequence[Command]) -> list[Any] | None:
-        """The answers to commands that are sent at once, or None where none came. A command that
-        the server refuses is answered by an error."""
+        """Send commands in one round trip and return their answers, or None if none came. The
+        answer to a command that the server refused is an exception."""
         if not commands:
             return []
-        answers = self._asked(lambda: self._journey(commands), None)
+        answers = self._asked(lambda: self._round_trip(commands), None)
         for command, answer in zip(commands, answers or (), strict=False):
             known = _is_other_type(answer) and command[0] != "EVALSHA"
             if isinstance(answer, Exception) and not known:
                 self._failed(answer)
         return answers
 
-    def _journey(self, commands: Sequence[Command]) -> list[Any]:
+    def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
         with self._clock.running(self._deadline):
             answers = self._piped(commands)
             if any(isinstance(answer, self._errors.NoScriptError) for answer in answers):
-                self._piped([("SCRIPT LOAD", script) for script in _SHA])  # it was started again
+                # The server was restarted and has lost the scripts.
+                self._piped([("SCRIPT LOAD", script) for script in _SHA])
                 answers = self._piped(commands)
         if len(answers) != len(commands):
             raise ConnectionError(f"{len(answers)} answers to {len(commands)} commands")
@@ -317,19 +321,20 @@ class Redis(Remote):
 
 
 def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
-    """The library's client, which is safe for threads and forks, keeps to a clock and never tries
-    twice; and its exceptions.
+    """The library's client and its exceptions module. The client is safe for threads and forks,
+    observes the clock's deadline and never retries.
 
     Raises:
         UnsupportedError: the library is not installed.
-        SpecError: the URL cannot be.
+        SpecError: the URL is invalid.
     """
     try:
         redis, retry = import_module("redis"), import_module("redis.retry")
         backoff = import_module("redis.backoff")
     except ImportError as error:
         raise UnsupportedError(
-            "a store in Redis needs its client, which is not installed; pip install 'kvkeep[redis]'"
+            "a store in Redis needs the redis package, which is not installed; "
+            "pip install 'kvkeep[redis]'"
         ) from error
     try:
         client = redis.Redis.from_url(
@@ -343,25 +348,25 @@ def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
         pool.connection_class = punctual(pool.connection_class, clock)
         pool.connection_class(**pool.connection_kwargs)  # options it does not know raise here
     except (ValueError, TypeError) as error:
-        raise SpecError(f"a Redis URL that cannot be: {error}; give redis://host:port/0") from None
+        raise SpecError(f"invalid Redis URL: {error}; give redis://host:port/0") from None
     return client, redis.exceptions
 
 
 def _is_other_type(answer: Any) -> bool:
-    """Whether a key is taken by something else than a block."""
+    """Whether the answer says that the key holds a value of another type than a block's."""
     return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
 
 
 def _is_count(answer: Any) -> TypeGuard[int]:
-    """Whether an answer is a number of bytes."""
+    """Whether an answer is a valid number of bytes."""
     return type(answer) is int and answer >= 0
 
 
 def _batches(keys: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
-    """The keys of known sizes, as many at once as one journey should bring."""
+    """Batch keys of known sizes to at most 32 MiB per round trip."""
     batch, waiting = list[str](), 0
     for key, size in zip(keys, sizes, strict=False):
-        if batch and waiting + size > _AT_ONCE:
+        if batch and waiting + size > _BATCH_BYTES:
             yield batch
             batch, waiting = [], 0
         batch.append(key)

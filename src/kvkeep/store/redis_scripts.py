@@ -1,21 +1,21 @@
-"""What `Redis` runs in the server: each script is one atomic step of its accounting.
+"""Lua scripts that `Redis` runs in the server. Each is one atomic step of its accounting.
 
-Three keys account for the blocks: `used`, a sorted set of their keys by the time of their last use;
-`index`, the same keys in the order of their bytes; and `sizes`, a hash of the bytes of each, with
-their sum as `total`. The server may drop any key of its own accord: who sees that a block is gone
-forgets it here, and where one of the three is gone, the next script builds it from the others.
+Three keys account for the blocks: `used`, a sorted set of their keys by time of last use; `index`,
+the same keys in byte order; and `sizes`, a hash of each block's bytes with their sum as `total`.
+The server may drop any key by itself: a script that finds a block missing removes its entries, and
+if one of the three keys is missing, the next script rebuilds it from the others.
 """
 
 from __future__ import annotations
 
-# KEYS: used, index, sizes. ARGV[1]: how the names of all blocks begin.
+# KEYS: used, index, sizes. ARGV[1]: prefix of all blocks' names.
 _COMMON = """
 local used, index, sizes = KEYS[1], KEYS[2], KEYS[3]
 local base = ARGV[1]
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 
--- 0 as well for what is no string.
+-- Also 0 for a value that is not a string.
 local function size_of(key)
   local n = redis.pcall('STRLEN', base .. key)
   return type(n) == 'number' and n or 0
@@ -27,7 +27,7 @@ local function drop(key)
   redis.call('ZREM', used, key)
 end
 
--- What removes comes first: a server that is full allows the rest after that, and not before.
+-- Removal comes first: a server at maxmemory allows a script's other writes only after one.
 local function forget(key)
   local n = redis.call('HGET', sizes, key)
   if n then
@@ -84,7 +84,7 @@ local function gone(key)
   forget(key)
 end
 
--- Those that expired are among those used longest ago.
+-- Expired blocks are among the least recently used.
 local function sweep()
   while true do
     local key = redis.call('ZRANGE', used, 0, 0)[1]
@@ -122,8 +122,8 @@ return 1
 """
 )
 
-# ARGV: life in ms or '', whether to leave those alone that are known, keys. The last key is the one
-# used longest ago: what follows others is of no use without them.
+# ARGV: life in ms or '', whether to skip keys that are accounted for, keys. Later keys get older
+# times of last use, because a block is useless without those before it.
 TOUCH = (
     _COMMON
     + """
@@ -151,7 +151,7 @@ return 1
 """
 )
 
-# ARGV: key, the new name of its block, how long it stays there in ms.
+# ARGV: key, the block's new name, how long it is kept there in ms.
 SET_ASIDE = (
     _COMMON
     + """
@@ -164,8 +164,8 @@ return 1
 """
 )
 
-# ARGV: least, most, how many. Gives the last that was looked at, if more may follow; and those that
-# are there.
+# ARGV: first key, last key, most keys. Returns the last key examined, or '' if no more follow, and
+# then the keys of existing blocks.
 PAGE = (
     _COMMON
     + """
@@ -178,7 +178,7 @@ return found
 """
 )
 
-# ARGV: budget or '', whether to look at all blocks. Gives the bytes freed, and those that are left.
+# ARGV: budget or '', whether to check all blocks. Returns the bytes freed and the bytes left.
 FIT = (
     _COMMON
     + """

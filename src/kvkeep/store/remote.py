@@ -1,4 +1,4 @@
-"""Remote: what stores that are elsewhere have in common: they may be away."""
+"""Remote: the base of backends over a network, which may be unavailable."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import TypeVar
 from kvkeep.store.backend import Backend
 
 REST_S = 5.0
-"""For so long nothing is asked of who did not answer."""
+"""Seconds after a failure during which the remote side is not called."""
 
 Answer = TypeVar("Answer")
 
 
 class Remote(Backend):
-    """A backend behind a network. Who does not answer is left alone for some seconds, in which all
-    is a miss, so that a server that is dead costs one timeout and not one for every block."""
+    """A backend over a network. After a failure, calls return a miss for five seconds, so that an
+    unavailable server costs one timeout, not one per block."""
 
     def __init__(self) -> None:
         self._rests_until = 0.0
 
     @property
     def resting(self) -> bool:
-        """Whether nothing is asked at the moment."""
+        """Whether calls return a miss at the moment, because one failed shortly before."""
         return time.monotonic() < self._rests_until
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What asking gives, or `otherwise` where that fails, or while this rests."""
+        """Return `ask()`, or `otherwise` if it fails or the backend is resting."""
         if self.resting:
             return otherwise
         try:
             return ask()
         except FileNotFoundError:
             return otherwise
-        except Exception as error:  # of libraries that may raise anything
+        except Exception as error:  # client libraries may raise any exception
             self._failed(error)
             if self._is_away(error):
                 self._rests_until = time.monotonic() + REST_S
             return otherwise
 
     def _is_away(self, error: Exception) -> bool:
-        """Whether who failed so will fail at the next call too."""
+        """Whether an error means that the next calls would fail too."""
         return True

@@ -1,4 +1,4 @@
-"""A store's figures."""
+"""Statistics of a store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store's figures. `hit_tokens` of `asked_tokens` were found; `refused` texts could not be
-    stored, because their cache had evicted some tokens."""
+    """Statistics of a store. `hit_tokens` of `asked_tokens` were found; `refused` counts texts that
+    could not be stored, for example because their cache had evicted some tokens."""
 
     nbytes: int
     budget: int | None
