@@ -213,8 +213,8 @@ class _CallStore:
         chunk: int | None,
         capacity: int | None,
     ) -> ModelCache:
-        """A cache of all tokens (n,) but the last. Blocks are used if these are the very tokens in
-        which they were found."""
+        """A cache that holds all tokens (n,) but the last. Blocks are used if `tokens` equals the
+        prompt in which they were found."""
         call = _CALL.get() or _Call()
         encoded, store = call.encoded, self._store
         if encoded is not None and encoded.input_ids[0].equal(tokens.cpu()):
@@ -247,7 +247,7 @@ class _CallStore:
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
-        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
         return self._store.learn(model, tokens, cache, namespace=namespace)
 
     def __getattr__(self, name: str) -> Any:

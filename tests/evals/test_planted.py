@@ -61,7 +61,7 @@ def test_planting_changes_no_prediction_and_is_undone(model, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("x", "use scaled, turned, bias"), ("bias", "Linear keeps")]
+    ("kind", "message"), [("x", "use scaled, turned, bias"), ("bias", "Linear has no q_proj")]
 )
 def test_planting_is_refused(kind, message):
     other = torch.nn.Linear(2, 2)

@@ -308,9 +308,9 @@ def early(data, tmp_path_factory):
         ("optimizer.safetensors", flip, "another checksum"),
         ("optimizer.safetensors", Path.unlink, "No such file"),
         (checkpoint.STATE, Path.unlink, "No such file"),
-        (checkpoint.STATE, truncate, "is damaged"),
-        (checkpoint.STATE, lambda path: path.write_text("[]"), "is damaged"),
-        (checkpoint.STATE, lambda path: path.write_text("[" * 99999), "is damaged"),
+        (checkpoint.STATE, truncate, "damaged: "),
+        (checkpoint.STATE, lambda path: path.write_text("[]"), "damaged: "),
+        (checkpoint.STATE, lambda path: path.write_text("[" * 99999), "damaged: "),
         (
             checkpoint.STATE,
             lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": 3')),
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_something_else(data, early, tmp_path, name, tensors):
     subprocess.run(["cp", "-r", early, out], check=True)
     save_file(tensors, out / "checkpoint-4" / name)
     reseal(out / "checkpoint-4" / name)
-    with pytest.raises(CheckpointError, match=f"checkpoint-4/{name} is not as it was"):
+    with pytest.raises(CheckpointError, match=f"checkpoint-4/{name} is damaged"):
         run(data, out, resume=True)
 
 

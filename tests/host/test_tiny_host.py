@@ -174,14 +174,20 @@ def test_nothing_imports_transformers():
 import sys
 import torch
 from support.tiny_host import tiny_model
+import kvkeep.evals.run, kvkeep.finetune.data, kvkeep.serve.engine
 from kvkeep.blocks import prefill
+from kvkeep.evals.kept_positions import kept
 from kvkeep.store import Memory, PrefixStore
+from kvkeep.train import backward
 
 model, texts = tiny_model(), torch.arange(40).split(10)
 store = PrefixStore(backend=Memory(), block=4)
 assert store.prefill(model, texts[0]).fed == 9
 assert store.read(model, texts[0]).found == 9
 assert prefill(model, texts, recompute=0.2, store=store).fed == 40
+ids = torch.arange(40)[None]
+backward(model, ids, ids, cache="h2o:9", chunk=7)
+kept(model, ids, "h2o:9")
 found = [name for name in sys.modules if name.startswith(("transformers", "kvkeep.hf"))]
 assert not found, found
 """

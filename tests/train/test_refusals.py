@@ -41,10 +41,10 @@ IDS, LABELS, _ = texts(2, 20)
         ("chunk of 16 tokens for h2o:8.*use chunk=8", {"cache": "h2o:8", "chunk": 16}),
         ("chunk of 0 tokens", {"chunk": 0}),
         ("chunk of 2.5 tokens", {"chunk": 2.5}),
-        ("all 40 labels are -100", {"labels": torch.full_like(LABELS, -100)}),
+        ("none of 40 labels is learned", {"labels": torch.full_like(LABELS, -100)}),
         ("labels .2, 19. for texts .2, 20.", {"labels": LABELS[:, 1:]}),
         ("loss_weights .2, 19.", {"loss_weights": torch.ones(2, 19)}),
-        ("of no weight", {"loss_weights": torch.zeros(2, 20)}),
+        ("of weight 0", {"loss_weights": torch.zeros(2, 20)}),
         ("divided by -38.0, the sum of their weights", {"loss_weights": -torch.ones(2, 20)}),
         ("divided by 0.0, num_items", {"num_items": 0}),
         ("attention_mask .2, 3.", {"attention_mask": torch.ones(2, 3)}),
@@ -99,7 +99,7 @@ def test_models_that_cannot_be_taken_apart(model):
         backward(tiny("mixtral", output_router_logits=True), IDS, LABELS)
     with pytest.raises(kvkeep.UnsupportedError, match="latent"):
         backward(tiny("deepseek-v3"), IDS, LABELS)
-    with pytest.raises(kvkeep.UnsupportedError, match="not a transformers model"):
+    with pytest.raises(kvkeep.UnsupportedError, match="Linear is not a model of transformers"):
         backward(torch.nn.Linear(2, 2), IDS, LABELS)
 
 

@@ -64,7 +64,7 @@ class Graphed:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
         self._steps = 0
-        self._complete = True  # whether all layers were fed alike
+        self._complete = True  # False during a step, and after one that was interrupted
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
         self._closed, cache.lent = False, _IN_USE
 
@@ -77,7 +77,7 @@ class Graphed:
             StateError: these steps were closed, or a step was interrupted.
         """
         if self._closed:
-            raise StateError("these steps were closed; make new ones: Graphed(model, cache)")
+            raise StateError("these steps were closed; create new ones: Graphed(model, cache)")
         if input_ids.shape != self._token.shape:
             raise ShapeError(
                 f"token ids of shape {tuple(input_ids.shape)}; give one for each row, "
@@ -87,8 +87,6 @@ class Graphed:
             raise StateError(
                 "a step was interrupted; close() these steps, and feed the prompt again"
             )
-        if not self._complete:
-            raise StateError("a step was interrupted: close() these, and feed the prompt again")
         for step in self._steps_on_device:
             step.require(1)
         self._complete = False
@@ -105,8 +103,8 @@ class Graphed:
         return logits
 
     def close(self) -> None:
-        """Give the cache back, with all that was fed; empty, if a step was interrupted. The graph
-        is freed."""
+        """Make the cache usable again, with all tokens that were fed, and free the graph. If a step
+        was interrupted, the cache is reset."""
         if self._closed:
             return
         self._graph = self._logits = None

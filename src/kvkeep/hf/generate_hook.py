@@ -41,12 +41,12 @@ class PromptStore(Protocol):
         chunk: int | None,
         capacity: int | None,
     ) -> ModelCache:
-        """A cache of all tokens (n,) but the last."""
+        """A cache that holds all tokens (n,) but the last."""
 
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
-        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class BlockPrompt(Protocol):
         namespace: str,
         capacity: int | None,
     ) -> tuple[ModelCache, Any]:
-        """A cache of all tokens but the last, and a report."""
+        """A cache that holds all tokens but the last, and a report."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,8 @@ def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
 
 
 def _activate_later(model: PreTrainedModel, cache: Cache) -> None:
-    """Where a prompt invokes an activated adapter behind what a cache holds, it computes from
-    there on."""
+    """Set the cache's activation if the prompt invokes an activated adapter after the tokens that
+    the cache holds."""
     call = _CALL.get()
     if cache.activation is not None and call is not None and call.ids is not None:
         found = activation_in(model, call.ids[0].cpu())

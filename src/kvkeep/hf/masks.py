@@ -158,8 +158,9 @@ def _positions(
 
 
 def _was_fed(layer: MaskedLayer, real: Tensor) -> bool:
-    """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
-    known, and False only, while nothing was evicted; afterwards, for the columns before that."""
+    """Whether the columns fed so far were padding exactly where `real`, bool (B, fed), is False.
+    After an eviction, padding is known only for the columns that were recorded before it; without a
+    record the result is True."""
     shown = layer.ledger.shown
     if shown is not None:
         return bool(shown.equal(real[:, : shown.shape[1]].to(shown.device)))

@@ -22,9 +22,9 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class InvokedAdapter:
-    """An adapter that computes from its invocation in a prompt on: PEFT's activated LoRA.
+    """An adapter that is active from its invocation tokens in a prompt on: PEFT's activated LoRA.
 
-    The base model computes what stands before the invocation.
+    The base model computes the tokens before the invocation.
 
     Source: aLoRA (arXiv 2504.12397).
     """
@@ -63,7 +63,7 @@ def active_adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]
 
 
 def invoked_adapter(model: nn.Module) -> InvokedAdapter | None:
-    """The activated adapter that takes part in the forward; None if none does.
+    """The activated adapter (aLoRA) that is active in the forward; None if there is none.
 
     Raises:
         UnsupportedError: other adapters or modules are active beside it, so that tokens before its

@@ -34,8 +34,8 @@ class Narrowed(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated. Times are in seconds; `ttft_s` runs from the call to the first token,
-    `tokens_per_s` counts the tokens after it; `ids` (1, n) are the prompt's and the new ones."""
+    """A generated text. `ttft_s` is the time in seconds from the call to the first token,
+    `tokens_per_s` the speed after it; `ids` (1, n) are the prompt's and the new token ids."""
 
     text: str
     tokens: int

@@ -1,6 +1,6 @@
-"""What a layer's attention does with a chunk, on the way forward and back.
+"""The attention of one layer for one chunk, in the forward and in the backward of training.
 
-Each class has a `run`, as a `LayerCache` has.
+Each class is a `LayerStep` (see `kvkeep.host.layerwise`), in place of a `LayerCache`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvkeep.train.slots import HeldSlots
 
 
 class Recorder:
-    """A layer's step on the way forward, as `Cell` will compute it again.
+    """The step of the forward. Records what is evicted, so that `Cell` can compute it again.
 
-    `before` and `after` are the positions of what was evicted before the chunk was attended to, and
-    after: int32 (B, 1|H, c) each.
+    `before` and `after` are the positions that were evicted before and after the chunk's attention,
+    int32 (B, 1|H, c) each.
     """
 
     def __init__(self, layer: LayerCache) -> None:
-        self.window, self._layer = layer.window, layer
+        self._layer = layer
 
     def run(self, inputs: StepInputs) -> Tensor:
         """As `LayerCache.run`."""
@@ -33,15 +33,16 @@ class Recorder:
         return self._layer.run(inputs, self._attend)
 
     def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-        """By the operations of `Cell`, so that both give the same; the mass apart from that."""
+        """The same operations as in `Cell`, for the same result to the last bit; the mass is
+        computed by a call of its own."""
         self.after = self._layer.evicted = []
         mass = dispatch(q, view, options)[1] if options.need_mass else None
         plain = options._replace(need_mass=False, observed=None)
         return dispatch(q, view, plain, differentiable=True)[0], mass
 
 
-class Captured(Exception):  # noqa: N818 - no error, but the way out of a layer
-    """Keys and values of a chunk are known; the rest of the layer need not run."""
+class Captured(Exception):  # noqa: N818 - not an error
+    """Carries the keys and values of a chunk out of a layer, the rest of which need not run."""
 
     def __init__(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         super().__init__()
@@ -49,34 +50,36 @@ class Captured(Exception):  # noqa: N818 - no error, but the way out of a layer
 
 
 class Capture:
-    """Ends a layer where its attention would begin."""
+    """Stops a layer before its attention."""
 
     def __init__(self, layer: LayerCache) -> None:
-        self.window, self._layer = layer.window, layer
+        self._layer = layer
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Raise Captured, with keys and values as slots hold them."""
+        """Raise Captured, with keys and values as they are read from slots."""
         assert inputs.position is not None
         raise Captured(*encoded(self._layer, inputs.k, inputs.v), inputs.position)
 
 
 class Cell:
-    """Attention of one chunk to the slots held before it, with gradients for those too.
+    """The step of the backward: attention to the slots held before the chunk and to its own, all
+    with gradients.
 
-    `keys` and `values` are then the chunk's own, as slots hold them, in the graph.
+    After `run`, `keys` and `values` are the chunk's own, as they are read from slots, in the graph.
 
     Args:
-        before: what has passed before the chunk.
+        past: the slots held before the chunk.
+        before: the ledger before the chunk.
     """
 
     def __init__(self, layer: LayerCache, past: HeldSlots | None, before: Ledger) -> None:
-        self.window, self._layer, self._before = layer.window, layer, before
+        self._layer, self._before = layer, before
         self.past = past and past._replace(
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()
         )
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """As `LayerCache.run`, but nothing is kept."""
+        """As `LayerCache.run`, without writing slots."""
         assert inputs.position is not None
         self.keys, self.values = keys, values = encoded(self._layer, inputs.k, inputs.v)
         rows, n = inputs.k.shape[0], inputs.k.shape[2]
@@ -97,7 +100,7 @@ class Cell:
 
 
 def encoded(layer: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as slots hold new ones."""
+    """New keys and values as they will be read from slots."""
     keys, values = layer.key_codec, layer.value_codec
     if keys.block > 1:
         return k, v

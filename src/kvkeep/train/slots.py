@@ -1,4 +1,4 @@
-"""One layer's slots, walked forward chunk by chunk and back again, with their gradients."""
+"""The slots of one layer while chunks are replayed forward and undone backward, with gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.policy.replay import among
 
 
 class HeldSlots(NamedTuple):
-    """What a chunk's queries find: keys (B, H, S, Dk), values (B, H, S, Dv), and their positions,
+    """What is held before a chunk: keys (B, H, S, Dk), values (B, H, S, Dv), and their positions,
     int32 (B, 1|H, S), -1 where a slot is empty."""
 
     keys: Tensor
@@ -24,9 +24,12 @@ class HeldSlots(NamedTuple):
 
 
 class _Undo(NamedTuple):
-    """How to take a push of `tokens` tokens back: where each slot came from, those that went at the
-    end (None: nothing moved), and the positions before that; keys and values of those that went,
-    and of those that were encoded in blocks, as they were."""
+    """How to undo a push of `tokens` tokens.
+
+    `order` is where each slot came from, int32 (B, 1|H, S), evicted slots last (None: nothing
+    moved), and `position` the positions before that. `gone` are the keys and values of evicted
+    slots; `encoded` those of slots that were encoded in blocks, before they were.
+    """
 
     tokens: int
     order: Kept | None = None
@@ -36,11 +39,12 @@ class _Undo(NamedTuple):
 
 
 class Slots:
-    """What a layer holds between chunks, in one buffer of slots, with a gradient buffer beside it.
+    """What a layer holds between chunks, in one buffer of slots, with a gradient buffer of the same
+    shape.
 
-    Going forward, `push` writes a chunk's tokens and lets go of those that were evicted, whose keys
-    and values wait in `store`. Going back, `pop` undoes that: what was evicted lies in its slot
-    again, with no gradient, and the gradients of the chunk's slots go to the chunk.
+    Going forward, `push` writes a chunk's tokens and evicts slots, whose keys and values wait in
+    `store`. Going back, `pop` undoes that: evicted slots are restored with a gradient of zero, and
+    the gradients of the chunk's own slots are returned.
     """
 
     def __init__(self, store: Offload, layer: LayerCache) -> None:
@@ -48,17 +52,22 @@ class Slots:
         self._store, self._layer = store, layer
         self._buffers: list[Tensor] = []  # keys, values, positions; then gradients of the first two
         self._undo: list[_Undo] = []
-        self._encoded = 0  # tokens, of codecs that encode blocks
+        self._encoded = 0  # tokens that a codec has encoded in blocks
 
     @property
     def past(self) -> HeldSlots:
-        """What is held now; views, valid until the next change."""
+        """What is held now: views, valid until the next change."""
         keys, values, position = (x[:, :, : self.length] for x in self._buffers[:3])
         return HeldSlots(keys, values, position)
 
     def push(self, k: Tensor, v: Tensor, position: Tensor, evicted: list[Tensor]) -> None:
-        """Write n tokens, k (B, H, n, Dk) and v as they are read, at positions (n,) or (B, n); then
-        let go of those at `evicted`, int32 (B, 1|H, c) each, and encode what a block is full of."""
+        """Write n tokens, then evict, and encode the blocks that are full.
+
+        Args:
+            k, v: (B, H, n, Dk) and (B, H, n, Dv), as they are read from slots.
+            position: (n,) or (B, n).
+            evicted: positions to evict, int32 (B, 1|H, c) each.
+        """
         rows, heads, n, _ = k.shape
         place = position.reshape(-1, 1, n).to(torch.int32)
         place = place.expand(rows, heads if self._layer.policy.per_head else 1, n)
@@ -90,7 +99,7 @@ class Slots:
                 buffer[:, :, : self.length] += gradient
 
     def pop(self) -> tuple[Tensor, ...]:
-        """Take the last push back; the gradients of its tokens, (B, H, n, D) of keys and values."""
+        """Undo the last push -> gradients of its tokens' keys and values, (B, H, n, D)."""
         undo = self._undo.pop()
         if undo.encoded:
             plain = [self._store.take(kept) for kept in undo.encoded]
@@ -105,7 +114,7 @@ class Slots:
         return tuple(buffer[:, :, own].clone() for buffer in self._buffers[3:])
 
     def _move(self, undo: _Undo, order: Tensor, held: int, gone: Tensor | None = None) -> _Undo:
-        """Put slots in another order and hold the first of them."""
+        """Reorder the slots and hold the first `held` of them; returns how to undo that."""
         before, kept = self.past.position.clone(), []
         for buffer in self._buffers[:2]:
             moved = buffer.gather(2, along_slots(order, buffer))
@@ -133,25 +142,25 @@ class Slots:
         self.length = length
 
     def _encode(self, undo: _Undo) -> _Undo:
-        """Encode the oldest tokens that are not, as `BlockEncoded` does; nothing goes."""
+        """Encode the oldest plain tokens, as a layer does with a codec that encodes blocks."""
         codecs = self._layer.key_codec, self._layer.value_codec
         count = whole(self.length - self._encoded, *codecs)
         if not count:
             return undo
         place = self.past.position.clone()
-        place[:, :, : self._encoded] = torch.iinfo(place.dtype).min  # they stay where they are
+        place[:, :, : self._encoded] = torch.iinfo(place.dtype).min  # encoded tokens do not move
         undo = self._move(undo, place.argsort(dim=2, stable=True), self.length)
         kept = []
         for buffer, codec in zip(self._buffers, codecs, strict=False):
             plain = buffer[:, :, self._encoded : self._encoded + count]
             at = self.past.position[:, :, self._encoded : self._encoded + count]
-            kept.append(self._store.put(plain.clone()))  # for it is written to
+            kept.append(self._store.put(plain.clone()))  # a copy: the slots are overwritten below
             plain.copy_(codec.decode(codec.encode(filled(plain, at, codec.block)), plain.dtype))
         self._encoded += count
         return undo._replace(encoded=tuple(kept))
 
     def _reserve(self, slots: int, like: tuple[Tensor, ...]) -> None:
-        """Room for so many slots, of which the first `length` stay."""
+        """Make room for `slots` slots; the first `length` are kept."""
         if self._buffers and slots <= self._buffers[0].shape[2]:
             return
         capacity = max(slots, 2 * self.length)
