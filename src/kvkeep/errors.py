@@ -40,6 +40,10 @@ class UnsupportedError(KVKeepError, NotImplementedError):
     """A model, mask or attention feature that kvkeep refuses, with the reason."""
 
 
+class MissingPackageError(UnsupportedError, ImportError):
+    """A feature whose packages are not installed; the message names the extra that brings them."""
+
+
 class PrecisionWarning(UserWarning):
     """A codec that some models do not bear; it is given once in a process."""
 

@@ -17,13 +17,14 @@ from kvkeep.blocks import Block, BlockReport, Encoded, Report
 from kvkeep.blocks.chat import Marks, located
 from kvkeep.blocks.parts import Mark, Refused, marked
 from kvkeep.blocks.tokenize import SHORTEST, segmented
+from kvkeep.extras import needed_by
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.hf.specs import Specs
 from kvkeep.store import PrefixStore
 
-try:
+with needed_by("kvkeep.mellea", "mellea"):
     from mellea.backends import ModelOption
     from mellea.backends.huggingface import LocalHFBackend
     from mellea.backends.model_ids import ModelIdentifier
@@ -35,11 +36,6 @@ try:
     from mellea.backends.utils import to_chat
     from mellea.core import CBlock, Component, Context, ModelOutputThunk, Span
     from mellea.core.base import AbstractMelleaTool
-except ImportError as error:
-    raise ImportError(
-        f"kvkeep.mellea needs Mellea and what its local backend needs ({error}); "
-        "pip install 'kvkeep[mellea]'"
-    ) from error
 
 _KEY = "kvkeep"  # of a report in the log of an answer
 _SHOWN = 40  # characters of a block in a report

@@ -9,6 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.errors import MissingPackageError
+from kvkeep.extras import needed_by
+
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Also draw it: a .png, .svg or .pdf file.")
 ]
@@ -25,10 +28,9 @@ def check_plot(file: Path | None) -> None:
     if file is None:
         return
     try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib; pip install 'kvkeep[plot]'") from error
-    formats = Figure().canvas.get_supported_filetypes()
+        formats = _figure().canvas.get_supported_filetypes()
+    except MissingPackageError as error:
+        raise typer.BadParameter(str(error)) from error
     if file.suffix.removeprefix(".") not in formats:
         raise typer.BadParameter(f"--plot {file}: end it in one of {', '.join(sorted(formats))}")
     if not file.parent.is_dir():
@@ -38,14 +40,12 @@ def check_plot(file: Path | None) -> None:
 def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw a panel for each measured column over the length held, with a line for each system; bars
     where all rows have one length, or none. A gap where a value is None."""
-    from matplotlib.figure import Figure
-
     axis = next((name for name in _AXES if name in rows[0]), "")
     label = next((name for name, value in rows[0].items() if isinstance(value, str)), None)
     columns = [n for n in rows[0] if n not in (axis, label) and not n.startswith("spread")]
     lengths = sorted({row[axis] for row in rows}) if axis else []
     systems = dict.fromkeys(str(row[label]) if label else "" for row in rows)
-    figure = Figure(figsize=(4.5 * len(columns), 4), layout="constrained")
+    figure = _figure(figsize=(4.5 * len(columns), 4), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(columns), squeeze=False)[0]
     for panel, column in zip(panels, columns, strict=True):
@@ -71,9 +71,7 @@ def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw what each spec loses (divergence, perplexity) over the bytes it holds, a labelled point
     for each row and a colour for each context."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = _figure(figsize=(13, 5.5), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, 2)
     # The full cache has 0, which a logarithmic axis has not.
@@ -105,13 +103,11 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
 
 def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
     """Draw a line for each head, dark at the positions that it keeps of `tokens`."""
-    from matplotlib.figure import Figure
-
     grid = [[0] * tokens for _ in lines]
     for row, positions in zip(grid, lines.values(), strict=True):
         for position in positions:
             row[position] = 1
-    figure = Figure(figsize=(12, 1.5 + 0.12 * max(8, len(lines))), layout="constrained")
+    figure = _figure(figsize=(12, 1.5 + 0.12 * max(8, len(lines))), layout="constrained")
     figure.suptitle(title)
     panel = figure.subplots()
     panel.imshow(grid, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
@@ -119,6 +115,14 @@ def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file:
     every = -(-len(lines) // 40)
     panel.set_yticks(range(0, len(lines), every), list(lines)[::every], fontsize=7)
     figure.savefig(file)
+
+
+def _figure(**options: Any) -> Any:
+    """An empty figure of matplotlib."""
+    with needed_by("--plot", "plot"):
+        from matplotlib.figure import Figure
+
+    return Figure(**options)
 
 
 def _heights(rows: Iterable[Mapping[str, Any]], column: str) -> list[Any]:
