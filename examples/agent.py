@@ -1,10 +1,10 @@
-"""An agent with tools: their descriptions, and what they return, are computed once.
+"""An agent with tools: their descriptions and results are computed once.
 
     python examples/agent.py
 
-A small model writes no calls that can be relied on, so the agent asks which tool's name becomes
-most likely by the question, calls that one, and lets the model answer from what the tool returned.
-All names are tried on forks of one cache, which share the prompt.
+A small model does not write reliable tool calls. So the agent calls the tool whose name gains the
+most probability from the question, and lets the model answer from the tool's result. All names are
+tried on forks of one cache, which share the prompt.
 """
 
 from __future__ import annotations

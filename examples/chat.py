@@ -1,4 +1,4 @@
-"""A chat whose turns begin where the last one stopped, in this process and in the next one.
+"""A chat in which each turn reuses the turns before it, in this process and in the next one.
 
     python examples/chat.py [DIRECTORY]
 

@@ -1,7 +1,7 @@
 """The Debian Administrator's Handbook as texts to fine-tune on: `python handbook.py DIRECTORY`.
 
-Reads what `apt-get install debian-handbook` puts on the disk (or `--html`), and writes train.jsonl,
-its pages in order but for the last sixteenth of the text, and held-out.jsonl, those.
+Reads the pages that `apt-get install debian-handbook` installs (or those in `--html`), in order.
+Writes the last sixteenth of the text to held-out.jsonl, and the rest to train.jsonl.
 """
 
 import argparse

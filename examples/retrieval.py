@@ -1,9 +1,9 @@
-"""Questions about documents: each document is read once, whichever question it is fetched for.
+"""Questions about documents: each document is computed once, however often it is retrieved.
 
     python examples/retrieval.py
 
-The documents are Python's own help pages. For each question those that share most words with it are
-put before it, in an order that is never the same.
+The documents are Python's own help pages. Each question is preceded by the documents that share the
+most words with it, in a new order each time.
 """
 
 from __future__ import annotations
