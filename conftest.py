@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.sybil import SybilCollection
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/*.md"],
+_HUB_NAME = Path("HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
+def _in_a_directory_with_the_model(namespace: dict[str, Any]) -> None:
+    """A directory with the demo model under the name of its hub repository, so that README's
+    example finds it there and asks no hub."""
+    from kvkeep.hf.models import resolve
+
+    directory = TemporaryDirectory()
+    namespace["_left"] = (os.getcwd(), directory)
+    link = Path(directory.name, _HUB_NAME)
+    link.parent.mkdir()
+    link.symlink_to(resolve("smollm2-135m"))
+    os.chdir(directory.name)
+
+
+def _back(namespace: dict[str, Any]) -> None:
+    before, directory = namespace["_left"]
+    os.chdir(before)
+    directory.cleanup()
+
+
+pytest_collect_file = SybilCollection(
+    [
+        Sybil(
+            parsers=[PythonCodeBlockParser()],
+            patterns=["README.md"],
+            setup=_in_a_directory_with_the_model,
+            teardown=_back,
+        ),
+        Sybil(parsers=[PythonCodeBlockParser()], patterns=["docs/*.md"]),
+    ]
 ).pytest()

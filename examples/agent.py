@@ -1,10 +1,10 @@
-"""An agent with tools. The keys and values of tool descriptions and results are computed once.
+"""An agent with tools: their descriptions and results are computed once.
 
     python examples/agent.py
 
-A small model cannot write tool calls reliably. So the agent measures which tool's name becomes most
-likely with the question, calls that tool, and lets the model answer from the tool's result. All
-names are scored on forks of one cache, which share the prompt.
+A small model does not write reliable tool calls. So the agent calls the tool whose name gains the
+most probability from the question, and lets the model answer from the tool's result. All names are
+tried on forks of one cache, which share the prompt.
 """
 
 from __future__ import annotations

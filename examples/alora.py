@@ -1,10 +1,10 @@
-"""An activated LoRA adapter (aLoRA) that reuses the base model's cache: train, save, load, use.
+"""An activated LoRA adapter that continues from the base model's cache: train, save, load, use.
 
     python examples/alora.py [DIRECTORY]
 
-The adapter names the thing a message is about. It is active only from its invocation tokens on, so
-the base model computes everything before them, and the adapter, like any other, reuses those keys
-and values. Training takes half a minute on one core.
+The adapter names the thing a message is about. It is active from its invocation on; the tokens
+before it are computed by the base model once, and reused by this adapter and any other. Training
+takes half a minute on one core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A chat in which each turn reuses the cache of the turns before it, even in a later process.
+"""A chat in which each turn reuses the turns before it, in this process and in the next one.
 
     python examples/chat.py [DIRECTORY]
 

@@ -1,7 +1,7 @@
 """The Debian Administrator's Handbook as texts to fine-tune on: `python handbook.py DIRECTORY`.
 
-Reads the pages that `apt-get install debian-handbook` installs (or those in `--html`), and writes
-train.jsonl, the pages in order except the last sixteenth of the text, and held-out.jsonl, the rest.
+Reads the pages that `apt-get install debian-handbook` installs (or those in `--html`), in order.
+Writes the last sixteenth of the text to held-out.jsonl, and the rest to train.jsonl.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Questions about documents. Each document's keys and values are computed once for all questions.
+"""Questions about documents: each document is computed once, however often it is retrieved.
 
     python examples/retrieval.py
 
-The documents are Python's help pages. Each question follows the documents that share the most rare
-words with it, so documents appear in different orders.
+The documents are Python's own help pages. Each question is preceded by the documents that share the
+most words with it, in a new order each time.
 """
 
 from __future__ import annotations

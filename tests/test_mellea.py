@@ -399,5 +399,5 @@ def test_import():
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "AssertionError" not in ran.stderr
-    assert "ImportError: kvkeep.mellea needs Mellea" in ran.stderr
+    assert "kvkeep.mellea needs mellea, which is not installed" in ran.stderr
     assert "pip install 'kvkeep[mellea]'" in ran.stderr

@@ -40,6 +40,10 @@ class UnsupportedError(KVKeepError, NotImplementedError):
     """A model, mask or attention feature that kvkeep does not support."""
 
 
+class MissingPackageError(UnsupportedError, ImportError):
+    """A feature whose packages are not installed; the message names the extra that brings them."""
+
+
 class PrecisionWarning(UserWarning):
     """A codec loses too much precision with some models; issued once per process."""
 

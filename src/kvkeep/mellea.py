@@ -18,11 +18,12 @@ from kvkeep.blocks.chat import Marks, located
 from kvkeep.blocks.parts import Mark, Refused, marked
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.blocks.tokenize import SHORTEST, tokenized
+from kvkeep.extras import needed_by
 from kvkeep.hf.attach import attach, detach
 from kvkeep.host import ModelCache, Specs
 from kvkeep.store import PrefixStore
 
-try:
+with needed_by("kvkeep.mellea", "mellea"):
     from mellea.backends import ModelOption
     from mellea.backends.huggingface import LocalHFBackend
     from mellea.backends.model_ids import ModelIdentifier
@@ -34,11 +35,6 @@ try:
     from mellea.backends.utils import to_chat
     from mellea.core import CBlock, Component, Context, ModelOutputThunk, Span
     from mellea.core.base import AbstractMelleaTool
-except ImportError as error:
-    raise ImportError(
-        f"kvkeep.mellea needs Mellea and the packages of its local backend ({error}); "
-        "pip install 'kvkeep[mellea]'"
-    ) from error
 
 _KEY = "kvkeep"  # key of the report in an answer's log
 _SHOWN = 40  # characters of a block shown in a report

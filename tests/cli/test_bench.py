@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from shutil import which
 
 import finetuning
@@ -17,6 +18,8 @@ from kvkeep.bench.resident import in_core
 from kvkeep.cli import app
 from kvkeep.errors import UnsupportedError
 from kvkeep.storage.allocate import reserve
+
+RECORDED = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(*arguments):
@@ -235,6 +238,40 @@ def test_a_plot(tmp_path, suffix):
     others = ("--against", "torch-sdpa,flashinfer")  # one of which may be missing
     assert run("op", "--lengths", "16,32", *others, *options).exit_code == 0
     assert picture.exists()
+
+
+def test_recorded_results_are_drawn(tmp_path):
+    """Also what was printed behind other lines; a panel for each chosen figure of each record."""
+    picture = tmp_path / "recorded.svg"
+    record = tmp_path / "op.json"
+    record.write_text("a line before\n" + (RECORDED / "op.json").read_text())
+    records = (str(RECORDED / "decode.json"), str(record))
+    result = run("draw", *records, "--columns", "median_ms,median_us", "--plot", str(picture))
+    assert result.exit_code == 0, result.stderr
+    assert picture.read_text().count('<g id="axes_') == 2
+    every = tmp_path / "every.svg"
+    assert run("draw", str(record), "--plot", str(every)).exit_code == 0
+    assert every.read_text().count('<g id="axes_') == 2  # median_us, gb_per_s
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "says"),
+    [
+        ("{}", (), "is no recorded benchmark (KeyError"),
+        ("text", (), "is no recorded benchmark (JSONDecodeError"),
+        ('{"rows": [], "environment": {}}', (), "(ValueError: it has no rows)"),
+        (None, (), "is no recorded benchmark (FileNotFoundError"),
+        ((RECORDED / "op.json").read_text(), ("--columns", "median_ms"), "it has backend, length"),
+    ],
+)
+def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
+    path, picture = tmp_path / "record.json", tmp_path / "picture.svg"
+    if record is not None:
+        path.write_text(record)
+    result = run("draw", str(path), "--plot", str(picture), *options)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert not picture.exists()
 
 
 @pytest.mark.parametrize(

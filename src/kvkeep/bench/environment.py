@@ -9,11 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import kvkeep
 from kvkeep import native_library
+from kvkeep.extras import needed_by
+
+with needed_by("Describing the machine", "cli"):
+    import psutil
 
 
 def environment() -> dict[str, Any]:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.extras import needed_by
+
+with needed_by("Measuring llama.cpp", "llama-cpp"):
+    import gguf
+    import numpy as np
 
 LLAMA_CPP = "llama.cpp"
 
@@ -30,15 +33,11 @@ def require(model: Any) -> None:
     """Check, before anything is measured, that llama.cpp can run this model.
 
     Raises:
-        UnsupportedError: llama-cpp-python is not installed, or the model is not a Llama.
+        MissingPackageError: llama-cpp-python is not installed.
+        UnsupportedError: the model is no Llama.
     """
-    try:
+    with needed_by("Measuring llama.cpp", "llama-cpp"):
         import llama_cpp  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "measuring llama.cpp needs llama-cpp-python, which is not installed; "
-            "pip install 'kvkeep[llama-cpp]' (it is compiled with cmake)"
-        ) from error
     config = model.config
     if config.model_type != "llama" or model.dtype not in _TYPES:
         raise UnsupportedError(
@@ -56,7 +55,8 @@ def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[],
         room: tokens of context to reserve.
         directory: directory for the GGUF file, which is written once.
     """
-    import llama_cpp
+    with needed_by("Measuring llama.cpp", "llama-cpp"):
+        import llama_cpp
 
     path = directory / "model.gguf"
     if not path.exists():

@@ -14,11 +14,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import psutil
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.extras import needed_by
 from kvkeep.storage.allocate import give_back
+
+with needed_by("Measuring memory", "cli"):
+    import psutil
 
 SPARED = 1 << 30
 """Bytes of available memory that a measurement leaves to other processes."""

@@ -6,7 +6,11 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Annotated
 
-import typer
+from kvkeep.extras import needed_by
+
+with needed_by("The command kvkeep", "cli"):
+    import rich  # noqa: F401 (every module here may import it)
+    import typer
 
 from kvkeep.cli.bench import bench
 from kvkeep.cli.chat import chat, sessions

@@ -409,8 +409,35 @@ def train(
     title = f"One gradient of {model}, float32, {cache}"
     if plot is not None:
         shown = ("method", "tokens", "peak_bytes", "seconds")
-        draw(title, [{name: row[name] for name in shown} for row in result["rows"]], plot)
+        rows = [{name: row[name] for name in shown} for row in result["rows"]]
+        draw(title, {"": rows}, plot)
     _show(title, result, None, json)
+
+
+@bench.command("draw")
+def draw_recorded(
+    records: Annotated[
+        list[Path], typer.Argument(help="Files, each with what a benchmark printed with --json.")
+    ],
+    plot: Annotated[Path, typer.Option("--plot", help="A .png, .svg or .pdf file to write.")],
+    columns: Annotated[
+        str | None, typer.Option(help="The figures to draw, comma-separated; all by default.")
+    ] = None,
+) -> None:
+    """Draw recorded results side by side, with a line for each system."""
+    check_plot(plot)
+    with reported():
+        from kvkeep.bench.record import read
+
+        found = [read(path) for path in records]
+        named = _names(columns)
+        for one in found:
+            if named is not None and not set(named) & set(one.rows[0]):
+                raise typer.BadParameter(
+                    f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
+                )
+        machines = dict.fromkeys(one.machine for one in found)
+        draw("; ".join(machines), {one.title: _drawn(one.rows) for one in found}, plot, named)
 
 
 def _numbers(text: str | None) -> list[int] | None:
@@ -425,13 +452,13 @@ def _names(text: str | None) -> list[str] | None:
 
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     if plot is not None:
-        draw(title, _plot_rows(result["rows"]), plot)
+        draw(title, {"": _drawn(result["rows"])}, plot)
     print_table(title, result["rows"], stderr=json)
     if json:
         print_json(result)
 
 
-def _plot_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows for a plot: the text columns joined to one name, and the numeric columns."""
     drawn = []
     for row in (row for row in rows if not row.get("skipped")):

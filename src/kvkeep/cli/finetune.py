@@ -110,11 +110,8 @@ def finetune(
     model = model or DEFAULT_MODEL
     host_bytes = None if host_memory is None else size_in_bytes(host_memory)
     with reported(), Advancing("starting", _PACE) as advancing:
-        try:
-            from kvkeep.finetune.run import finetune as run
-        except ImportError as error:
-            raise typer.BadParameter(str(error)) from error
         from kvkeep.finetune.options import Options
+        from kvkeep.finetune.run import finetune as run
         from kvkeep.hf.models import load
 
         options = Options(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from kvkeep.errors import MissingPackageError
+from kvkeep.extras import needed_by
 
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Also draw the result, in a .png, .svg or .pdf file.")
@@ -26,10 +29,9 @@ def check_plot(file: Path | None) -> None:
     if file is None:
         return
     try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib; pip install 'kvkeep[plot]'") from error
-    formats = Figure().canvas.get_supported_filetypes()
+        formats = _figure().canvas.get_supported_filetypes()
+    except MissingPackageError as error:
+        raise typer.BadParameter(str(error)) from error
     if file.suffix.removeprefix(".") not in formats:
         raise typer.BadParameter(
             f"--plot {file}: unknown format; the name must end in one of "
@@ -39,20 +41,33 @@ def check_plot(file: Path | None) -> None:
         raise typer.BadParameter(f"--plot {file}: there is no directory {file.parent}")
 
 
-def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw a panel for each measured column over the length held, with a line for each system, or
-    bars if there is only one length or none. A value of None leaves a gap."""
-    from matplotlib.figure import Figure
+def plot(
+    title: str,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    file: Path,
+    columns: Collection[str] | None = None,
+) -> None:
+    """Draw a panel for each measured column of each table over the length held, with a line for
+    each system; bars where all rows have one length, or none. A gap where a value is None.
 
-    axis = next((name for name in _AXES if name in rows[0]), "")
-    label = next((name for name, value in rows[0].items() if isinstance(value, str)), None)
-    columns = [n for n in rows[0] if n not in (axis, label) and not n.startswith("spread")]
-    lengths = sorted({row[axis] for row in rows}) if axis else []
-    systems = dict.fromkeys(str(row[label]) if label else "" for row in rows)
-    figure = Figure(figsize=(4.5 * len(columns), 4), layout="constrained")
+    Args:
+        tables: rows of equal keys, by the title of their panels.
+        columns: the columns to draw; None: all that are measured.
+    """
+    drawn = [
+        (name, rows, column)
+        for name, rows in tables.items()
+        for column in _measured(rows)
+        if columns is None or column in columns
+    ]
+    figure = _figure(figsize=(4.5 * len(drawn), 4), layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(1, len(columns), squeeze=False)[0]
-    for panel, column in zip(panels, columns, strict=True):
+    panels = figure.subplots(1, len(drawn), squeeze=False)[0]
+    for panel, (name, rows, column) in zip(panels, drawn, strict=True):
+        axis, label = _axis(rows), _label(rows)
+        lengths = sorted({row[axis] for row in rows}) if axis else []
+        systems = dict.fromkeys(str(row[label]) if label else "" for row in rows)
+        panel.set_title(name, fontsize=10)
         panel.set_ylabel(column.replace("_", " "))
         if len(lengths) <= 1:
             panel.bar(list(systems), _heights(rows, column))
@@ -67,17 +82,18 @@ def plot(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         panel.set(xscale="log", yscale="linear" if nothing else "log", xlabel=axis)
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
         panel.minorticks_off()
+        if not nothing:
+            panel.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+            panel.yaxis.set_major_formatter("{x:,g}")
         if label:
             panel.legend()
     figure.savefig(file)
 
 
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw each spec's loss of quality (divergence and perplexity) over the bytes it holds, with a
-    labelled point for each row and a colour for each context."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    """Draw what each spec loses (divergence, perplexity) over the bytes it holds, a labelled point
+    for each row and a colour for each context."""
+    figure = _figure(figsize=(13, 5.5), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, 2)
     # The full cache's divergence is 0, which a logarithmic axis cannot show.
@@ -108,14 +124,12 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
 
 
 def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
-    """Draw a line for each head, dark at the positions among `tokens` that it keeps."""
-    from matplotlib.figure import Figure
-
+    """Draw a line for each head, dark at the positions that it keeps of `tokens`."""
     grid = [[0] * tokens for _ in lines]
     for row, positions in zip(grid, lines.values(), strict=True):
         for position in positions:
             row[position] = 1
-    figure = Figure(figsize=(12, 1.5 + 0.12 * max(8, len(lines))), layout="constrained")
+    figure = _figure(figsize=(12, 1.5 + 0.12 * max(8, len(lines))), layout="constrained")
     figure.suptitle(title)
     panel = figure.subplots()
     panel.imshow(grid, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
@@ -123,6 +137,29 @@ def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file:
     every = -(-len(lines) // 40)
     panel.set_yticks(range(0, len(lines), every), list(lines)[::every], fontsize=7)
     figure.savefig(file)
+
+
+def _axis(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The column with the tokens held, or an empty string."""
+    return next((name for name in _AXES if name in rows[0]), "")
+
+
+def _label(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The column that names the systems."""
+    return next((name for name, value in rows[0].items() if isinstance(value, str)), None)
+
+
+def _measured(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    beside = (_axis(rows), _label(rows))
+    return [name for name in rows[0] if name not in beside and not name.startswith("spread")]
+
+
+def _figure(**options: Any) -> Any:
+    """An empty figure of matplotlib."""
+    with needed_by("--plot", "plot"):
+        from matplotlib.figure import Figure
+
+    return Figure(**options)
 
 
 def _heights(rows: Iterable[Mapping[str, Any]], column: str) -> list[Any]:

@@ -149,16 +149,12 @@ def serve(
         if api_key is not None and key_file is not None:
             raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
         most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
-        try:
-            from kvkeep.serve.gate import host_names, origin_names
-            from kvkeep.serve.keys import Keys
-            from kvkeep.serve.limits import Limits
-            from kvkeep.serve.listen import bind, is_loopback, run
-        except ModuleNotFoundError as error:
-            raise typer.BadParameter(
-                f"kvkeep serve needs {error.name}; pip install 'kvkeep[serve]'"
-            ) from error
-        # Check these before the model is loaded.
+        from kvkeep.serve.gate import host_names, origin_names
+        from kvkeep.serve.keys import Keys
+        from kvkeep.serve.limits import Limits
+        from kvkeep.serve.listen import bind, is_loopback, run
+
+        # What is wrong with these shows before the model is loaded.
         limits = Limits(queue, wait, answer_tokens, most_bytes, timeout, connections)
         hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
         keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None

@@ -7,12 +7,12 @@ import tempfile
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvkeep.errors import StateError
+from kvkeep.storage.allocate import available_host_bytes
 
 
 class Spilled(NamedTuple):
@@ -34,16 +34,17 @@ class Offload:
     """Keeps tensors in host memory or in a file until they are needed again.
 
     Args:
-        host_bytes: the most bytes in host memory; further tensors go to a file. None: half of the
-            memory available now.
-        directory: where the file is created, unnamed; None: the system's directory for temporary
-            files.
+        host_bytes: what may lie in host memory; what comes beyond that goes to a file. None: half
+            of what is available now.
+        directory: where that file lies, without a name; None: the system's directory for
+            temporary files.
+
+    Raises:
+        MissingPackageError: no limit is given, the system is not Linux, and psutil is missing.
     """
 
     def __init__(self, host_bytes: int | None = None, directory: str | None = None) -> None:
-        self.host_limit = (
-            psutil.virtual_memory().available // 2 if host_bytes is None else host_bytes
-        )
+        self.host_limit = available_host_bytes() // 2 if host_bytes is None else host_bytes
         self.host_bytes = self.file_bytes = self.peak_bytes = 0
         self._directory = directory
         self._file: Any = None

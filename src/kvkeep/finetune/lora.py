@@ -8,20 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from kvkeep.extras import needed_by
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.host.adapters import adapter_layers
 
-try:
+with needed_by("kvkeep.finetune", "finetune"):
     from peft import (
         LoraConfig,
         get_peft_model,
         get_peft_model_state_dict,
         set_peft_model_state_dict,
     )
-except ImportError as error:
-    raise ImportError(
-        f"kvkeep finetune needs PEFT ({error}); pip install 'kvkeep[finetune]'"
-    ) from error
 
 FILES = ("adapter_model.safetensors", "adapter_config.json")
 """The files that PEFT reads; it recognises an adapter by the last."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from kvkeep.errors import KVKeepError
+from kvkeep.extras import needed_by
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -69,9 +70,10 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
     """Load an adapter into the model's layers; it is active and not merged.
 
     Raises:
-        AdapterError: PEFT is not installed, or the adapter does not fit this model's layers.
+        MissingPackageError: PEFT is not installed.
+        AdapterError: the adapter is not one of this model's layers.
     """
-    try:
+    with needed_by("An adapter", "finetune"):
         from peft import (  # noqa: PLC0415 (it may be missing)
             PeftConfig,
             PeftModel,
@@ -79,10 +81,6 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             set_peft_model_state_dict,
         )
         from peft.tuners.tuners_utils import BaseTuner  # noqa: PLC0415
-    except ImportError as error:
-        raise AdapterError(
-            f"adapters need PEFT ({error}); pip install 'kvkeep[finetune]'"
-        ) from error
     place = Path(directory)
     _config(place)
     try:

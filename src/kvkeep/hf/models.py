@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
-from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.extras import needed_by
 from kvkeep.hf import adapter_files
 
 Progress = Callable[[str], None]
@@ -56,9 +55,18 @@ KNOWN = {
 
 
 def home() -> Path:
-    """The directory of converted models and sessions: $KVKEEP_HOME, or the user's cache
-    directory."""
-    return Path(os.environ.get("KVKEEP_HOME") or platformdirs.user_cache_path("kvkeep"))
+    """The directory of converted models and sessions: $KVKEEP_HOME, or one in the user's cache
+    directory.
+
+    Raises:
+        MissingPackageError: KVKEEP_HOME is not set, and platformdirs is not installed.
+    """
+    chosen = os.environ.get("KVKEEP_HOME")
+    if chosen:
+        return Path(chosen)
+    with needed_by("Without KVKEEP_HOME, finding the user's cache directory", "cli"):
+        import platformdirs  # noqa: PLC0415 (it may be missing)
+    return Path(platformdirs.user_cache_path("kvkeep"))
 
 
 def local_path(name: str) -> Path:
@@ -79,11 +87,17 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
         progress: called with the current activity.
 
     Raises:
-        ModelError: the name is unknown, or the download or conversion failed.
+        ModelError: not a known name, or the download or conversion failed.
+        MissingPackageError: what converts it is not installed.
     """
     if name not in KNOWN:
         raise ModelError(f"no model {name!r} to fetch; there is {', '.join(KNOWN)}")
     target = local_path(name)
+    if is_fetched(name):
+        return target
+    _require_gguf()
+    with needed_by("Fetching a model", "gguf"):
+        from filelock import FileLock  # noqa: PLC0415 (it may be missing)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -144,8 +158,9 @@ def load(
         adapter: the directory of a PEFT adapter, e.g. one that `kvkeep finetune` wrote.
 
     Raises:
-        ModelError: the name or the dtype does not exist, or transformers cannot load the model.
-        AdapterError: the adapter does not exist, or cannot be loaded into the model.
+        ModelError: the name or the dtype does not exist, or transformers cannot load it.
+        AdapterError: the adapter does not exist, or cannot be put on the model.
+        MissingPackageError: the model is a GGUF file, and what reads those is not installed.
     """
     torch_dtype = None if dtype == "auto" else dtype_named(dtype)
     place = _device(device)
@@ -165,6 +180,7 @@ def load(
     where, options = path, dict[str, Any]()
     gguf = _gguf(Path(path))
     if gguf is not None:
+        _require_gguf()
         where, options = str(gguf.parent), {"gguf_file": gguf.name}
     elif (directory := Path(path)).is_dir():
         if not (directory / "config.json").exists():
@@ -186,6 +202,13 @@ def load(
         model = adapter_files.with_adapter(model, adapter)
     model.eval().to(device=place)
     return model, tokenizer
+
+
+def _require_gguf() -> None:
+    """Raise before anything is downloaded or read if transformers could not read a GGUF file."""
+    with needed_by("Reading a GGUF file", "gguf"):
+        import accelerate  # noqa: F401, PLC0415 (it may be missing)
+        import gguf  # noqa: F401, PLC0415
 
 
 def _gguf(path: Path) -> Path | None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache import Frozen
 from kvkeep.errors import KVKeepError, RollbackError, SavedCacheError, StateError
+from kvkeep.extras import needed_by
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.files.cache_header import Header
 from kvkeep.files.snapshot import Saved
@@ -30,6 +30,9 @@ from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
 from kvkeep.host import Generation, Specs
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
+
+with needed_by("A session", "cli"):
+    from filelock import FileLock, Timeout
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"

@@ -1,1 +1,7 @@
-"""An OpenAI-compatible server for one model, which reuses the caches of shared prompt prefixes."""
+"""An OpenAI-compatible server for one model, which computes no beginning of a prompt twice."""
+
+from kvkeep.extras import needed_by
+
+with needed_by("kvkeep serve", "serve"):
+    import starlette  # noqa: F401 (every module here may import it)
+    import uvicorn  # noqa: F401

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from contextlib import suppress
 
-import psutil
 import torch
 from torch import Tensor
 
-from kvkeep.errors import OutOfMemoryError
+from kvkeep.errors import MissingPackageError, OutOfMemoryError
+from kvkeep.extras import needed_by
 
 SHORTAGE = (torch.OutOfMemoryError, MemoryError, OSError)
 """The errors of `reserve` without memory: on an accelerator, and on the CPU for small and for large
@@ -47,10 +48,27 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def available_host_bytes() -> int:
+    """Bytes of host memory that can be allocated without swapping.
+
+    Raises:
+        MissingPackageError: the system is not Linux, and psutil is not installed.
+    """
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    with needed_by("The size of the free memory", "cli"):
+        import psutil  # noqa: PLC0415 (it may be missing, and Linux does without it)
+    return int(psutil.virtual_memory().available)
+
+
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None: unknown."""
+    """Bytes that can still be allocated on `device`; None: unknown."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        try:
+            return available_host_bytes()
+        except MissingPackageError:
+            return None
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from importlib import import_module
 from time import time
 from typing import Any, ClassVar, NamedTuple, final
 
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
 from kvkeep.errors import SpecError
+from kvkeep.extras import needed_by
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
@@ -28,6 +28,21 @@ _SUFFIX = ".safetensors"
 _AT_ONCE = 8  # blocks read concurrently
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # filesystems' fields
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+
+def protocols() -> list[str]:
+    """The schemes of the URLs that fsspec knows.
+
+    Raises:
+        MissingPackageError: fsspec is not installed.
+    """
+    known: list[str] = _fsspec().available_protocols()
+    return known
+
+
+def _fsspec() -> Any:
+    with needed_by("A store at a URL", "remote"):
+        return import_module("fsspec")
 
 
 class _File(NamedTuple):
@@ -52,7 +67,8 @@ class Location(Remote):
         storage_options: options for fsspec, such as `key=` and `secret=`.
 
     Raises:
-        SpecError: the budget is below 1, or fsspec does not accept the URL or the options.
+        SpecError: a budget below 1, or a URL or options that fsspec cannot take.
+        MissingPackageError: fsspec is not installed.
     """
 
     name: ClassVar[str] = "location"
@@ -61,7 +77,8 @@ class Location(Remote):
         super().__init__()
         require_budget(budget)
         if re.search(r"[*?\[\]]", url):
-            raise SpecError(f"{url} contains a wildcard; give a path without any of *?[]")
+            raise SpecError(f"{url} has a wildcard in it; give a path without any of *?[]")
+        self._fsspec = _fsspec()
         self.url = url
         self.budget = budget
         self._options = storage_options
@@ -146,8 +163,8 @@ class Location(Remote):
         return sum(file.nbytes for file in self._files("blocks"))
 
     def _resolved(self) -> tuple[Any, str]:
-        """The filesystem and the path in it. fsspec caches an instance per thread and process."""
-        filesystem, path = url_to_fs(self.url, **self._options)
+        """The filesystem, one of this thread and process, and the path in it. fsspec keeps them."""
+        filesystem, path = self._fsspec.url_to_fs(self.url, **self._options)
         return filesystem, path.rstrip("/")
 
     def _is_there(self) -> bool:

@@ -7,13 +7,11 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from fsspec import available_protocols  # type: ignore[import-untyped]
-
 from kvkeep.errors import SpecError, StateError
 from kvkeep.store.backend import Backend
 from kvkeep.store.disk import Disk
 from kvkeep.store.lmcache import SCHEME, LMCache
-from kvkeep.store.location import Location
+from kvkeep.store.location import Location, protocols
 from kvkeep.store.redis import SCHEMES, Redis
 
 
@@ -42,7 +40,7 @@ def opened(
             raise _no_store(text)
         return Disk(text, budget, **options)
     servers = [*SCHEMES, SCHEME]
-    if scheme not in servers and scheme not in available_protocols():
+    if scheme not in servers and scheme not in protocols():
         raise SpecError(
             f"URL scheme {scheme!r} is unknown; give a directory, {', '.join(servers)}, or a URL "
             "that fsspec supports, such as s3://, gs://, az://, hf:// or file://"

@@ -12,7 +12,8 @@ from itertools import takewhile
 from math import inf
 from typing import Any, ClassVar, TypeGuard, final
 
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import SpecError
+from kvkeep.extras import needed_by
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
@@ -327,17 +328,12 @@ def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
     observes the clock's deadline and never retries.
 
     Raises:
-        UnsupportedError: the library is not installed.
-        SpecError: the URL is invalid.
+        MissingPackageError: the library is not installed.
+        SpecError: the URL cannot be.
     """
-    try:
+    with needed_by("A store in Redis", "redis"):
         redis, retry = import_module("redis"), import_module("redis.retry")
         backoff = import_module("redis.backoff")
-    except ImportError as error:
-        raise UnsupportedError(
-            "a store in Redis needs the redis package, which is not installed; "
-            "pip install 'kvkeep[redis]'"
-        ) from error
     try:
         client = redis.Redis.from_url(
             url,

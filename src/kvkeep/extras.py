@@ -1,0 +1,31 @@
+"""Packages that only some features need: one clear error where such a package is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvkeep.errors import MissingPackageError
+
+
+@contextmanager
+def needed_by(feature: str, extra: str) -> Iterator[None]:
+    """Wrap the imports of packages that are not among kvkeep's required dependencies.
+
+    Args:
+        feature: what the packages are for, as the start of a sentence.
+        extra: the name under `[project.optional-dependencies]` that installs them.
+
+    Raises:
+        MissingPackageError: a package is not installed, or cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            reason = f"{error.name.partition('.')[0]}, which is not installed"
+        else:
+            reason = f"packages that cannot be imported ({error})"
+        raise MissingPackageError(
+            f"{feature} needs {reason}; pip install 'kvkeep[{extra}]'"
+        ) from error

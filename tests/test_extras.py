@@ -1,0 +1,223 @@
+"""Optional packages: kvkeep's core runs without them, and a missing one names its extra."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvkeep
+from kvkeep.errors import KVKeepError, MissingPackageError
+from kvkeep.extras import needed_by
+
+ROOT = Path(kvkeep.__file__).parent
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+# What stands in for packages that are not installed, to kvkeep's own modules only: transformers
+# and torch import some of them too.
+HIDE = """
+import builtins, importlib, os, sys
+hidden, real, real_module = {hidden!r}, builtins.__import__, importlib.import_module
+
+def check(name, caller):
+    if caller.split(".")[0] == "kvkeep" and name.split(".")[0] in hidden:
+        raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+def importing(name, globals=None, locals=None, fromlist=(), level=0):
+    if not level:
+        check(name, (globals or {{}}).get("__name__") or "")
+    return real(name, globals, locals, fromlist, level)
+
+def import_module(name, package=None):
+    check(name, sys._getframe(1).f_globals.get("__name__") or "")
+    return real_module(name, package)
+
+builtins.__import__, importlib.import_module = importing, import_module
+"""
+
+
+def module_of(requirement):
+    """The package that a requirement brings, as it is imported."""
+    name = re.match(r"[\w.-]+", requirement)[0]
+    return {"llama-cpp-python": "llama_cpp"}.get(name, name)
+
+
+REQUIRED = {module_of(one) for one in PROJECT["dependencies"] if ";" not in one}
+OPTIONAL = {
+    module_of(one)
+    for extra, requirements in EXTRAS.items()
+    if extra not in ("all", "dev")
+    for one in requirements
+}
+
+
+def run(program, hidden=OPTIONAL, *, home=""):
+    code = HIDE.format(hidden=sorted(hidden)) + program
+    environment = {**os.environ, "KVKEEP_HOME": str(home)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+
+
+def optional_imports(path):
+    """(module, extras around it) for each import in a file of what is not required."""
+
+    def walk(node, extras):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items]
+            extras = extras | {
+                call.args[1].value
+                for call in calls
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "needed_by"
+            }
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
+        for name in {name.split(".")[0] for name in names}:
+            if name not in sys.stdlib_module_names and name not in REQUIRED | {"kvkeep"}:
+                yield name, extras
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, extras)
+
+    yield from walk(ast.parse(path.read_text()), frozenset())
+
+
+def test_each_import_of_an_optional_package_names_an_extra_that_has_it():
+    """In the module itself, or in the `__init__` of a package around it, which is imported first.
+    Triton and what benchmarks compare with are found where they are, and are in no extra."""
+    has = {extra: {module_of(one) for one in needs} for extra, needs in EXTRAS.items()}
+    found = {path: list(optional_imports(path)) for path in ROOT.rglob("*.py")}
+    bad, seen = [], set()
+    for path, imports in found.items():
+        around = {
+            extra
+            for parent in path.relative_to(ROOT).parents
+            for _, extras in found[ROOT / parent / "__init__.py"]
+            for extra in extras
+        }
+        for name, extras in imports:
+            if name in ("triton", "flashinfer", "flash_attn", "flash_attn_interface"):
+                continue
+            seen.add(name)
+            if not any(name in has[extra] for extra in extras | around):
+                bad.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not bad
+    assert {"typer", "gguf", "fsspec", "redis", "peft", "starlette", "matplotlib"} <= seen
+
+
+def test_all_has_every_extra_but_what_is_compiled():
+    (everything,) = EXTRAS["all"]
+    assert set(re.search(r"\[(.*)\]", everything)[1].split(",")) == set(EXTRAS) - {
+        "all",
+        "dev",
+        "llama-cpp",
+    }
+
+
+CORE = """
+import torch, transformers, kvkeep
+from kvkeep import store, train, blocks
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+model = transformers.LlamaForCausalLM(config).eval()
+kvkeep.attach(model, "h2o:8+int8")
+ids = torch.arange(1, 13)[None]
+model.generate(ids, max_new_tokens=3)
+kvkeep.detach(model)
+exact = kvkeep.Cache(model)
+with torch.no_grad():
+    model(ids, past_key_values=exact)
+exact.save(os.environ["KVKEEP_HOME"] + "/cache")
+kvkeep.load(os.environ["KVKEEP_HOME"] + "/cache", model)
+kept = kvkeep.PrefixStore(backend=store.opened(os.environ["KVKEEP_HOME"] + "/store"))
+kvkeep.attach(model, store=kept)
+model.generate(ids, max_new_tokens=2)
+kvkeep.detach(model)
+train.backward(model, ids, labels=ids, cache="h2o:8", chunk=4)
+print("done without", *hidden)
+"""
+
+MISSING = [
+    ("import kvkeep.cli", "typer", "cli"),
+    ("import kvkeep.cli", "rich", "cli"),
+    ("import kvkeep.hf.session", "filelock", "cli"),
+    ("import kvkeep.bench.environment", "psutil", "cli"),
+    ("home()", "platformdirs", "cli"),
+    ("fetch('smollm2-135m')", "gguf", "gguf"),
+    ("fetch('smollm2-135m')", "filelock", "gguf"),
+    ("load(gguf_file)", "accelerate", "gguf"),
+    ("opened('memory://here')", "fsspec", "remote"),
+    ("Location('memory://here')", "fsspec", "remote"),
+    ("import kvkeep.serve.requests", "uvicorn", "serve"),
+    ("import kvkeep.finetune.run", "peft", "finetune"),
+    ("import kvkeep.bench.llama_cpp", "gguf", "llama-cpp"),
+]
+"""A program, a package that is missing, and the extra that its error names."""
+
+EACH_MISSING = f"""
+from kvkeep.hf.models import fetch, home, load
+from kvkeep.store import Location, opened
+gguf_file = os.environ["KVKEEP_HOME"] + "/model.gguf"
+open(gguf_file, "w").close()
+for program, name, extra in {MISSING}:
+    hidden[:] = [name]
+    there = os.environ.pop("KVKEEP_HOME") if name == "platformdirs" else os.environ["KVKEEP_HOME"]
+    try:
+        exec(program, globals() | {{"__name__": "kvkeep.of_a_test"}})
+    except kvkeep.UnsupportedError as error:
+        print(f"{{program}}: {{error}}")
+    os.environ["KVKEEP_HOME"] = there
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """The lines of both programs, in one process because it takes seconds to begin."""
+    home = tmp_path_factory.mktemp("home")
+    ran = run(CORE + EACH_MISSING, home=home)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(path.name for path in home.iterdir()) == ["cache", "model.gguf", "store"]
+    return ran.stdout.splitlines()
+
+
+def test_a_cache_needs_no_optional_package(printed):
+    assert printed[0] == " ".join(["done without", *sorted(OPTIONAL)])
+
+
+def test_a_missing_package_names_its_extra(printed):
+    for line, (program, name, extra) in zip(printed[1:], MISSING, strict=True):
+        assert line.startswith(program)
+        remedy = f"pip install 'kvkeep[{extra}]'"
+        assert line.endswith(f" needs {name}, which is not installed; {remedy}")
+
+
+def test_the_command_says_what_is_missing():
+    ran = run("import runpy; runpy.run_module('kvkeep', run_name='__main__')", {"typer"})
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "error: The command kvkeep needs typer, which is not installed; pip install 'kvkeep[cli]'\n"
+    )
+
+
+def test_a_package_that_cannot_be_imported():
+    """Its error is told, and can be caught as kvkeep's and as Python's."""
+    with (
+        pytest.raises(MissingPackageError, match=r"cannot import name.*kvkeep\[x\]") as caught,
+        needed_by("A feature", "x"),
+    ):
+        raise ImportError("cannot import name 'y'")
+    assert isinstance(caught.value, KVKeepError)
+    assert isinstance(caught.value, ImportError)
