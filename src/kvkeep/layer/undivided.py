@@ -113,9 +113,9 @@ class Undivided(LayerSlots):
         return self._as_one(links)
 
     def keep(self, name: str, plane: Tensor) -> None:
-        storages = [storage for storage in (self._storage, self._aside) if storage.length]
-        if not self.frozen.runs and len(storages) < 2:
+        if not (self.frozen.runs or self._aside.length):
             return
+        storages = [storage for storage in (self._storage, self._aside) if storage.length]
         lengths = [slot_count(run.planes) for run in self.frozen.runs]
         pieces = torch.split(plane, lengths + [storage.length for storage in storages], dim=2)
         for run, piece in zip(self.frozen.runs, pieces, strict=False):
