@@ -7,7 +7,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from turns import cache_of, feed, filled, go_on, held, same, tokens
+from support.two_layer_caches import cache_of, feed, filled, go_on, held, same, tokens
 
 from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, SpecError, StateError

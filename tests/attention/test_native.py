@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 
 from kvkeep.attention import Segment, View, attend, native
 from kvkeep.attention.options import Options

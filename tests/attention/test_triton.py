@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 
 from kvkeep.attention import Segment, View, attend, tiles, triton
 from kvkeep.attention.options import Options

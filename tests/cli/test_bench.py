@@ -6,10 +6,10 @@ import json
 import sys
 from shutil import which
 
-import finetuning
 import pytest
 import torch
-from standin import stand_in
+from support import finetune_inputs
+from support.demo_stand_in import stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
@@ -47,8 +47,8 @@ def test_append():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
 def test_memory_of_specs_for_types_of_layers(tmp_path, monkeypatch):
-    finetuning.model("gemma3").save_pretrained(tmp_path)
-    finetuning.tokenizer().save_pretrained(tmp_path)
+    finetune_inputs.model("gemma3").save_pretrained(tmp_path)
+    finetune_inputs.tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr("kvkeep.bench.memory.alone", lambda function, *given: function(*given))
     typed = "full_attention=keep_all;sliding_attention=window:6"
     sizes = ("--tokens", "16", "--prompt", "12", "--chunk", "8", "--model", str(tmp_path))

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, tiny
+from support.tiny_models import FAMILIES, tiny
 
 import kvkeep
 from kvkeep.errors import (

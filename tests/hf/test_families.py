@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from families import FAMILIES, tiny
+from support.tiny_models import FAMILIES, tiny
 from transformers import DynamicCache
 
 import kvkeep

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import WINDOW, tiny
+from support.tiny_models import WINDOW, tiny
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import kvkeep

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, tiny
+from support.tiny_models import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep

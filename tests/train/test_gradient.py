@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unrolled import adapted, error, gradients, model_of, ordinary, texts, unrolled
+from support.autograd_gradients import (
+    adapted,
+    error,
+    gradients,
+    model_of,
+    ordinary,
+    texts,
+    unrolled,
+)
 
 from kvkeep.testing import EXAMPLES
 from kvkeep.train import backward

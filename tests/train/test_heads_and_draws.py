@@ -7,7 +7,16 @@ import weakref
 
 import pytest
 import torch
-from unrolled import adapted, error, gradients, model_of, ordinary, shifted, texts, unrolled
+from support.autograd_gradients import (
+    adapted,
+    error,
+    gradients,
+    model_of,
+    ordinary,
+    shifted,
+    texts,
+    unrolled,
+)
 
 import kvkeep
 from kvkeep.train import backward, hidden_states, loss, walk

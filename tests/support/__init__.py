@@ -1,0 +1,1 @@
+"""What tests share: models, caches, servers and the results to compare with."""
