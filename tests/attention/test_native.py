@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 
-from kvkeep.attention import Segment, View, attend, native
+from kvkeep.attention import Segment, View, attend, native, reference
 from kvkeep.attention.options import Options
 from kvkeep.codec import Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
@@ -315,3 +315,23 @@ def test_a_fork_after_first_use():
 def test_an_instruction_set_that_is_not_here():
     with pytest.raises(UnsupportedError, match="there is"):
         native.use_instructions("mmx")
+
+
+@pytest.mark.parametrize("threads", [2, 16])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("n", "past"), [(200, 80), (512, 0), (1500, 0), (600, 100)])
+def test_mass_of_a_chunk_longer_than_its_past(threads, heads, n, past):
+    q = torch.randn(1, heads * 2, n, 32)
+    k, v = torch.randn(2, 1, heads, past + n, 32)
+    place = torch.arange(past + n, dtype=torch.int32)
+    segment = Segment({"k": k, "v": v, POSITION: place.view(1, 1, -1)}, Plain(), Plain())
+    view = View((segment,), place[past:], ragged=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out, mass = native.run(q, view, Options(0.2, need_mass=True))
+    finally:
+        torch.set_num_threads(before)
+    expected, expected_mass = reference.run(q, view, Options(0.2, need_mass=True))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(mass, expected_mass, atol=1e-4, rtol=1e-4)

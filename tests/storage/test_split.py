@@ -315,3 +315,17 @@ def test_columns_stay_known_when_rows_are_parted_again():
     shown = layer.ledger.shown
     assert shown is not None
     assert shown.equal((prompt("right") >= 0)[:, : shown.shape[1]])
+
+
+def test_adakv_crops_padding_where_the_first_head_is_not_the_longest():
+    layer = CacheSpec.parse("adakv:0(knorm:4)@concat").layer()
+    k = torch.ones(2, 2, 9, 8)
+    k[:, 0] *= 5  # large keys go first
+    position = torch.arange(9).expand(2, -1).clone()
+    position[0] = (position[0] - 2).clamp(min=-1)
+    layer.step(torch.randn(2, 2, 9, 8), k, k, position, scale=0.3)
+    assert layer.storage.storages[0].length < layer.storage.storages[1].length
+    layer.record_past = True
+    layer.step(torch.randn(2, 2, 2, 8), k[:, :, :2], k[:, :, :2], scale=0.3)
+    layer.crop(-2)
+    assert layer.seen.tolist() == [7, 9]
