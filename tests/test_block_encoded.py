@@ -37,6 +37,18 @@ def test_kivi_encodes_after_each_crop_while_recording():
     assert layer.storage.length < 8
 
 
+def test_padding_does_not_widen_the_block_it_is_in():
+    layer = CacheSpec.parse("keep_all+kivi:4,together=8,recent=0").layer()
+    k = torch.rand(1, 1, 24, 16)
+    k[:, :, :5] = 1e3
+    position = torch.arange(24)[None] - 5
+    layer.extend(k, k, position.clamp(min=-1))
+    layer.settle()
+    place, keys, values = live_tokens(layer)[0][0]
+    for found in (keys, values):
+        torch.testing.assert_close(found.float(), k[0, 0, 5:][place], atol=0.04, rtol=0)
+
+
 def test_kivi_is_not_widened_by_padding():
     codec = "keep_all+kivi:4,together=8,recent=0"
     both, alone = (CacheSpec.parse(codec).layer() for _ in range(2))

@@ -113,7 +113,7 @@ def test_rows_that_are_nearly_alike_stay_together():
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:40", "adakv(h2o:24)"])
 def test_rows_are_selected_and_repeated(spec):
-    index = torch.tensor([3, 3, 0, 2])
+    index = torch.tensor([3, 1, 2, 0, 3])  # rows of one part in another order
     layer = filled(spec)
     before = places(layer)
     layer.take_rows(index)
@@ -241,6 +241,18 @@ def test_parts_keep_the_order_of_tokens():
         [0, 1, 2, 3, 4, 5],
         [0, 1, 2],
     ]
+
+
+def test_truncated_parts_lose_as_many_slots_each():
+    planes = {"k": torch.arange(9.0).view(1, 1, 9, 1).expand(1, 2, -1, -1)}
+    planes[POSITION] = torch.arange(9, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    storage = Split(Growing(), by_head=True)
+    storage.append(planes)
+    storage.storages[0].truncate(5)
+    storage.truncate(7)  # two of the longest part's nine
+    assert [part.length for part in storage.storages] == [3, 7]
+    storage.truncate(2)
+    assert [part.length for part in storage.storages] == [0, 2]
 
 
 def test_a_parted_layer_is_what_the_oracle_was_fed():
