@@ -285,7 +285,7 @@ FAULTS = (
         "policy/replay.py",
         "at = (torch.searchsorted(ordered, wanted) + rank)",
         "at = torch.searchsorted(ordered, wanted)",
-        "policy/test_decisions.py storage/test_split.py train/test_gradient.py",
+        "storage/test_split.py train/test_gradient.py",
     ),
     # Attention
     Fault(
