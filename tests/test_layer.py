@@ -95,6 +95,15 @@ def test_a_full_window_needs_no_mask_for_one_token():
     assert layer.extend(*kv(2)).reaches == (Reach(3),)
 
 
+@pytest.mark.parametrize("options", [{"spec": "window:6"}, {"window": 6}], ids=str)
+def test_a_first_chunk_one_longer_than_its_window(options):
+    layer, oracle = new(**options), OracleLayer(window=6)
+    q, (k, v) = torch.randn(1, 4, 7, 4), kv(7)
+    out = layer.step(q, k, v, scale=0.5)
+    expected = oracle.step(q, k, v, torch.arange(7)[None], scale=0.5)
+    torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+
+
 def test_the_ring_takes_a_chunk_of_any_length():
     layer, oracle = new("window:6@fixed"), OracleLayer(reach=Reach(6))
     k, v = kv(50)
