@@ -243,6 +243,15 @@ def test_parts_keep_the_order_of_tokens():
     ]
 
 
+def test_each_head_has_sinks_of_its_own():
+    """While nothing is evicted, as if heads were not apart."""
+    sinks, outs = torch.tensor([0.0, 1.0, 2.0, 3.0]), []
+    for spec in ("adakv(h2o:24)", "keep_all"):
+        layer = CacheSpec.parse(spec).layer()
+        outs.append(layer.step(*drawn(2, 9, 0), scale=0.4, sinks=sinks))
+    torch.testing.assert_close(*outs, **NEAR)
+
+
 def test_truncated_parts_lose_as_many_slots_each():
     planes = {"k": torch.arange(9.0).view(1, 1, 9, 1).expand(1, 2, -1, -1)}
     planes[POSITION] = torch.arange(9, dtype=torch.int32).expand(1, 2, -1).contiguous()

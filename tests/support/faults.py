@@ -370,7 +370,7 @@ FAULTS = (
         "attention/__init__.py",
         "sinks = None if options.sinks is None else options.sinks[own]",
         "sinks = None if options.sinks is None else options.sinks[:group]",
-        "attention/test_attend.py storage/test_split.py hf/test_eviction.py hf/test_families.py",
+        "storage/test_split.py",
     ),
     Fault(
         "explicit-mass-in-another-order",
@@ -387,13 +387,6 @@ FAULTS = (
         "attention/test_native.py policy/test_decisions.py test_rows.py",
     ),
     # Frozen runs and forks
-    Fault(
-        "forks-share-scores-with-the-frozen",
-        "layer/frozen.py",
-        "mine = {name: planes[name].clone() for name in own}",
-        "mine = {name: planes[name] for name in own}",
-        "test_fork.py",
-    ),
     Fault(
         "forks-share-scores",
         "layer/frozen.py",
