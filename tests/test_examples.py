@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from standin import stand_in
+from support.demo_stand_in import stand_in
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 
 import pytest
-from turns import cache_of, filled
+from support.two_layer_caches import cache_of, filled
 
 from kvkeep.errors import SavedCacheError
 from kvkeep.files import atomic, snapshot

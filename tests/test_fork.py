@@ -7,18 +7,16 @@ from zlib import crc32
 
 import pytest
 import torch
-from turns import cache_of, feed, filled, go_on, held, same, tokens
+from support.two_layer_caches import SPECS, cache_of, feed, filled, go_on, held, same, tokens
 
 from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, SpecError, StateError
 from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.planes import unsliced
 from kvkeep.spec import CacheSpec
-from kvkeep.testing import conformance_specs, promised_bytes
+from kvkeep.testing import promised_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SPECS = list(conformance_specs())
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])

@@ -11,7 +11,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, StateError
 from kvkeep.planes import POSITION, Reach
 from kvkeep.spec import CacheSpec
-from kvkeep.testing import OracleLayer, check_layer, example_planes
+from kvkeep.testing import OracleLayer, check_layer, example_planes, live_tokens
 
 SPECS = ("keep_all", "keep_all@fixed:32", "keep_all@concat", "window:4,sinks=1", "window:6@fixed")
 
@@ -93,6 +93,15 @@ def test_a_full_window_needs_no_mask_for_one_token():
     assert layer.extend(*kv(1)).dense
     layer.settle()
     assert layer.extend(*kv(2)).reaches == (Reach(3),)
+
+
+@pytest.mark.parametrize("options", [{"spec": "window:6"}, {"window": 6}], ids=str)
+def test_a_first_chunk_one_longer_than_its_window(options):
+    layer, oracle = new(**options), OracleLayer(window=6)
+    q, (k, v) = torch.randn(1, 4, 7, 4), kv(7)
+    out = layer.step(q, k, v, scale=0.5)
+    expected = oracle.step(q, k, v, torch.arange(7)[None], scale=0.5)
+    torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
 
 
 def test_the_ring_takes_a_chunk_of_any_length():
@@ -410,3 +419,32 @@ def test_three_calls_are_one_step():
         out, _ = attend(q, view, scale=0.5)
         three.settle()
         assert out.equal(one.step(q, k, v, scale=0.5))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "kivi"])
+def test_codecs_let_no_gradients_through_and_say_so(codec):
+    layer = CacheSpec.parse(f"keep_all+{codec}@concat").layer()
+    k = torch.randn(1, 1, 4, 16, requires_grad=True)
+    with pytest.raises(StateError, match=r"\+plain@concat"):
+        layer.extend(k, k)
+
+
+def test_a_chunk_set_aside_is_a_copy():
+    layer = CacheSpec.parse("window:8@fixed:8").layer()
+    layer.record_past = True
+    k = torch.randn(1, 2, 16, 8)
+    layer.extend(k, k)
+    layer.settle()
+    expected = live_tokens(layer)[0][0][1].clone()
+    k.zero_()
+    assert live_tokens(layer)[0][0][1].equal(expected)
+
+
+@pytest.mark.parametrize("text", ["adakv(h2o:6)@concat", "h2o:6@concat", "adakv(knorm:6)"])
+def test_modes_may_change_between_steps(text):
+    layer = CacheSpec.parse(text).layer()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            for n in (5, 1):
+                layer.step(torch.randn(1, 4, n, 16), *kv(n, dim=16), scale=0.25)
+    assert max(len(place) for place, _, _ in live_tokens(layer)[0]) >= 6

@@ -10,7 +10,6 @@ from typing import final
 
 import pytest
 import torch
-from families import tiny
 from mellea import MelleaSession
 from mellea.backends import ModelOption
 from mellea.backends.huggingface import LocalHFBackend
@@ -20,6 +19,7 @@ from mellea.stdlib.components import Instruction, SimpleComponent
 from mellea.stdlib.context import ChatContext, SimpleContext
 from mellea.stdlib.functional import aact
 from pydantic import BaseModel
+from support.tiny_models import tiny
 from transformers import AutoTokenizer
 
 import kvkeep

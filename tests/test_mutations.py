@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from backends import blocks_of, found, put
 from safetensors.torch import load, save
-from turns import cache_of, filled, held
+from support.store_places import blocks_of, found, put
+from support.two_layer_caches import cache_of, filled, held
 
 from kvkeep.errors import KVKeepError
 from kvkeep.files import snapshot

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from families import tiny
-from unrolled import gradients, texts
+from support.autograd_gradients import gradients, texts
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.files.offload import Kept, Offload, Spilled

@@ -12,18 +12,18 @@ from zlib import crc32
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from turns import cache_of, filled, go_on, held, same
+from support.two_layer_caches import SPECS as PARSED
+from support.two_layer_caches import cache_of, filled, go_on, held, same
 
 from kvkeep.cache import Cache
 from kvkeep.errors import SavedCacheError, StateError
 from kvkeep.files import snapshot
 from kvkeep.files.snapshot import Saved
 from kvkeep.spec import CacheSpec
-from kvkeep.testing import conformance_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPECS = [str(spec) for spec in conformance_specs()]
+SPECS = list(map(str, PARSED))
 HERE = Path(__file__).parent
 
 
@@ -46,7 +46,7 @@ import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from kvkeep.files.snapshot import Saved
-from turns import cache_of, go_on
+from support.two_layer_caches import cache_of, go_on
 torch.set_num_threads(1)
 outs = {}
 for path in sorted(Path(sys.argv[1]).glob("*.kv")):
@@ -268,7 +268,7 @@ def test_foreign_files(tmp_path):
 
 FULL = """
 import resource, sys
-from turns import filled
+from support.two_layer_caches import filled
 from test_snapshot import save
 from kvkeep.errors import SavedCacheError
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -299,7 +299,7 @@ from pathlib import Path
 import torch
 from kvkeep.files.snapshot import Saved
 from test_snapshot import save
-from turns import filled
+from support.two_layer_caches import filled
 torch.set_num_threads(1)
 path, caches = Path(sys.argv[1]), [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
 for cache in caches:
@@ -334,7 +334,7 @@ import os, sys
 from pathlib import Path
 import torch
 from test_snapshot import save
-from turns import filled
+from support.two_layer_caches import filled
 torch.set_num_threads(1)
 caches = [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
 children = []

@@ -6,10 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvkeep.codec import Plain
+from kvkeep.codec import Int8, Plain
 from kvkeep.errors import SpecError
+from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import KeepAll, Window
 from kvkeep.spec import CacheSpec, PerType, StorageSpec, as_spec, parse_specs, split_specs
+from kvkeep.storage import Growing
 
 
 @pytest.mark.parametrize(
@@ -176,3 +178,23 @@ def test_lists_of_specs():
 def test_specs_that_are_none(text, match):
     with pytest.raises(SpecError, match=match):
         parse_specs(text)
+
+
+def test_codecs_given_as_objects_serve_keys_and_values_apart():
+    layer = LayerCache(KeepAll(), Int8(), Int8(), Growing())
+    assert layer.value_codec == Int8(hadamard=False)
+    spec = CacheSpec(KeepAll(), Int8(), Int8())
+    assert CacheSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "random:8,seed=99999999999",
+        "knorm:8,keep_from=1,keep_to=4294967296",
+        "window:8,keep_to=4294967296",
+    ],
+)
+def test_numbers_that_do_not_fit(text):
+    with pytest.raises(SpecError):
+        CacheSpec.parse(text)

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 
 import kvkeep
 import kvkeep.layer.step

@@ -278,9 +278,13 @@ def test_float64_is_exact():
 @pytest.mark.parametrize("slots", [4, 10])
 def test_gradients(slots):
     q, k, v = qkv(heads=1, slots=slots, n=4, dtype=torch.float64)
-    for x in (q, k, v):
-        x.requires_grad_()
-    torch.autograd.gradcheck(lambda q, k, v: attend(q, dense(k, v, 4), scale=0.4)[0], (q, k, v))
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, dtype=torch.float64))]
+
+    def run(q, k, v, sinks=None):
+        return attend(q, dense(k, v, 4), scale=0.4, sinks=sinks)[0]
+
+    torch.autograd.gradcheck(run, inputs[:3])
+    torch.autograd.gradcheck(run, inputs)
 
 
 def test_shapes_that_do_not_fit():

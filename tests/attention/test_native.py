@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
+from support.pairwise import pairwise
 
-from kvkeep.attention import Segment, View, attend, native
+from kvkeep.attention import Segment, View, attend, native, reference
 from kvkeep.attention.options import Options
 from kvkeep.codec import Codec, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
@@ -79,6 +80,10 @@ def instructions(request):
     native.use_instructions(BEST)
 
 
+once = pytest.mark.parametrize("instructions", [BEST], indirect=True)
+"""For what does not depend on the instruction set."""
+
+
 def check(q, view, options):
     out, mass = native.run(q, view, options)
     expected, expected_mass = exactly(q, view, options)
@@ -112,17 +117,19 @@ def test_every_feature(threads, **features):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("key", "value"), KINDS)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16])
-@pytest.mark.parametrize("width", [64, 128, 192, 80])
-def test_codes(key, value, group, width):
+@pytest.mark.parametrize(
+    ("kind", "group", "width"),
+    pairwise(KINDS, [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16], [64, 128, 192, 80]),
+)
+def test_codes(kind, group, width):
     """Every number of queries has code of its own."""
+    key, value = kind
     q, k, v = qkv(group=group, slots=201, width=width)
     check(q, dense(k, v, 1, key=key, value=value), Options(width**-0.5))
 
 
 @pytest.mark.parametrize(("key", "value"), KINDS)
-@pytest.mark.parametrize("n", [1, 3, 40])
+@pytest.mark.parametrize("n", [1, 40])
 def test_where_codes_lie(key, value, n):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
     q, k, v = qkv(rows=2, slots=90, n=n)
@@ -131,10 +138,9 @@ def test_where_codes_lie(key, value, n):
         check(q, View((placed,), torch.arange(90)[-n:], False), Options(0.2))
 
 
-@pytest.mark.parametrize(("key", "value"), KINDS)
-@pytest.mark.parametrize("n", [1, 20])
-@pytest.mark.parametrize("plane", ["k", "v"])
-def test_a_scale_that_is_not_a_number(key, value, n, plane):
+@pytest.mark.parametrize(("kind", "n", "plane"), pairwise(KINDS, [1, 20], ["k", "v"]))
+def test_a_scale_that_is_not_a_number(kind, n, plane):
+    key, value = kind
     codec = key if plane == "k" else value
     q, k, v = qkv(rows=2, slots=200, n=n)
     view = dense(k, v, n, key=key, value=value)
@@ -147,14 +153,15 @@ def test_a_scale_that_is_not_a_number(key, value, n, plane):
 
 
 @pytest.mark.parametrize(("key", "value"), KINDS)
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_query_that_is_not_finite(key, value, bad):
+def test_a_query_that_is_not_finite(key, value):
     q, k, v = qkv(slots=100)
-    clean = native.run(q, dense(k, v, 1, key=key, value=value), Options(0.2))[0]
-    q[0, 1, 0, 5] = bad
-    out = native.run(q, dense(k, v, 1, key=key, value=value), Options(0.2))[0]
-    assert out[:, 1].isnan().all()
-    assert out[:, [0, 2, 3]].equal(clean[:, [0, 2, 3]])
+    view = dense(k, v, 1, key=key, value=value)
+    clean = native.run(q, view, Options(0.2))[0]
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        q[0, 1, 0, 5] = bad
+        out = native.run(q, view, Options(0.2))[0]
+        assert out[:, 1].isnan().all()
+        assert out[:, [0, 2, 3]].equal(clean[:, [0, 2, 3]])
 
 
 def test_codes_by_hand():
@@ -227,6 +234,7 @@ def test_mass_of_a_long_prompt():
     check(q, dense(k, v, 2500), Options(0.2, need_mass=True, observed=1700))
 
 
+@once
 def test_mass_of_a_long_prompt_takes_bounded_memory():
     code = """
 import resource, torch
@@ -257,6 +265,7 @@ def test_observed_queries():
     torch.testing.assert_close(mass, torch.tensor([[early], [late]]))
 
 
+@once
 def test_what_it_refuses():
     q, k, v = qkv(slots=20)
     (whole,) = dense(k, v, 1).segments
@@ -312,6 +321,7 @@ def test_huge_scores():
     check(q, dense(k, v, 1), Options(300.0))
 
 
+@once
 def test_several_python_threads():
     inputs = [qkv(slots=500 + i, n=1 + i % 3, group=3) for i in range(12)]
 
@@ -325,6 +335,7 @@ def test_several_python_threads():
             assert all(map(torch.equal, pool.map(one, inputs), expected))
 
 
+@once
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_fork_after_first_use():
     q, k, v = qkv(heads=8, slots=5000)
@@ -341,6 +352,28 @@ def test_a_fork_after_first_use():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@once
 def test_an_instruction_set_that_is_not_here():
     with pytest.raises(UnsupportedError, match="there is"):
         native.use_instructions("mmx")
+
+
+@pytest.mark.parametrize(
+    ("n", "past", "heads", "threads"),
+    [(200, 80, 1, 16), (200, 80, 4, 2), (512, 0, 2, 16), (600, 100, 1, 2), (1500, 0, 4, 16)],
+)
+def test_mass_of_a_chunk_longer_than_its_past(n, past, heads, threads):
+    q = torch.randn(1, heads * 2, n, 32)
+    k, v = torch.randn(2, 1, heads, past + n, 32)
+    place = torch.arange(past + n, dtype=torch.int32)
+    segment = Segment({"k": k, "v": v, POSITION: place.view(1, 1, -1)}, Plain(), Plain())
+    view = View((segment,), place[past:], ragged=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out, mass = native.run(q, view, Options(0.2, need_mass=True))
+    finally:
+        torch.set_num_threads(before)
+    expected, expected_mass = reference.run(q, view, Options(0.2, need_mass=True))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(mass, expected_mass, atol=1e-4, rtol=1e-4)

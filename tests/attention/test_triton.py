@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attending import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
+from support.pairwise import pairwise
 
 from kvkeep.attention import Segment, View, attend, reference, tiles, triton
 from kvkeep.attention.options import Options
@@ -61,7 +62,7 @@ LESS = {
 
 
 # The interpreter is slow, and on a GPU nearly every example compiles kernels of its own.
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(**FEATURES | LESS)
 def test_every_feature(**features):
     q, view, options = call(**features)
@@ -88,9 +89,9 @@ def test_codes(key, value, group, width, dtype):
 
 
 @pytest.mark.parametrize(("key", "value"), KINDS)
-@pytest.mark.parametrize("n", [1, 20])
-def test_where_slots_lie(key, value, n):
+def test_where_slots_lie(key, value):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
+    n = 1 if key == value else 20
     q, k, v = qkv(rows=2, slots=40, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
     for placed in everywhere(whole):
@@ -120,8 +121,7 @@ def test_a_query_that_is_not_finite():
     assert out[:, [0, 2, 3]].equal(clean[:, [0, 2, 3]])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 9])
-@pytest.mark.parametrize("need_mass", [False, True])
+@pytest.mark.parametrize(("splits", "need_mass"), [(1, True), (2, False), (5, True), (9, True)])
 def test_splits(monkeypatch, splits, need_mass):
     """More splits than there are tiles leave some without a slot."""
     monkeypatch.setattr(tiles, "splits", lambda *_: splits)
@@ -129,18 +129,20 @@ def test_splits(monkeypatch, splits, need_mass):
     check(q, dense(k, v, 3), Options(0.2, None, torch.randn(4), need_mass))
 
 
-@pytest.mark.parametrize("observed", [None, 9])
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("key", "value"), [(Plain(), Plain()), (Int4(affine=True), Int8())])
-def test_mass_of_a_long_chunk(observed, ragged, key, value):
+@pytest.mark.parametrize(
+    ("observed", "ragged", "kind"),
+    pairwise([None, 9], [False, True], [(Plain(), Plain()), (Int4(affine=True), Int8())]),
+)
+def test_mass_of_a_long_chunk(observed, ragged, kind):
+    key, value = kind
     q, k, v = qkv(rows=2, group=4, slots=120, n=50, width=32)
     view = dense(k, v, 50, key=key, value=value)._replace(ragged=ragged)
     check(q, view, Options(0.2, need_mass=True, observed=observed))
 
 
-@pytest.mark.parametrize("need_mass", [False, True])
-@pytest.mark.parametrize("n", [1, 40])
-@pytest.mark.parametrize("used", [1, 63, 64, 100])
+@pytest.mark.parametrize(
+    ("need_mass", "n", "used"), pairwise([False, True], [1, 40], [1, 63, 64, 100])
+)
 def test_a_length_on_the_device(need_mass, n, used):
     """Only slots before it are read; the others may hold anything."""
     q, k, v = qkv(rows=2, slots=100, n=n)
@@ -244,9 +246,10 @@ def test_why_not_here(monkeypatch):
     assert "pip install triton" in triton.reason.__wrapped__()
 
 
-@pytest.mark.parametrize("processors", [16, 108, 132])
-@pytest.mark.parametrize("pairs", [1, 8, 64, 200, 5000])
-@pytest.mark.parametrize("count", [1, 3, 32, 512, 4096])
+@pytest.mark.parametrize(
+    ("processors", "pairs", "count"),
+    pairwise([16, 108, 132], [1, 8, 64, 200, 5000], [1, 3, 32, 512, 4096]),
+)
 def test_splits_fill_the_processors(pairs, count, processors):
     splits = tiles.splits(pairs, count, 2 * processors)
     assert 1 <= splits <= count

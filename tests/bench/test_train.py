@@ -8,7 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 

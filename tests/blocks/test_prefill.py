@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
-from joined import expected
+from support.joined_logits import expected
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.blocks import prefill

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
-from joined import expected_apart
+from support.joined_logits import expected_apart
+from support.tiny_models import tiny
 from transformers import AutoTokenizer
 
 import kvkeep

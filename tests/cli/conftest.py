@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import finetuning
 import pytest
+from support import finetune_inputs
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The directory of a model with its tokenizer."""
     directory = tmp_path_factory.mktemp("base")
-    finetuning.model().save_pretrained(directory)
-    finetuning.tokenizer().save_pretrained(directory)
+    finetune_inputs.model().save_pretrained(directory)
+    finetune_inputs.tokenizer().save_pretrained(directory)
     return directory

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
-import finetuning
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import finetune_inputs
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -42,7 +42,7 @@ def last_line(result):
 def adapter(base, tmp_path_factory):
     """What `kvkeep finetune` wrote for it."""
     place = tmp_path_factory.mktemp("tuned")
-    data = finetuning.write(place / "texts.jsonl", *finetuning.texts())
+    data = finetune_inputs.write(place / "texts.jsonl", *finetune_inputs.texts())
     options = ("--model", base, "--length", 32, "--lr", 0.1, "--steps", 3, "--rank", 4)
     run("finetune", data, "--out", place / "out", "--cache", "h2o:16", *options)
     return place / "out"
@@ -65,12 +65,12 @@ def test_generate(base, adapter):
     ]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(model, adapter).eval()
-    prompt = finetuning.tokenizer().apply_chat_template(
+    prompt = finetune_inputs.tokenizer().apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_tensors="pt"
     )
     wanted = model.generate(**prompt, max_new_tokens=6, do_sample=False)
     new = wanted[0, prompt["input_ids"].shape[1] :]
-    text = finetuning.tokenizer().decode(new, skip_special_tokens=True)
+    text = finetune_inputs.tokenizer().decode(new, skip_special_tokens=True)
     assert found[0]["text"] == text
     loaded, _ = load(str(adapter), "float32", "cpu")
     assert kvkeep.fingerprint(loaded) == kvkeep.fingerprint(model)
@@ -202,7 +202,7 @@ def test_names_that_are_too_long_for_an_adapters():
 def test_two_adapters(base, adapter, tmp_path):
     refused = run("generate", "Hi", "--model", adapter, "--adapter", adapter, code=2)
     assert "give one of them" in refused.stderr
-    data = finetuning.write(tmp_path / "texts.jsonl", *finetuning.texts())
+    data = finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.texts())
     options = ("--out", tmp_path / "out", "--length", 32, "--steps", 1)
     refused = run("finetune", data, "--model", adapter, *options, code=2)
     assert "has an adapter already" in refused.stderr
@@ -212,8 +212,8 @@ def test_two_adapters(base, adapter, tmp_path):
 def mixed(tmp_path_factory):
     """A model with two types of layers."""
     directory = tmp_path_factory.mktemp("mixed")
-    finetuning.model("gemma3").save_pretrained(directory)
-    finetuning.tokenizer().save_pretrained(directory)
+    finetune_inputs.model("gemma3").save_pretrained(directory)
+    finetune_inputs.tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -257,7 +257,7 @@ def test_layer_types_that_the_model_has_not(mixed):
 
 
 def test_finetune_with_a_spec_for_each_type_of_layer(mixed, tmp_path):
-    data = finetuning.write(tmp_path / "texts.jsonl", *finetuning.texts())
+    data = finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.texts())
     options = ("--model", mixed, "--length", 32, "--steps", 1, "--json")
     result = run("finetune", data, "--out", tmp_path / "out", "--cache", MIXED, *options)
     assert last_line(result)["cache"] == MIXED

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from standin import stand_in
+from support.demo_stand_in import stand_in
 from typer.testing import CliRunner
 
 import kvkeep

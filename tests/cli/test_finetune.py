@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 
-import finetuning
 import pytest
 import torch
 from peft import PeftModel
+from support import finetune_inputs
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -25,7 +25,7 @@ def _one_thread(one_thread):
 
 @pytest.fixture
 def data(tmp_path):
-    return finetuning.write(tmp_path / "texts.jsonl", *finetuning.texts())
+    return finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.texts())
 
 
 def run(base, data, out, *options):
@@ -57,7 +57,7 @@ def test_finetune(base, data, tmp_path):
     for said in ("step 1/3, loss ", " tokens/s", "evaluated after step 2", "going on"):
         assert (said in result.stderr) is (said != "going on")
 
-    held = read(data, finetuning.tokenizer())[-1]
+    held = read(data, finetune_inputs.tokenizer())[-1]
     ids = held.ids[None, :32]
     plain = AutoModelForCausalLM.from_pretrained(base)
     model = PeftModel.from_pretrained(plain, out).eval()
@@ -121,7 +121,7 @@ def test_bad_input(base, data, tmp_path, options, says):
 
 
 def test_a_bad_line_is_named(base, tmp_path):
-    data = finetuning.write(tmp_path / "texts.jsonl", "Good.", b'{"text": 1}')
+    data = finetune_inputs.write(tmp_path / "texts.jsonl", "Good.", b'{"text": 1}')
     result = run(base, data, tmp_path / "out")
     assert result.exit_code == 2
     assert f'{data}, line 2: "text" is 1; give text that is not empty' in result.stderr

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from backends import KINDS, Place, put
-from families import tiny
+from support.store_places import KINDS, Place, put
+from support.tiny_models import tiny
 from typer.testing import CliRunner
 
 import kvkeep

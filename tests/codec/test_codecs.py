@@ -147,6 +147,23 @@ def test_a_group_of_equal_elements(codec):
             assert (back - x).abs().max() <= 0.05 * abs(value) + 1e-6
 
 
+@pytest.mark.parametrize("codec", [c for c in EVERY if c.name != "plain"], ids=str)
+def test_large_elements_stay_finite(codec):
+    """Also where a scale would be beyond half precision."""
+    x = 1e9 * torch.randn(1, 2, 64, 64)
+    for encode in (codec.encode, steps(codec)):
+        assert codec.decode(encode(x), torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [Int4(affine=True, hadamard=False), Kivi().for_values()], ids=str)
+def test_codes_count_from_the_zero_as_it_is_stored(codec):
+    """The smallest element is 1000.2, which is 1000 in half precision."""
+    x = torch.linspace(1000.2, 1001.5, 32).repeat(32, 2)[None, None]
+    for encode in (codec.encode, steps(codec)):
+        back = codec.decode(encode(x), torch.float32)
+        assert (back - x).abs().max() <= 0.51 * (1001.5 - 1000.0) / 15
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", [c for c in EVERY if c.name != "plain"], ids=str)
 def test_what_is_not_finite_shows_and_stays_in_its_token(codec, bad):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-import families
 import pytest
 import torch
+from support import tiny_models
 from torch.nn.functional import cross_entropy
 
 import kvkeep
@@ -41,7 +41,7 @@ CONTEXT, CONTINUATION = 40, 9
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def model(request):
-    return families.tiny(request.param)
+    return tiny_models.tiny(request.param)
 
 
 def measured(model, *specs, **options):
@@ -84,9 +84,9 @@ def test_what_a_spec_loses_and_saves(model):
 
 @torch.inference_mode()
 def test_a_window_is_teacher_forced_through_its_cache():
-    model = families.tiny("llama")
+    model = tiny_models.tiny("llama")
     (row,) = measured(model, "window:4")["rows"]
-    mistral = families.tiny("mistral", sliding_window=4)
+    mistral = tiny_models.tiny("mistral", sliding_window=4)
     mistral.load_state_dict(model.state_dict())
     ids = windows_of_text(Letters(), 1, CONTEXT + CONTINUATION)
     logits = mistral(ids, use_cache=False).logits[0, CONTEXT - 1 : -1]
@@ -100,7 +100,7 @@ def test_a_window_is_teacher_forced_through_its_cache():
 
 
 def test_a_chunked_context_evicts_on_the_way():
-    model = families.tiny("llama")
+    model = tiny_models.tiny("llama")
     at_once, in_chunks = (
         measured(model, "h2o:8,recent=2", "window:4", chunk=chunk)["rows"] for chunk in (None, 8)
     )
@@ -109,7 +109,7 @@ def test_a_chunked_context_evicts_on_the_way():
 
 
 def test_windows_are_averaged_as_rows():
-    model = families.tiny("llama")
+    model = tiny_models.tiny("llama")
     result = measured(model, "random:8", windows=2)
     ids = windows_of_text(Letters(), 2, CONTEXT + CONTINUATION)
     assert not ids[0].equal(ids[1])
@@ -150,7 +150,7 @@ def test_progress_ends_at_one(model):
 )
 def test_what_cannot_be_measured_is_refused(specs, options, error, says):
     with pytest.raises(error, match=says):
-        measured(families.tiny("llama"), *specs, **options)
+        measured(tiny_models.tiny("llama"), *specs, **options)
 
 
 def test_windows_of_text(tmp_path):

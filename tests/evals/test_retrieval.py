@@ -108,6 +108,7 @@ def test_a_context_without_room_for_the_question_is_refused():
         probes(Characters(), length=100)
 
 
+@pytest.mark.slow
 def test_a_real_model_finds_them_with_all_tokens_and_not_with_few(smollm2):
     found = evaluate(*smollm2, ["keep_all", "window:32"], contexts=[150], continuation=4, windows=1)
     full, window = found["rows"]

@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import finetuning
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import finetune_inputs
 
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import CheckpointError
@@ -43,7 +43,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-import finetuning
+from support import finetune_inputs
 import test_checkpoint
 from kvkeep.finetune import checkpoint
 
@@ -68,7 +68,7 @@ def _one_thread(one_thread):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     file = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    return finetuning.write(file, *finetuning.texts())
+    return finetune_inputs.write(file, *finetune_inputs.texts())
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ def run(data, out, resume=False, model=None, stop=None, said=None, **options):
 
     given = Options(**{**OPTIONS, **options})
     return finetune(
-        finetuning.model() if model is None else model,
-        finetuning.tokenizer(),
+        finetune_inputs.model() if model is None else model,
+        finetune_inputs.tokenizer(),
         data,
         out,
         given,
@@ -170,7 +170,7 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint(data, tmp_path, whole
 
 def test_a_module_that_is_never_used(data, tmp_path):
     def model():
-        found = finetuning.model()
+        found = finetune_inputs.model()
         found.model.spare = torch.nn.Linear(4, 4)
         torch.nn.init.zeros_(found.model.spare.weight)
         torch.nn.init.zeros_(found.model.spare.bias)
@@ -231,13 +231,13 @@ def test_what_may_not_change(data, tmp_path):
         ({"steps": 7, "seed": 1}, "seed is 1, was 0; steps is 7, was 6;"),
         ({"cache": "h2o:17"}, r"cache is h2o:17\+plain@growing, was h2o:16.*; chunk is 17, was 16"),
         (
-            {"model": finetuning.model(rms_norm_eps=1e-3)},
+            {"model": finetune_inputs.model(rms_norm_eps=1e-3)},
             r"model: config\.rms_norm_eps was 1e-06, is 0\.001; model: modules differ;",
         ),
     ):
         with pytest.raises(CheckpointError, match=f"another run: {says}"):
             run(data, tmp_path, resume=True, **options)
-    model = finetuning.model()
+    model = finetune_inputs.model()
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another run: model: weights differ;"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import finetuning
 import pytest
 import torch
+from support import finetune_inputs
 
 from kvkeep.finetune.data import DataError, Tokens, batched, digest, order, pieces, read
 
@@ -13,12 +13,12 @@ LOOKS_AHEAD = (
     "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}<s>{% endif %}"
     "{{ m['content'] }}<e>{% endfor %}"
 )
-FEWER_AT_FIRST = "{{ messages | length }}" + finetuning.TEMPLATE
+FEWER_AT_FIRST = "{{ messages | length }}" + finetune_inputs.TEMPLATE
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return finetuning.tokenizer()
+    return finetune_inputs.tokenizer()
 
 
 def learned(tokenizer, tokens):
@@ -34,22 +34,24 @@ def learned(tokenizer, tokens):
 
 
 def test_all_of_a_text_is_learned(tmp_path, tokenizer):
-    (found,) = read(finetuning.write(tmp_path / "d", "Some words.\nMore."), tokenizer)
+    (found,) = read(finetune_inputs.write(tmp_path / "d", "Some words.\nMore."), tokenizer)
     assert found.ids.tolist() == tokenizer("Some words.\nMore.").input_ids
     assert found.labels.equal(found.ids)
     assert found.learned == len(found.ids) - 1
 
 
 def test_only_the_assistant_is_learned(tmp_path, tokenizer):
-    system = [{"role": "system", "content": "Be."}, *finetuning.CHAT]
-    for found in read(finetuning.write(tmp_path / "d", finetuning.CHAT, system), tokenizer):
+    system = [{"role": "system", "content": "Be."}, *finetune_inputs.CHAT]
+    for found in read(
+        finetune_inputs.write(tmp_path / "d", finetune_inputs.CHAT, system), tokenizer
+    ):
         assert learned(tokenizer, found) == ["Hello.<e>\n", "Me.<e>\n"]
     whole = tokenizer.apply_chat_template(system, tokenize=False)
     assert tokenizer.decode(found.ids) == whole
 
 
 def test_what_the_user_says_last_is_not_learned(tmp_path, tokenizer):
-    (found,) = read(finetuning.write(tmp_path / "d", finetuning.CHAT[:3]), tokenizer)
+    (found,) = read(finetune_inputs.write(tmp_path / "d", finetune_inputs.CHAT[:3]), tokenizer)
     assert learned(tokenizer, found) == ["Hello.<e>\n"]
     assert tokenizer.decode(found.ids).endswith("Who?<e>\n")
 
@@ -64,9 +66,9 @@ def test_what_the_user_says_last_is_not_learned(tmp_path, tokenizer):
     ],
 )
 def test_templates_whose_answers_cannot_be_found(tmp_path, template, says):
-    file = finetuning.write(tmp_path / "chats", "A text.", finetuning.CHAT)
+    file = finetune_inputs.write(tmp_path / "chats", "A text.", finetune_inputs.CHAT)
     with pytest.raises(DataError, match=f"chats, line 2: .*{says}"):
-        read(file, finetuning.tokenizer(template))
+        read(file, finetune_inputs.tokenizer(template))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_templates_whose_answers_cannot_be_found(tmp_path, template, says):
     ],
 )
 def test_bad_lines(tmp_path, tokenizer, line, says):
-    file = finetuning.write(tmp_path / "texts", "Good.", line, "Good.")
+    file = finetune_inputs.write(tmp_path / "texts", "Good.", line, "Good.")
     with pytest.raises(DataError, match=f"texts, line 2: .*{says}"):
         read(file, tokenizer)
 
@@ -107,7 +109,7 @@ def test_files_with_nothing(tmp_path, tokenizer):
 
 def test_pieces(tmp_path, tokenizer):
     short, long, chat = read(
-        finetuning.write(tmp_path / "d", "a", "0123456789x", finetuning.CHAT), tokenizer
+        finetune_inputs.write(tmp_path / "d", "a", "0123456789x", finetune_inputs.CHAT), tokenizer
     )
     assert pieces([short], 5) == []
     found = pieces([long], 5)

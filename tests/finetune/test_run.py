@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import finetuning
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from support import finetune_inputs
 from torch.nn.functional import cross_entropy
 
 import kvkeep.finetune.run
@@ -27,18 +27,18 @@ def _one_thread(one_thread):
 
 @pytest.fixture
 def data(tmp_path):
-    return finetuning.write(tmp_path / "texts.jsonl", *finetuning.texts())
+    return finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.texts())
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return finetuning.tokenizer()
+    return finetune_inputs.tokenizer()
 
 
 def tuned(data, out, tokenizer, model=None, evaluation=None, holdout=None, **options):
     """A run, and the adapter's weights."""
     options = {"cache": "keep_all", "length": LENGTH, "lr": 1e-2, "rank": 4} | options
-    given = finetuning.model() if model is None else model
+    given = finetune_inputs.model() if model is None else model
     files = {"evaluation": evaluation, "holdout": holdout}
     result = finetune(given, tokenizer, data, out, Options(**options), **files)
     return result, load_file(out / "adapter_model.safetensors")
@@ -61,7 +61,7 @@ def test_the_weights_are_those_of_a_plain_loop(data, tmp_path, tokenizer):
 
     texts = pieces(read(data, tokenizer), LENGTH)
     assert len(texts) < 16  # the second epoch begins in the middle of a step
-    model = finetuning.model()
+    model = finetune_inputs.model()
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -99,8 +99,10 @@ def test_losses_of_texts_that_are_not_trained_on(data, tmp_path, tokenizer):
     held = pieces(read(data, tokenizer)[-2:], LENGTH)
     assert len(held) == 3
     assert [one["step"] for one in result["eval_loss"]] == [2, 4, 5]
-    assert result["untuned_loss"] == pytest.approx(mean_loss(finetuning.model(), held), rel=1e-4)
-    adapted = PeftModel.from_pretrained(finetuning.model(), tmp_path / "out").eval()
+    assert result["untuned_loss"] == pytest.approx(
+        mean_loss(finetune_inputs.model(), held), rel=1e-4
+    )
+    adapted = PeftModel.from_pretrained(finetune_inputs.model(), tmp_path / "out").eval()
     assert result["tuned_loss"] == result["eval_loss"][-1]["loss"]
     assert result["tuned_loss"] == pytest.approx(mean_loss(adapted, held), rel=1e-4)
     assert (result["adapter"], result["cache"]) == (
@@ -110,7 +112,7 @@ def test_losses_of_texts_that_are_not_trained_on(data, tmp_path, tokenizer):
 
 
 def test_what_can_be_learned_is_learned(tmp_path, tokenizer):
-    data = finetuning.write(tmp_path / "d", *["abcdefgh" * 12] * 3)
+    data = finetune_inputs.write(tmp_path / "d", *["abcdefgh" * 12] * 3)
     options = {"cache": "h2o:16", "length": 96, "steps": 8, "lr": 4e-2}
     result, _ = tuned(data, tmp_path / "out", tokenizer, **options)
     assert result["untuned_loss"] > 4
@@ -124,13 +126,13 @@ def test_the_loss_is_that_of_the_cache(data, tmp_path, tokenizer):
     items = sum(text.learned for text in held)
     found = sum(
         float(
-            train.loss(finetuning.model(), b.ids, b.labels, cache="window:8", chunk=4,
+            train.loss(finetune_inputs.model(), b.ids, b.labels, cache="window:8", chunk=4,
                        num_items=items)
         )
         for b in batched(held, 1)
     )  # fmt: skip
     assert result["untuned_loss"] == pytest.approx(found, rel=1e-5)
-    assert abs(found - mean_loss(finetuning.model(), held)) > 1e-2
+    assert abs(found - mean_loss(finetune_inputs.model(), held)) > 1e-2
 
 
 def test_dropout_is_drawn_from_the_seed(data, tmp_path, tokenizer):
@@ -141,7 +143,7 @@ def test_dropout_is_drawn_from_the_seed(data, tmp_path, tokenizer):
         "again": {"dropout": 0.3},
         "other": {"dropout": 0.3, "seed": 1},
     }.items():
-        model = finetuning.model()
+        model = finetune_inputs.model()
         torch.rand(1)
         state = torch.get_rng_state()
         result, _ = tuned(data, tmp_path / name, tokenizer, model, steps=2, **options)
@@ -155,7 +157,7 @@ def test_evaluation_has_no_dropout(data, tmp_path, tokenizer):
     plain, _ = tuned(data, tmp_path / "a", tokenizer, steps=1)
     dropped, _ = tuned(data, tmp_path / "b", tokenizer, steps=1, dropout=0.5)
     assert plain["untuned_loss"] == dropped["untuned_loss"]
-    model = finetuning.model()
+    model = finetune_inputs.model()
     result, _ = tuned(data, tmp_path / "c", tokenizer, model, steps=1, dropout=0.5)
     held = pieces(read(data, tokenizer)[-1:], LENGTH)
     assert not model.training
@@ -194,16 +196,18 @@ def test_what_waits_in_a_file(data, tmp_path, tokenizer, monkeypatch):
 
 
 def test_another_file_to_evaluate_on(data, tmp_path, tokenizer):
-    other = finetuning.write(tmp_path / "other", "Quite another text.")
+    other = finetune_inputs.write(tmp_path / "other", "Quite another text.")
     result, _ = tuned(data, tmp_path / "out", tokenizer, evaluation=other, steps=1)
     held = pieces(read(other, tokenizer), LENGTH)
-    assert result["untuned_loss"] == pytest.approx(mean_loss(finetuning.model(), held), rel=1e-4)
+    assert result["untuned_loss"] == pytest.approx(
+        mean_loss(finetune_inputs.model(), held), rel=1e-4
+    )
     with pytest.raises(OptionError, match="give one of them"):
         tuned(data, tmp_path / "b", tokenizer, evaluation=other, holdout=1)
 
 
 def test_a_single_document_is_trained_on(tmp_path, tokenizer):
-    data = finetuning.write(tmp_path / "d", "One document.")
+    data = finetune_inputs.write(tmp_path / "d", "One document.")
     result, _ = tuned(data, tmp_path / "out", tokenizer, steps=1)
     assert result["tuned_loss"] is None
     assert result["tokens"] == 13
@@ -223,7 +227,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, tokenizer):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(data, tmp_path, tokenizer, monkeypatch):
-    model, calls, weights = finetuning.model(), [], []
+    model, calls, weights = finetune_inputs.model(), [], []
     whole = kvkeep.finetune.run.backward
 
     def failing(tuned, *args, **options):
@@ -267,15 +271,15 @@ def test_options_that_cannot_be(data, tmp_path, tokenizer, options, error, says)
 
 def test_float16_is_refused(data, tmp_path, tokenizer):
     with pytest.raises(OptionError, match="load it in bfloat16 or float32"):
-        tuned(data, tmp_path / "out", tokenizer, finetuning.model().half())
+        tuned(data, tmp_path / "out", tokenizer, finetune_inputs.model().half())
 
 
 def test_answers_out_of_reach(tmp_path, tokenizer):
     ends = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A"}]
-    data = finetuning.write(tmp_path / "d", ends, "x")
+    data = finetune_inputs.write(tmp_path / "d", ends, "x")
     with pytest.raises(DataError, match="d: nothing to learn in pieces of 48 tokens"):
         tuned(data, tmp_path / "out", tokenizer)  # the holdout is of a single token
-    found = finetuning.write(tmp_path / "e", ends, "xy")
+    found = finetune_inputs.write(tmp_path / "e", ends, "xy")
     assert tuned(found, tmp_path / "out", tokenizer)[0]["steps"] == 1
 
 
@@ -285,7 +289,7 @@ def test_modules_by_name(data, tmp_path, tokenizer):
 
 
 def test_chunk_and_length_fit_cache_and_model():
-    model = finetuning.model()
+    model = finetune_inputs.model()
     found = Options(cache="h2o:64").checked().for_model(host_of(model))
     assert (found.chunk, found.length) == (64, 256)
     found = Options(cache="keep_all", length=9).checked().for_model(host_of(model))

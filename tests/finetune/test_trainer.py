@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
+from support.autograd_gradients import texts
+from support.tiny_models import tiny
 from transformers import Trainer, TrainingArguments
-from unrolled import texts
 
 import kvkeep
 from kvkeep.finetune import LongContext

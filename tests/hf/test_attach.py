@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import transformers as tf
-from families import tiny
+from support.tiny_models import tiny
 from transformers import DynamicCache
 
 import kvkeep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 
 import kvkeep
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
-from families import WINDOW, tiny
+from support.tiny_models import WINDOW, tiny
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import kvkeep
@@ -42,8 +43,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("spec", ["keep_all@growing", "keep_all@fixed", "keep_all@concat"])
+STORAGES = cycle(["keep_all@growing", "keep_all@fixed", "keep_all@concat"])
+
+
+@pytest.mark.parametrize(("mode", "spec"), zip(MODES, STORAGES, strict=False))
 def test_mode(model, mode, spec):
     rows = 1 if mode == "prompt_lookup" else 2
     options = {"max_new_tokens": NEW, **MODES[mode]}

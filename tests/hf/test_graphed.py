@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, tiny
+from support.pairwise import pairwise
+from support.tiny_models import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep
@@ -73,9 +74,7 @@ def fed(model, spec, ids, mask=None):
     return cache, feed(model, cache, ids, mask)[:, -1].argmax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("length", [5, 25])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("spec", "length", "padded"), pairwise(SPECS, [5, 25], [False, True]))
 def test_as_ordinary_steps(spec, length, padded):
     model = tiny("llama").to(DEVICE)
     kvkeep.attach(model)
@@ -106,8 +105,11 @@ def test_as_ordinary_steps(spec, length, padded):
         torch.testing.assert_close(mine, ordinary, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "deepseek-v3"])
-@pytest.mark.parametrize("spec", ["keep_all@fixed:80", "h2o:12@fixed:40"])
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [(family, "keep_all@fixed:80") for family in FAMILIES if family != "deepseek-v3"]
+    + [(family, "h2o:12@fixed:40") for family in ("llama", "gemma2", "gpt-oss", "gpt2")],
+)
 def test_families(family, spec):
     model = tiny(family).to(DEVICE)
     kvkeep.attach(model)

@@ -6,8 +6,8 @@ import json
 import zipfile
 from pathlib import Path
 
-import gguf_files
 import pytest
+from support import tiny_gguf
 from transformers import AutoModelForCausalLM
 
 import kvkeep
@@ -72,7 +72,7 @@ def test_names(home, tmp_path):
 def test_gguf_files(tmp_path):
     """By the path of the file or of its directory, and after a conversion: one model."""
     (tmp_path / "a").mkdir()
-    file = gguf_files.write(tmp_path / "a" / "some-name.gguf")
+    file = tiny_gguf.write(tmp_path / "a" / "some-name.gguf")
     model, tokenizer = models.load(str(file), "float32", "cpu")
     assert tokenizer.decode(tokenizer("Hello").input_ids) == "Hello"
     known = kvkeep.fingerprint(model)
@@ -82,7 +82,7 @@ def test_gguf_files(tmp_path):
     model.save_pretrained(tmp_path / "b")
     tokenizer.save_pretrained(tmp_path / "b")
     assert kvkeep.fingerprint(models.load(str(tmp_path / "b"), "float32", "cpu")[0]) == known
-    other = gguf_files.write(tmp_path / "a" / "another.gguf", seed=1)
+    other = tiny_gguf.write(tmp_path / "a" / "another.gguf", seed=1)
     assert kvkeep.fingerprint(models.load(str(other), "float32", "cpu")[0]) != known
     with pytest.raises(ModelError, match=r"2 GGUF files \(another.gguf, some-name.gguf\); give"):
         models.load(str(tmp_path / "a"))

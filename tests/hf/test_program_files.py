@@ -16,7 +16,7 @@ from io import FileIO
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import SavedCacheError
@@ -80,7 +80,7 @@ def test_flipped(saved, tmp_path):
 FULL = """
 import os, resource, signal, sys
 import kvkeep
-from families import tiny
+from support.tiny_models import tiny
 from kvkeep.errors import SavedCacheError
 path = sys.argv[1]
 program = kvkeep.export(tiny("llama"), "keep_all@fixed:16")

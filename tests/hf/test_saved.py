@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 import torch
-from families import growing_rope, tiny
+from support.tiny_models import growing_rope, tiny
+from support.two_layer_caches import same
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers.utils.quantization_config import QuantizationMethod
-from turns import same
 
 import kvkeep
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 from transformers import DynamicCache
 
 import kvkeep
@@ -20,12 +20,17 @@ PROMPTS = (
 )
 INPUTS = (*range(len(PROMPTS)), "left")
 CASES = [
-    *(("keep_all@growing", which) for which in INPUTS),
-    *(("keep_all@fixed", which) for which in (0, "left")),
-    *(("keep_all@concat", which) for which in (1, "left")),
-    *(("dynamic", which) for which in (2, "left")),
+    ("keep_all@growing", "left"),
+    ("keep_all@fixed", 0),
+    ("keep_all@concat", 1),
+    ("dynamic", 2),
+]
+MORE = [
+    *(("keep_all@growing", which) for which in INPUTS if which != "left"),
+    *((name, "left") for name in ("keep_all@fixed", "keep_all@concat", "dynamic")),
     ("keep_all@growing", "right"),
 ]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
 def encode(tokenizer, which):
@@ -67,9 +72,8 @@ def test_attached(smollm2, name, which):
     assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
 
 
-@pytest.mark.parametrize("which", [0, "left"])
-@pytest.mark.parametrize("name", ["keep_all@growing", "keep_all@fixed"])
-def test_unattached(smollm2, which, name):
+@pytest.mark.parametrize(("name", "which"), [("keep_all@growing", 0), ("keep_all@fixed", "left")])
+def test_unattached(smollm2, name, which):
     model, tokenizer = smollm2
     inputs = encode(tokenizer, which)
     text = generate(model, inputs, past_key_values=new_cache(model, name))

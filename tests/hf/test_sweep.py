@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import sweep_models
-from sweep_models import FAILS, REFUSED, TYPES, WORKS, WRONG, outcome_of, sweep
+from support import sweep_models
+from support.sweep_models import FAILS, REFUSED, TYPES, WORKS, WRONG, outcome_of, sweep
 
 import kvkeep.hf.attention
 

@@ -12,14 +12,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parent.parent / "compiling.py"
+TESTS = Path(__file__).parents[1]
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
 
 
 def compiled(*arguments):
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "support.compile_kernels", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
     assert not done.returncode, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eviction_oracle import EvictionOracle
+from support.eviction_oracle import EvictionOracle
 
 import kvkeep.layer.step
 from kvkeep.attention import backends, dispatch

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvkeep.errors import StateError
 from kvkeep.planes import POSITION
 from kvkeep.policy import Observation
 from kvkeep.spec import CacheSpec
-from kvkeep.testing import EXAMPLES
+from kvkeep.testing import EXAMPLES, live_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,3 +155,29 @@ def test_a_layers_window_beats_sinks():
         q, k, v = tokens(1)
         layer.step(q, k, v, scale=0.5)
     assert all(min(head) >= 30 - 8 for head in live(layer)[0])
+
+
+def test_adakv_takes_the_oldest_of_equals_however_slots_lie():
+    """Keys of two norms: many ties, in a padded batch and alone."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        k = torch.ones(1, 2, 24, 8) * torch.randint(1, 3, (1, 2, 24, 1), generator=generator)
+        q = torch.randn(2, 2, 24, 8, generator=generator)
+        both, alone = (CacheSpec.parse("adakv:0.5(knorm:8)").layer() for _ in range(2))
+        position = torch.stack([torch.arange(24) - 5, torch.arange(24)]).clamp(min=-1)
+        for part in (slice(0, 12), *(slice(i, i + 1) for i in range(12, 24))):
+            pair = torch.cat([k, k])[:, :, part]
+            both.step(q[:, :, part], pair, pair, position[:, part], scale=0.3)
+            real = position[0, part] >= 0
+            own = pair[:1, :, real]
+            alone.step(q[:1, :, part][:, :, real], own, own, scale=0.3)
+        places = [[sorted(place) for place, _, _ in live_tokens(x)[0]] for x in (both, alone)]
+        assert places[0] == places[1]
+
+
+def test_what_a_policy_lacks_is_named():
+    for text, need in (("h2o:8", "mass"), ("expected_attention:8", "queries")):
+        layer = CacheSpec.parse(text).layer()
+        layer.extend(torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8))
+        with pytest.raises(StateError, match=need):
+            layer.settle(Observation())

@@ -7,7 +7,8 @@ import torch
 
 from kvkeep.errors import SpecError
 from kvkeep.planes import POSITION, Reach
-from kvkeep.policy import KeepAll, Observation, Window
+from kvkeep.policy import H2O, KeepAll, Observation, Pyramid, Scored, Window
+from kvkeep.spec import CacheSpec
 
 
 def victims(policy, count, *rows):
@@ -55,3 +56,18 @@ def test_on_a_layer_with_its_own_window():
 def test_keep_all_has_no_budget():
     assert KeepAll().budget is None
     assert KeepAll().reach is None
+
+
+def test_a_pyramid_shares_what_is_not_protected():
+    """Four layers of 20 tokens, 4 protected: 16 to share, a quarter of it in the last layer."""
+    policy = Pyramid(H2O(20, recent=4), beta=4)
+    budgets = [policy.in_layer(index, 4).budget for index in range(4)]
+    assert budgets == [32, 24, 16, 8]
+    assert sum(budgets) == 4 * 20
+
+
+def test_a_pyramid_of_one_layer_is_its_policy():
+    layer = CacheSpec.parse("pyramid(h2o:8)").layer()
+    layer.step(*torch.randn(3, 1, 2, 20, 16), scale=0.25)
+    assert layer.length == 8
+    assert isinstance(layer.policy, Scored)

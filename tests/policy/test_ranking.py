@@ -88,3 +88,11 @@ def test_compiled_and_torch_agree(data):
     count, planes = number(1, slots), {POSITION: position}
     expected = lowest(worth(score, planes, seen, kept), position, count)
     assert least_worthy(score, planes, seen, kept, count).equal(expected)
+
+
+def test_a_score_shared_by_heads_is_that_of_each():
+    position = torch.arange(6, dtype=torch.int32).expand(2, 3, 6).contiguous()
+    score = torch.rand(2, 1, 6)
+    seen = Observation(newest=5)
+    found = least_worthy(score, {POSITION: position}, seen, Protection(), 2)
+    assert found.equal(score.argsort(dim=2)[:, :, :2].expand(-1, 3, -1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serving import asking, serving, small
+from support.live_server import asking, serving, small
 from transformers import AutoTokenizer
 
 from kvkeep.hf.models import resolve

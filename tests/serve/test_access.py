@@ -6,8 +6,8 @@ import hmac
 
 import httpx2
 import pytest
-from serving import JSON, asking, client, said, serving
 from starlette.testclient import TestClient
+from support.live_server import JSON, asking, client, said, serving
 
 import kvkeep
 from kvkeep.errors import SpecError

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from serving import CONTEXT, asking, pieces, refusal, said, serving, small
+from support.live_server import CONTEXT, asking, pieces, refusal, said, serving, small
 
 import kvkeep
 from kvkeep.hf.generate import generate

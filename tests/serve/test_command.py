@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 import torch
-from serving import SYSTEM, asking, client, pieces, refusal, said
+from support.live_server import SYSTEM, asking, client, pieces, refusal, said
 from typer.testing import CliRunner
 
 import kvkeep

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import httpx2
 import pytest
-from serving import serving, until
+from support.live_server import serving, until
 
 from kvkeep.serve.limits import Limits
 
@@ -46,7 +46,7 @@ def rest(end):
 @pytest.fixture(scope="module")
 def hasty(tokenizer):
     """A server that waits half a second for what a client owes it."""
-    from serving import small
+    from support.live_server import small
 
     model = small()
     model.generation_config.eos_token_id = None

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx2
 import openai
 import pytest
-from serving import CONTEXT, JSON, asking, client, refusal, said, serving, until
+from support.live_server import CONTEXT, JSON, asking, client, refusal, said, serving, until
 
 from kvkeep.errors import SpecError
 from kvkeep.serve.keys import Keys
@@ -237,7 +237,7 @@ def test_tokens_of_all_answers_are_limited(limited, options, param):
 
 @pytest.fixture(scope="module")
 def limited(tokenizer):
-    from serving import small
+    from support.live_server import small
 
     model = small()
     model.generation_config.eos_token_id = None

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import openai
 import pytest
-from serving import CONTEXT, JSON, asking, pieces, refusal, said, serving, until
+from support.live_server import CONTEXT, JSON, asking, pieces, refusal, said, serving, until
 
 from kvkeep.serve import replies
 from kvkeep.serve.limits import Limits

@@ -15,7 +15,7 @@ from contextlib import suppress
 import httpx2
 import openai
 import pytest
-from serving import CONTEXT, JSON, asking, said, serving, small, until
+from support.live_server import CONTEXT, JSON, asking, said, serving, small, until
 
 from kvkeep.serve.limits import Limits
 

@@ -113,7 +113,7 @@ def test_rows_that_are_nearly_alike_stay_together():
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:40", "adakv(h2o:24)"])
 def test_rows_are_selected_and_repeated(spec):
-    index = torch.tensor([3, 3, 0, 2])
+    index = torch.tensor([3, 1, 2, 0, 3])  # rows of one part in another order
     layer = filled(spec)
     before = places(layer)
     layer.take_rows(index)
@@ -243,6 +243,27 @@ def test_parts_keep_the_order_of_tokens():
     ]
 
 
+def test_each_head_has_sinks_of_its_own():
+    """While nothing is evicted, as if heads were not apart."""
+    sinks, outs = torch.tensor([0.0, 1.0, 2.0, 3.0]), []
+    for spec in ("adakv(h2o:24)", "keep_all"):
+        layer = CacheSpec.parse(spec).layer()
+        outs.append(layer.step(*drawn(2, 9, 0), scale=0.4, sinks=sinks))
+    torch.testing.assert_close(*outs, **NEAR)
+
+
+def test_truncated_parts_lose_as_many_slots_each():
+    planes = {"k": torch.arange(9.0).view(1, 1, 9, 1).expand(1, 2, -1, -1)}
+    planes[POSITION] = torch.arange(9, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    storage = Split(Growing(), by_head=True)
+    storage.append(planes)
+    storage.storages[0].truncate(5)
+    storage.truncate(7)  # two of the longest part's nine
+    assert [part.length for part in storage.storages] == [3, 7]
+    storage.truncate(2)
+    assert [part.length for part in storage.storages] == [0, 2]
+
+
 def test_a_parted_layer_is_what_the_oracle_was_fed():
     from kvkeep.testing import OracleLayer
 
@@ -341,3 +362,17 @@ def test_columns_stay_known_when_rows_are_parted_again():
     shown = layer.ledger.shown
     assert shown is not None
     assert shown.equal((prompt("right") >= 0)[:, : shown.shape[1]])
+
+
+def test_adakv_crops_padding_where_the_first_head_is_not_the_longest():
+    layer = CacheSpec.parse("adakv:0(knorm:4)@concat").layer()
+    k = torch.ones(2, 2, 9, 8)
+    k[:, 0] *= 5  # large keys go first
+    position = torch.arange(9).expand(2, -1).clone()
+    position[0] = (position[0] - 2).clamp(min=-1)
+    layer.step(torch.randn(2, 2, 9, 8), k, k, position, scale=0.3)
+    assert layer.storage.storages[0].length < layer.storage.storages[1].length
+    layer.record_past = True
+    layer.step(torch.randn(2, 2, 2, 8), k[:, :, :2], k[:, :, :2], scale=0.3)
+    layer.crop(-2)
+    assert layer.seen.tolist() == [7, 9]

@@ -13,6 +13,7 @@ from kvkeep.errors import CapacityError, ShapeError, SpecError, UnsupportedError
 from kvkeep.graph.device_step import require_fitting
 from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import KeepAll
+from kvkeep.spec import CacheSpec
 from kvkeep.storage import Concat, Fixed, Growing, Host, buffer
 
 STORAGES = {"concat": Concat, "growing": Growing, "fixed": lambda: Fixed(16), "host": Host}
@@ -351,3 +352,16 @@ def test_untouched_capacity_is_not_resident():
     storage.append({"k": torch.zeros(1, 1, 1, 64)})  # a buffer of 256 MiB
     assert process.memory_info().rss - before < 16 << 20
     assert storage.nbytes == 256 << 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.tensor([[[1]]], dtype=torch.int32), torch.zeros(3, 1, 1, dtype=torch.int64)],
+    ids=["dtype", "rows"],
+)
+def test_victims_of_another_type(wrong):
+    layer = CacheSpec.parse("keep_all").layer()
+    layer.extend(*torch.randn(2, 1, 2, 6, 16))
+    with pytest.raises((ShapeError, RuntimeError)):
+        layer.storage.evict(wrong)
+    assert layer.length == 6

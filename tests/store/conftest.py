@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backends import KINDS, Place
+from support.store_places import KINDS, Place
 
 from kvkeep.store import Memory
 

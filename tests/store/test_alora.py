@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny
 from filelock import FileLock
-from joined import expected_apart
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.joined_logits import expected_apart
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.blocks.prompt import Encoded

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from families import growing_rope, tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from support.tiny_models import growing_rope, tiny
 from transformers import GenerationConfig
 
 import kvkeep

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import xxhash
-from backends import Place, blocks_of, damaged, found, found_in, put, text
-from families import tiny
-from kept import TOKEN_BYTES, fed, longest
+from support.store_places import Place, blocks_of, damaged, found, found_in, put, text
+from support.tiny_models import tiny
+from support.token_caches import TOKEN_BYTES, fed, longest
 
 from kvkeep.errors import SpecError
 from kvkeep.files.headers import sealed

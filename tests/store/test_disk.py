@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 import pytest
-from backends import blocks_of, found, put
+from support.store_places import blocks_of, found, put
 
 from kvkeep.errors import SpecError
 from kvkeep.store import Disk

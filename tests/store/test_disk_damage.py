@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from backends import blocks_of, found, put
+from support.store_places import blocks_of, found, put
 
 from kvkeep.errors import SpecError
 from kvkeep.files import atomic

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import ShapeError, UnsupportedError

@@ -7,9 +7,9 @@ import json
 
 import pytest
 import torch
-from backends import blocks_of, found, found_in, geometry, put
-from families import tiny
-from kept import fed, new_cache
+from support.store_places import blocks_of, found, found_in, geometry, put
+from support.tiny_models import tiny
+from support.token_caches import fed, new_cache
 
 import kvkeep
 from kvkeep.files.headers import sealed

@@ -20,9 +20,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import blocks_of, damaged, found, found_in, put, text
-from families import tiny
-from kept import fed
 
 # What all backends do is collected here again, for the fixture `backend` below.
 from store.test_backends import (  # noqa: F401
@@ -34,6 +31,9 @@ from store.test_backends import (  # noqa: F401
     test_the_longest_of_blocks_that_begin_alike,
 )
 from store.test_redis import Between, eventually
+from support.store_places import blocks_of, damaged, found, found_in, put, text
+from support.tiny_models import tiny
+from support.token_caches import fed
 
 import kvkeep
 from kvkeep.errors import SpecError, StateError

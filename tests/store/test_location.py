@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import fsspec
 import pytest
-from backends import Place, blocks_of, found, put
 from fsspec.implementations.memory import MemoryFileSystem
+from support.store_places import Place, blocks_of, found, put
 
 from kvkeep.errors import SpecError
 from kvkeep.store import Location, remote

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from backends import put
-from redis_server import Server
+from support.redis_server import Server
+from support.store_places import put
 
 from kvkeep.errors import SpecError, StateError
 from kvkeep.store import Disk, Location, Redis, opened

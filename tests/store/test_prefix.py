@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from kept import LAYERS, TOKEN_BYTES, fed, holds, longest, new_cache
+from support.token_caches import LAYERS, TOKEN_BYTES, fed, holds, longest, new_cache
 
 from kvkeep.cache import Cache
 from kvkeep.errors import KVKeepError, ShapeError, SpecError, StateError, UnsupportedError

@@ -13,10 +13,10 @@ from contextlib import suppress
 import pytest
 import redis.connection
 import torch
-from backends import blocks_of, found, put
-from families import tiny
-from kept import fed
-from redis_server import Server
+from support.redis_server import Server
+from support.store_places import blocks_of, found, put
+from support.tiny_models import tiny
+from support.token_caches import fed
 
 import kvkeep
 from kvkeep.errors import SpecError, UnsupportedError

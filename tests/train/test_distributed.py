@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from two_processes import CHUNK, SPEC, batch, model_of, run
-from unrolled import error, gradients
+from support.autograd_gradients import error, gradients
+from support.distributed_gradient import CHUNK, SPEC, batch, model_of, run
 
 from kvkeep.train import backward
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unrolled import adapted, error, gradients, model_of, ordinary, texts, unrolled
+from support.autograd_gradients import (
+    adapted,
+    error,
+    gradients,
+    model_of,
+    ordinary,
+    texts,
+    unrolled,
+)
+from support.pairwise import pairwise
 
 from kvkeep.testing import EXAMPLES
 from kvkeep.train import backward
@@ -14,6 +23,8 @@ PADS = (6, 1, 0)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SPECS = ("keep_all", "window:8,sinks=2", "h2o:8", "h2o:8+int8")
 DTYPES = tuple(TOLERANCE)
+FAMILIES = ("llama", "qwen3", "gemma3")
+PADDING = ("none", "left", "right")
 
 
 def compare(model, ids, labels, spec, mask, chunk=CHUNK):
@@ -30,10 +41,9 @@ def compare(model, ids, labels, spec, mask, chunk=CHUNK):
     return error(ours, theirs)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "padding", "spec"), pairwise(FAMILIES, DTYPES, PADDING, SPECS)
+)
 def test_equals_plain_autograd(family, dtype, padding, spec):
     model = model_of(family, dtype)
     pads = () if padding == "none" else PADS
@@ -41,18 +51,14 @@ def test_equals_plain_autograd(family, dtype, padding, spec):
     assert compare(model, ids, labels, spec, mask) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(("family", "dtype", "spec"), pairwise(FAMILIES, DTYPES, SPECS))
 def test_lora_equals_plain_autograd(family, dtype, spec):
     model = adapted(model_of(family)).to(dtype)
     ids, labels, mask = texts(3, TOKENS, pads=PADS)
     assert compare(model, ids, labels, spec, mask) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(("family", "dtype", "padding"), pairwise(FAMILIES, DTYPES, PADDING))
 def test_keep_all_equals_ordinary_backprop(family, dtype, padding):
     model = model_of(family, dtype)
     pads = () if padding == "none" else PADS

@@ -7,7 +7,16 @@ import weakref
 
 import pytest
 import torch
-from unrolled import adapted, error, gradients, model_of, ordinary, shifted, texts, unrolled
+from support.autograd_gradients import (
+    adapted,
+    error,
+    gradients,
+    model_of,
+    ordinary,
+    shifted,
+    texts,
+    unrolled,
+)
 
 import kvkeep
 from kvkeep.train import backward, hidden_states, loss, walk
@@ -146,6 +155,15 @@ def test_a_head_with_weights_of_the_model():
     ours = gradients(model)
     ordinary(model, ids, labels).backward()
     assert error(ours, 2 * gradients(model)) < 1e-10
+
+
+def test_labels_of_padding_count_for_nothing():
+    model = model_of("llama")
+    ids, labels, mask = texts(2, 20, pads=(6, 0), side="right")
+    found = [
+        float(loss(model, ids, given, chunk=7, attention_mask=mask)) for given in (labels, ids)
+    ]
+    assert found[0] == found[1]
 
 
 def test_a_batch_with_nothing_to_learn_among_others():

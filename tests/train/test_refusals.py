@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from unrolled import texts
+from support.autograd_gradients import texts
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import LossError

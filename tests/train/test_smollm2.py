@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from unrolled import error, gradients, unrolled
+from support.autograd_gradients import error, gradients, unrolled
 
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.train import backward

@@ -1,7 +1,7 @@
 """Every causal language model of transformers, tiny and random: does a kvkeep cache serve it?
 
-    python tests/sweep_models.py            # all types; writes docs/models.md
-    python tests/sweep_models.py llama opt  # these; replaces their rows
+    python tests/support/sweep_models.py            # all types; writes docs/models.md
+    python tests/support/sweep_models.py llama opt  # these; replaces their rows
 
 Each type runs in a process of its own, with a time limit.
 """
@@ -335,7 +335,7 @@ def _child(kind: str, connection: Any) -> None:
 
 # -- the table ------------------------------------------------------------------------------
 
-TABLE = Path(__file__).parents[1] / "docs" / "models.md"
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def written(rows: dict[str, Outcome]) -> str:
@@ -350,7 +350,7 @@ def written(rows: dict[str, Outcome]) -> str:
             f"of a prompt of {PROMPT} tokens, at once and in chunks (within {RELATIVE:g} of the "
             "largest logit), the greedy text of one prompt and of a padded batch; a window spec "
             "must run. Layers are of the kinds in a type's default config: others may be refused. "
-            "Written by `python tests/sweep_models.py` with kvkeep "
+            "Written by `python tests/support/sweep_models.py` with kvkeep "
             f"{kvkeep.__version__}, torch {torch.__version__.partition('+')[0]} and transformers "
             f"{transformers.__version__}: "
             + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])

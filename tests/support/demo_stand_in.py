@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from families import tiny
 from transformers import AutoTokenizer
 
 from kvkeep.hf.models import KNOWN, resolve
+from support.tiny_models import tiny
 
 NAME = "smollm2-135m"
 

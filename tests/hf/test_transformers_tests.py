@@ -42,7 +42,7 @@ def test_report(tmp_path):
     folder = tmp_path / "tests" / "models" / "odd"
     folder.mkdir(parents=True)
     (folder / "test_modeling_odd.py").write_text(TESTS)
-    tool = Path(__file__).parents[1] / "with_transformers.py"
+    tool = Path(__file__).parents[1] / "support" / "transformers_tests.py"
     done = subprocess.run(
         [sys.executable, tool, tmp_path, "--families", "odd"],
         capture_output=True,

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families import tiny
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 import kvkeep
 from kvkeep.train import replaying
+from support.tiny_models import tiny
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64, **overrides: Any):

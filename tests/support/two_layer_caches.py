@@ -7,9 +7,20 @@ import torch
 from kvkeep.attention.native import available
 from kvkeep.cache import Cache
 from kvkeep.spec import CacheSpec
-from kvkeep.testing import live_tokens
+from kvkeep.testing import conformance_specs, live_tokens
+from support.pairwise import covering
 
 HEADS, DIM, GROUP = 2, 16, 3
+KINDS = ("keep_all", "window", "h2o", "vlen", "tova", "expected_attention", "adakv")
+"""A policy for each kind of what is held beside keys and values: nothing, a reach, a score for each
+head, more planes, a plane shared by heads, a memory of rows, heads of different lengths."""
+
+SPECS = covering(
+    [spec for spec in conformance_specs() if spec.policy.name in KINDS],
+    lambda spec: (spec.policy.name, spec.key_codec.name, spec.storage.name),
+)
+"""Every two of a kind, a codec and a storage that go together."""
+
 CHUNKS = (9, 1, 1, 5, 1)
 PADDED = torch.tensor([[-1, -1, *range(7)], [*range(9)]])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-import families
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from support import tiny_models
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"
@@ -36,7 +37,9 @@ def tokenizer(template=TEMPLATE):
 
 def model(family="llama", **overrides):
     """One that holds its tokens."""
-    return families.tiny(family, **{"vocab_size": 98, "max_position_embeddings": 256} | overrides)
+    return tiny_models.tiny(
+        family, **{"vocab_size": 98, "max_position_embeddings": 256} | overrides
+    )
 
 
 def write(path, *documents):

@@ -3,15 +3,15 @@
 A tool to run by hand; pytest does not collect it. It needs a checkout of transformers at (or near)
 the installed version, and the package `parameterized`, which its tests import:
 
-    python tests/with_transformers.py PATH/TO/transformers --families llama mistral gemma3
+    python tests/support/transformers_tests.py PATH/TO/transformers --families llama mistral gemma3
 
 runs each family's tests twice, as they are and with every model attached, and prints a table, what
 passes in the first run and fails in the second, and which models `kvkeep.attach` refused. `--spec`
 is what they are attached with; `--keyword EXPR` is pytest's `-k`, by default what generates or has
 to do with caches and masks.
 
-It is also the pytest plugin of those runs: `pytest -p with_transformers --kvkeep-spec keep_all`. A
-model is attached when it is first called, with a config of its own.
+It is also the pytest plugin of those runs: `pytest -p support.transformers_tests --kvkeep-spec
+keep_all`. A model is attached when it is first called, with a config of its own.
 """
 
 from __future__ import annotations
@@ -155,10 +155,11 @@ def run(checkout: Path, family: str, keyword: str, spec: str | None, extra: list
     """The report of one family's tests; attached if a spec is given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "with_transformers", "-W", "ignore"]
-        command += ["-p", "no:cacheprovider", f"--kvkeep-report={path}", "-k", keyword, *extra]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "support.transformers_tests"]
+        command += ["-W", "ignore", "-p", "no:cacheprovider"]
+        command += [f"--kvkeep-report={path}", "-k", keyword, *extra]
         command += [] if spec is None else [f"--kvkeep-spec={spec}"]
-        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [*command, f"tests/models/{family}/test_modeling_{family}.py"],
             cwd=checkout,

@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from families import tiny
-from unrolled import texts
 
 from kvkeep.train import backward, loss
+from support.autograd_gradients import texts
+from support.tiny_models import tiny
 
 SPEC, CHUNK, TOKENS = "h2o:8", 7, 40
 ROWS = 2  # one for each process

@@ -1,4 +1,6 @@
-"""Compile the Triton kernels for a GPU that is not here: `python compiling.py CAPABILITY DTYPES`.
+"""Compile the Triton kernels for a GPU that is not here, in tests/:
+
+    python -m support.compile_kernels CAPABILITY DTYPES
 
 Prints a line of JSON for each kernel that a call would have launched.
 """
@@ -15,7 +17,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from attending import dense, qkv, segment
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -25,6 +26,7 @@ from kvkeep.attention.options import Options
 from kvkeep.codec import Fp8, Int4, Int8, Plain
 from kvkeep.layer.write_tokens import append
 from kvkeep.planes import Reach
+from support.attend_calls import dense, qkv, segment
 
 CODECS = {
     "plain": Plain(),

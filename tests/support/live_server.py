@@ -11,13 +11,13 @@ import httpx2
 import openai
 import pytest
 import uvicorn
-from families import tiny
 
 import kvkeep
 from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.listen import bind, configured, listen
+from support.tiny_models import tiny
 
 SYSTEM = {"role": "system", "content": "You keep a lighthouse. You answer in one short sentence."}
 CONTEXT = 4096

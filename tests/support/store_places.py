@@ -7,10 +7,10 @@ import uuid
 
 import fsspec
 import torch
-from kept import fed, holds, new_cache
-from redis_server import Server
 
 from kvkeep.store import Disk, Location, Memory, ModelGeometry, PrefixStore, Redis
+from support.redis_server import Server
+from support.token_caches import fed, holds, new_cache
 
 KINDS = ["disk", "redis", "location-file", "location-memory"]
 """Those that other processes, or other objects of this one, can open again."""

@@ -1,0 +1,849 @@
+"""Plant known faults in kvkeep, one at a time, and see whether the tests catch each.
+
+A tool to run by hand; pytest does not collect it:
+
+    python tests/support/faults.py                    # all of them, with this suite
+    python tests/support/faults.py adakv-floor        # these only
+    python tests/support/faults.py --tests DIRECTORY  # with another suite
+
+Each fault is one changed line of a copy of src/. Its tests run until the first one fails, and a
+table says which one that was. To show that a smaller suite is as strong, run it with both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 1800
+
+# An editable install finds its own sources before those of PYTHONPATH.
+WITHOUT_EDITABLE = """import sys
+sys.meta_path = [x for x in sys.meta_path if "kvkeep" not in type(x).__module__]
+"""
+
+
+class Fault(NamedTuple):
+    """A line that is wrong: `old`, which stands exactly once in the files at `place` (a file or a
+    folder of src/kvkeep), is replaced by `new`. `tests` are the files that should notice."""
+
+    name: str
+    place: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    # Storage
+    Fault(
+        "concat-truncates-too-little",
+        "storage/concat.py",
+        "plane[:, :, :length].clone()",
+        "plane[:, :, : length + 1].clone()",
+        "storage/test_storage.py test_layer.py",
+    ),
+    Fault(
+        "growing-gives-nothing-back",
+        "storage/growing.py",
+        "return None if capacity <= stay + max(2, stay // 8) else self.room(slots)",
+        "return None",
+        "storage/test_growth.py",
+    ),
+    Fault(
+        "rows-in-another-order",
+        "storage/buffer.py",
+        "live.copy_(live.index_select(0, index))",
+        "live.copy_(live.index_select(0, index.sort().values))",
+        "storage/test_storage.py test_rows.py",
+    ),
+    Fault(
+        "views-made-before-a-crop",
+        "storage/buffer.py",
+        "if not ahead.first <= slot < ahead.first + len(ahead.views):",
+        "if slot >= ahead.first + len(ahead.views):",
+        "storage/test_storage.py test_layer.py test_append.py test_properties.py",
+    ),
+    Fault(
+        "eviction-moves-freed-slots",
+        "storage/buffer.py",
+        "torch.sort(freed.to(torch.uint8), dim=2, stable=True)",
+        "torch.sort((~freed).to(torch.uint8), dim=2, stable=True)",
+        "storage/test_storage.py storage/test_host.py",
+    ),
+    Fault(
+        "fixed-storage-overfull",
+        "storage/base.py",
+        "if self.limit is not None and slots > self.limit:",
+        "if self.limit is not None and slots > self.limit + 1:",
+        "storage/test_storage.py test_layer.py",
+    ),
+    Fault(
+        "parts-truncated-to-one-length",
+        "storage/split.py",
+        "storage.truncate(max(0, storage.length - fewer))",
+        "storage.truncate(min(storage.length, length))",
+        "storage/test_split.py",
+    ),
+    Fault(
+        "parts-rows-in-another-order",
+        "storage/split.py",
+        "own = place[index[mine]]",
+        "own = place[index[mine]].sort().values",
+        "storage/test_split.py",
+    ),
+    Fault(
+        "heads-evict-late",
+        "storage/split.py",
+        "return sum(storage.length - budget for storage in self.storages)",
+        "return min(storage.length - budget for storage in self.storages)",
+        "storage/test_split.py policy/test_decisions.py",
+    ),
+    Fault(
+        "host-forgets-what-was-sent-before",
+        "storage/host.py",
+        "self.land()  # what was sent before",
+        "pass",
+        "storage/test_host.py",
+    ),
+    Fault(
+        "host-lands-after-a-truncation",
+        "storage/host.py",
+        "self.land()  # which knows slots that may then be others",
+        "pass",
+        "storage/test_host.py",
+    ),
+    # Codecs
+    Fault(
+        "int8-scale",
+        "codec/int8.py",
+        "groups.abs().amax(dim=-1) / 127",
+        "groups.abs().amax(dim=-1) / 128",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "int4-zero-code",
+        "codec/int4.py",
+        "x = grouped(codes - 8, self.group) * scale",
+        "x = grouped(codes - 7, self.group) * scale",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "int4-affine-zero-unrounded",
+        "codec/int4.py",
+        "codes = divided(groups - zero.to(high.dtype)[..., None], scale[..., None])",
+        "codes = divided(groups - low[..., None], scale[..., None])",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "short-group-filled-with-zeros",
+        "codec/groups.py",
+        "first = x[..., (groups - 1) * group :][..., :1]",
+        "first = torch.zeros_like(x[..., :1])",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "scale-beyond-half",
+        "codec/groups.py",
+        "return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)",
+        "return finite.to(torch.float16)",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "fp8-scale",
+        "codec/fp8.py",
+        "groups.abs().amax(dim=-1) / _MOST",
+        "groups.abs().amax(dim=-1) / 512",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "kivi-scale-of-unrounded-zero",
+        "codec/kivi.py",
+        "codes = divided(groups - zero.float(), scale)",
+        "codes = divided(groups - low, scale)",
+        "codec/test_codecs.py",
+    ),
+    Fault(
+        "padding-widens-a-block",
+        "layer",
+        "return torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)",
+        "return blocks.flatten(2, 3)",
+        "test_block_encoded.py",
+    ),
+    # Policies
+    Fault(
+        "newest-of-equals-first",
+        "policy/ranking.py",
+        "by_age = position.argsort(dim=-1, stable=True)",
+        "by_age = position.argsort(dim=-1, stable=True, descending=True)",
+        "policy/test_ranking.py policy/test_edges.py",
+    ),
+    Fault(
+        "window-of-a-layer-one-longer",
+        "policy/ranking.py",
+        "dead |= position <= seen.newest + 1 - seen.window",
+        "dead |= position <= seen.newest - seen.window",
+        "policy/test_ranking.py policy/test_edges.py",
+    ),
+    Fault(
+        "protects-one-more",
+        "policy/ranking.py",
+        "protected |= position > seen.newest - kept.recent",
+        "protected |= position >= seen.newest - kept.recent",
+        "policy/test_ranking.py",
+    ),
+    Fault(
+        "h2o-forgets",
+        "policy/h2o.py",
+        "planes[SCORE].add_(seen.mass)",
+        "planes[SCORE].copy_(seen.mass)",
+        "policy/test_decisions.py",
+    ),
+    Fault(
+        "h2o-divides-by-one-query-fewer",
+        "policy/h2o.py",
+        "queries = seen.newest + 1 - planes[POSITION]",
+        "queries = seen.newest + 2 - planes[POSITION]",
+        "policy/test_decisions.py",
+    ),
+    Fault(
+        "snapkv-counts-beyond-its-window",
+        "policy/snapkv.py",
+        "fed = fed.clamp(max=self.window)",
+        "fed = fed.clamp(max=self.window + 1)",
+        "policy/test_decisions.py test_rows.py",
+    ),
+    Fault(
+        "snapkv-pools-its-window",
+        "policy/snapkv.py",
+        "before = (position <= newest - self.window) & (position >= 0)",
+        "before = (position < newest - self.window) & (position >= 0)",
+        "policy/test_decisions.py",
+    ),
+    Fault(
+        "vlen-ignores-the-length-of-a-chunk",
+        "policy/vlen.py",
+        "moved / total * seen.fed()",
+        "moved / total",
+        "policy/test_decisions.py",
+    ),
+    Fault(
+        "qh2o-scales-by-empty-slots",
+        "policy/qh2o.py",
+        "counted = live & ~x.isnan()",
+        "counted = ~x.isnan()",
+        "policy/test_decisions.py policy/test_edges.py test_rows.py",
+    ),
+    Fault(
+        "keydiff-averages-empty-slots",
+        "policy/keydiff.py",
+        "unit = torch.where(live, normalize(keys, dim=-1), 0)",
+        "unit = normalize(keys, dim=-1)",
+        "policy/test_decisions.py policy/test_edges.py test_rows.py",
+    ),
+    Fault(
+        "expected-attention-spread",
+        "policy/expected_attention.py",
+        "scale**2 / 2 *",
+        "scale / 2 *",
+        "policy/test_expected_attention.py policy/test_decisions.py",
+    ),
+    Fault(
+        "expected-attention-counts-sinks",
+        "policy/expected_attention.py",
+        "counts = place >= self.sinks",
+        "counts = place >= 0",
+        "policy/test_expected_attention.py policy/test_decisions.py",
+    ),
+    Fault(
+        "adakv-floor-of-what-is-held",
+        "policy/adakv.py",
+        "safe = min(slots, int(self.floor * self.budget))",
+        "safe = min(slots, int(self.floor * slots))",
+        "policy/test_decisions.py",
+    ),
+    Fault(
+        "pyramid-shares-what-is-protected",
+        "policy/pyramid.py",
+        "last = shared / self.beta",
+        "last = self.inner.budget / self.beta",
+        "policy/test_policies.py policy/test_decisions.py",
+    ),
+    Fault(
+        "replay-evicts-one-empty-slot-twice",
+        "policy/replay.py",
+        "at = (torch.searchsorted(ordered, wanted) + rank)",
+        "at = torch.searchsorted(ordered, wanted)",
+        "storage/test_split.py train/test_gradient.py",
+    ),
+    # Attention
+    Fault(
+        "a-reach-one-longer",
+        "planes.py",
+        "return (query - slot < self.size)",
+        "return (query - slot <= self.size)",
+        "test_layer.py attention/test_attend.py",
+    ),
+    Fault(
+        "no-mask-while-a-window-fills",
+        "planes.py",
+        "return fed > reach.size",
+        "return fed > reach.size + 1",
+        "test_layer.py test_conformance.py",
+    ),
+    Fault(
+        "empty-slots-are-seen",
+        "attention/view.py",
+        "seen = (slot >= 0) & (slot <= query)",
+        "seen = slot <= query",
+        "attention/test_attend.py test_conformance.py",
+    ),
+    Fault(
+        "mass-of-one-query-more",
+        "attention/view.py",
+        "position.amax(dim=1, keepdim=True) - newest)",
+        "position.amax(dim=1, keepdim=True) - newest - 1)",
+        "attention/test_attend.py attention/test_native.py policy/test_decisions.py",
+    ),
+    Fault(
+        "rotated-runs-chained",
+        "attention/view.py",
+        "if previous is None or previous.rotation is not None or self.rotation is not None:",
+        "if previous is None:",
+        "attention/test_chain.py attention/test_native.py blocks/test_join.py",
+    ),
+    Fault(
+        "sdpa-merges-nothing-with-nothing",
+        "attention/sdpa.py",
+        "weights = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))",
+        "weights = torch.exp(lse - total)",
+        "attention/test_attend.py",
+    ),
+    Fault(
+        "sdpa-sinks",
+        "attention/sdpa.py",
+        "out = out * torch.sigmoid(lse - sink)",
+        "out = out * torch.sigmoid(sink - lse)",
+        "attention/test_attend.py",
+    ),
+    Fault(
+        "gradient-of-sinks",
+        "attention/sdpa.py",
+        "sinks = -lost.sum(dim=(0, 2, 3))",
+        "sinks = lost.sum(dim=(0, 2, 3))",
+        "attention/test_attend.py",
+    ),
+    Fault(
+        "gradient-of-one-query-of-a-group",
+        "attention/sdpa.py",
+        "dk[:, :, past:] += found[1]",
+        "dk[:, :, past:] = found[1]",
+        "attention/test_attend.py train/test_gradient.py",
+    ),
+    Fault(
+        "softcap-without-its-factor",
+        "attention/reference.py",
+        "found = options.softcap * torch.tanh(found / options.softcap)",
+        "found = torch.tanh(found / options.softcap)",
+        "attention/test_attend.py attention/test_native.py",
+    ),
+    Fault(
+        "rotation-backwards",
+        "attention/rotation.py",
+        "return self._turned(q, -self.offset)",
+        "return self._turned(q, self.offset)",
+        "attention/test_attend.py blocks/test_join.py",
+    ),
+    Fault(
+        "sinks-of-the-first-head",
+        "attention/__init__.py",
+        "sinks = None if options.sinks is None else options.sinks[own]",
+        "sinks = None if options.sinks is None else options.sinks[:group]",
+        "storage/test_split.py",
+    ),
+    Fault(
+        "explicit-mass-in-another-order",
+        "attention/explicit.py",
+        "mass = held.as_slots(share.sum(dim=3).mean(dim=2)).float()",
+        "mass = share.sum(dim=3).mean(dim=2).float()",
+        "hf/test_weights.py attention/test_attend.py",
+    ),
+    Fault(
+        "native-observed-of-all-rows",
+        "attention/native.py",
+        "n if observed is not None and observed.shape[0] > 1 else 0,",
+        "0,",
+        "attention/test_native.py policy/test_decisions.py test_rows.py",
+    ),
+    # Frozen runs and forks
+    Fault(
+        "forks-share-scores",
+        "layer/frozen.py",
+        "own=deepcopy(run.own)",
+        "own=run.own",
+        "test_fork.py",
+    ),
+    Fault(
+        "crop-drops-a-whole-run",
+        "layer/frozen.py",
+        "left = max(0, length - slots)",
+        "left = 0",
+        "test_fork.py",
+    ),
+    Fault(
+        "runs-joined-backwards",
+        "layer/frozen.py",
+        "FrozenPlanes(concatenated(self.planes, following.planes))",
+        "FrozenPlanes(concatenated(following.planes, self.planes))",
+        "test_fork.py attention/test_chain.py",
+    ),
+    # Steps, rollback, interrupts
+    Fault(
+        "aside-is-the-chunk-itself",
+        "layer",
+        "self.aside = {name: plane.clone() for name, plane in planes.items()}",
+        "self.aside = dict(planes)",
+        "test_layer.py",
+    ),
+    Fault(
+        "one-more-slot-within-reach",
+        "layer",
+        "return min(self.length, reach.size - 1 + reach.fixed)",
+        "return min(self.length, reach.size + reach.fixed)",
+        "test_layer.py test_conformance.py",
+    ),
+    Fault(
+        "rollback-beyond-a-policy",
+        "layer",
+        "return self.fed - self._ledger.floor if self.policy.rollback else 0",
+        "return self.fed - self._ledger.floor",
+        "test_layer.py",
+    ),
+    Fault(
+        "crop-forgets-padding",
+        "layer/history.py",
+        "before.pads = self.pads - (newest < 0).sum(dim=1)",
+        "before.pads = self.pads",
+        "test_layer.py",
+    ),
+    Fault(
+        "padding-sees-the-next-token",
+        "layer/history.py",
+        "last = self.columns - 1 - before[:, None]",
+        "last = self.columns - before[:, None]",
+        "test_conformance.py test_rows.py",
+    ),
+    Fault(
+        "shown-columns-keep-their-rows",
+        "layer/history.py",
+        "self.shown = self.shown.index_select(0, index)",
+        "pass",
+        "storage/test_split.py hf/test_generate.py",
+    ),
+    Fault(
+        "takes-back-after-an-eviction",
+        "layer",
+        "if begun and not self._moving and self._ledger.floor == begun[0].floor:",
+        "if begun and not self._moving:",
+        "test_layer.py test_interrupts.py",
+    ),
+    Fault(
+        "half-an-eviction-goes-unnoticed",
+        "layer",
+        "self._moving = self._slots.torn or self._slots.mark() != mark",
+        "self._moving = False",
+        "test_interrupts.py storage/test_storage.py storage/test_split.py storage/test_growth.py",
+    ),
+    Fault(
+        "crops-some-layers",
+        "cache.py",
+        "layer.require_rollback(-tokens)",
+        "pass",
+        "test_cache.py",
+    ),
+    # Snapshots and files
+    Fault(
+        "snapshot-is-no-copy",
+        "layer/history.py",
+        "return LayerState(self.ledger.fork(), self._each(torch.clone))",
+        "return LayerState(self.ledger.fork(), self._each(lambda x: x))",
+        "test_snapshot.py",
+    ),
+    Fault(
+        "loaded-texts-saw-each-other",
+        "files/snapshot.py",
+        "ledger.apart = header.apart",
+        "ledger.apart = False",
+        "test_snapshot.py blocks/test_join.py hf/test_saved.py store/test_apart.py",
+    ),
+    Fault(
+        "damage-is-loaded",
+        "files/snapshot.py",
+        "if self._verify and tensor_file.checksum(x) != self.header.checksums[name]:",
+        "if False:",
+        "test_snapshot.py hf/test_saved.py",
+    ),
+    Fault(
+        "more-padding-than-columns",
+        "files/snapshot.py",
+        "if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:",
+        "if False:",
+        "test_mutations.py test_snapshot.py hf/test_saved.py",
+    ),
+    Fault(
+        "replaced-file-loses-its-mode",
+        "files/atomic.py",
+        "os.fchmod(handle, before)",
+        "pass",
+        "test_files.py",
+    ),
+    Fault(
+        "tensors-may-overlap",
+        "files/tensor_file.py",
+        "if entry.start != end:",
+        "if False:",
+        "test_files.py test_mutations.py test_snapshot.py",
+    ),
+    # Stores and backends
+    Fault(
+        "store-ignores-priority",
+        "store/prefix.py",
+        "key=lambda found: (found[0].priority, found[0].used)",
+        "key=lambda found: found[0].used",
+        "store/test_prefix.py",
+    ),
+    Fault(
+        "store-beyond-its-budget",
+        "store/prefix.py",
+        "length = known.length + min(new, room) // token_bytes",
+        "length = known.length + new // token_bytes",
+        "store/test_prefix.py",
+    ),
+    Fault(
+        "split-entry-loses-its-priority",
+        "store/tree.py",
+        "above.used, above.priority = node.used, node.priority",
+        "above.used = node.used",
+        "store/test_prefix.py",
+    ),
+    Fault(
+        "hit-longer-than-its-match",
+        "store/hit.py",
+        "found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))",
+        "found.append(node.kept)",
+        "store/test_prefix.py",
+    ),
+    Fault(
+        "blocks-without-what-precedes-them",
+        "store",
+        "before.update(token_bytes(own))",
+        "pass",
+        "store/test_backends.py",
+    ),
+    Fault(
+        "geometry-of-a-backend-is-believed",
+        "store",
+        "if not block.tokens.equal(own) or geometry_of().why_not(block, start):",
+        "if not block.tokens.equal(own):",
+        "store/test_geometry.py",
+    ),
+    Fault(
+        "damaged-block-is-used",
+        "store/backend.py",
+        "if tensor_file.checksum(x) != header.checksums[name]:",
+        "if False:",
+        "store/test_backends.py store/test_disk_damage.py store/test_disk.py",
+    ),
+    Fault(
+        "positions-of-a-block-unseen",
+        "store/geometry.py",
+        "if not planes[POSITION].flatten().cpu().equal(position):",
+        "if False:",
+        "store/test_geometry.py",
+    ),
+    Fault(
+        "beginning-evicted-before-its-end",
+        "store/disk.py",
+        "(time.time() - 1e-5 * index, key)",
+        "(time.time() + 1e-5 * index, key)",
+        "store/test_backends.py store/test_disk.py",
+    ),
+    Fault(
+        "gc-removes-what-is-being-written",
+        "store/disk.py",
+        "if status.st_mtime <= abandoned and not stat.S_ISDIR(status.st_mode):",
+        "if not stat.S_ISDIR(status.st_mode):",
+        "store/test_disk.py store/test_backends.py store/test_disk_damage.py",
+    ),
+    # Joined texts, and tokens that are computed again
+    Fault(
+        "moved-text-passes-for-a-beginning",
+        "blocks/join.py",
+        "ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart",
+        "ledger.apart = len(parts) > 1",
+        "blocks/test_join.py store/test_apart.py blocks/test_prefill.py",
+    ),
+    Fault(
+        "moved-twice",
+        "blocks/join.py",
+        "place = run.joined[POSITION] - already",
+        "place = run.joined[POSITION]",
+        "blocks/test_join.py",
+    ),
+    Fault(
+        "computes-again-what-differs-least",
+        "blocks/recomputation.py",
+        "self.index = differ.topk(self._count)",
+        "self.index = (-differ).topk(self._count)",
+        "blocks/test_prefill.py",
+    ),
+    Fault(
+        "hidden-tokens-saved",
+        "layer/frozen.py",
+        "seen = (planes[POSITION][0, 0] >= 0).nonzero().flatten()",
+        "seen = (planes[POSITION][0, 0] >= -1).nonzero().flatten()",
+        "blocks/test_prefill.py blocks/test_join.py",
+    ),
+    # Gradients
+    Fault(
+        "gradients-replace-each-other",
+        "train/slots.py",
+        "buffer[:, :, : self.length] += gradient",
+        "buffer[:, :, : self.length] = gradient",
+        "train/test_gradient.py",
+    ),
+    Fault(
+        "gradients-summed-in-half",
+        "train/slots.py",
+        "dtype=torch.promote_types(x.dtype, torch.float32)",
+        "dtype=x.dtype",
+        "train/test_gradient.py train/test_heads_and_draws.py",
+    ),
+    Fault(
+        "slots-back-in-another-order",
+        "train/slots.py",
+        "torch.empty_like(moved).scatter_(2, along_slots(order, moved), moved)",
+        "moved.gather(2, along_slots(order, moved))",
+        "train/test_gradient.py",
+    ),
+    Fault(
+        "gradient-of-a-chunk-lost",
+        "train/walk.py",
+        "slots.absorb(cell.past.keys.grad, cell.past.values.grad)",
+        "slots.absorb(cell.past.keys.grad, None)",
+        "train/test_gradient.py",
+    ),
+    Fault(
+        "same-dropout-in-each-chunk",
+        "train/walk.py",
+        "torch.manual_seed(self._seed + (layer + 1) * len(self.chunks) + c)",
+        "torch.manual_seed(self._seed + layer + 1)",
+        "train/test_heads_and_draws.py",
+    ),
+    Fault(
+        "labels-of-padding",
+        "hf/losses.py",
+        "learned &= nn.functional.pad(parts.attention_mask[:, 1:].bool(), (0, 1))",
+        "pass",
+        "train/test_gradient.py train/test_heads_and_draws.py",
+    ),
+    # transformers
+    Fault(
+        "other-padding-than-was-fed",
+        "hf/masks.py",
+        "if not (shown.equal(layer.seen) and _was_fed(layer, before)):",
+        "if not shown.equal(layer.seen):",
+        "hf/test_generate.py hf/test_window.py hf/test_attach.py storage/test_split.py",
+    ),
+    Fault(
+        "window-other-than-the-config-says",
+        "hf/attention.py",
+        "if asked is not None and asked.window != handed.layer.window:",
+        "if False:",
+        "hf/test_attach.py hf/test_window.py hf/test_rehearsal.py",
+    ),
+    Fault(
+        "keys-attended-to-twice",
+        "hf/attention.py",
+        "if handed.taken:",
+        "if False:",
+        "hf/test_attach.py hf/test_rehearsal.py",
+    ),
+    Fault(
+        "keys-changed-in-place",
+        "hf/attention.py",
+        "handed.versions != (key._version, value._version)",
+        "handed.versions is None",
+        "hf/test_attach.py hf/test_rehearsal.py",
+    ),
+    Fault(
+        "draft-stops-recording",
+        "hf/cache.py",
+        "if self._uncropped and not self.drafting and between_forwards:",
+        "if self._uncropped and between_forwards:",
+        "hf/test_generate.py",
+    ),
+    Fault(
+        "columns-of-a-window-from-zero",
+        "hf/cache.py",
+        "return length, fed - kept",
+        "return length, 0",
+        "hf/test_window.py hf/test_attach.py hf/test_generate.py hf/test_families.py",
+    ),
+)
+
+
+class Outcome(NamedTuple):
+    """`by`: the test that failed, empty if none did."""
+
+    by: str
+    seconds: float
+
+
+def plant(fault: Fault, package: Path) -> tuple[Path, str]:
+    """Put a fault into a copy of the package; the file it is in, and what stood there."""
+    place = package / fault.place
+    files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    found = [(file, file.read_text()) for file in files]
+    count = sum(text.count(fault.old) for _, text in found)
+    if count != 1:
+        raise SystemExit(f"{fault.name}: {count} times in {fault.place}, not once: {fault.old}")
+    file, text = next((file, text) for file, text in found if fault.old in text)
+    file.write_text(text.replace(fault.old, fault.new))
+    return file, text
+
+
+def run(fault: Fault, suite: Path, source: Path) -> Outcome:
+    """Run a fault's tests until one fails.
+
+    Raises:
+        SystemExit: they could not be run.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()  # of a process that has imported what takes seconds
+        if not child:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os._exit(tested([suite / name for name in fault.tests.split()], suite, source))
+        status = ended(child, started + SECONDS)
+        seconds = time.monotonic() - started
+        output.seek(0)
+        text = output.read()
+    if status is None:
+        return Outcome("it took too long", seconds)
+    if status == 0:
+        return Outcome("", seconds)
+    if status < 0:
+        return Outcome(f"it ended by signal {-status}", seconds)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S*::.*?)(?: - .*)?$", text, re.MULTILINE)
+    if status != 1 or failed is None:  # a fault should break no import
+        raise SystemExit(f"{fault.name}: no test was run\n{text}")
+    return Outcome(failed.group(1).rpartition("tests/")[2], seconds)
+
+
+def tested(tests: list[Path], suite: Path, source: Path) -> int:
+    """pytest's exit status, in a process of its own."""
+    import pytest
+
+    os.chdir(suite.parent)
+    paths = [str(source), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.meta_path = [x for x in sys.meta_path if "kvkeep" not in type(x).__module__]
+    sys.path.insert(0, str(source))
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no"]
+    status = pytest.main([*options, *map(str, tests)])
+    sys.stdout.flush()
+    return int(status)
+
+
+def ended(child: int, until: float) -> int | None:
+    """A process's exit status, negative for a signal; None if it had to be killed."""
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.05)
+
+
+def import_early() -> None:
+    """Import what most tests do, but nothing of kvkeep, so that no test waits for it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # as the tests' conftest does
+    for name in (
+        "hypothesis",
+        "pytest",
+        "safetensors.torch",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "transformers",
+        "transformers.models.gemma3.modeling_gemma3",
+        "transformers.models.llama.modeling_llama",
+        "peft",
+    ):
+        importlib.import_module(name)
+    if any(name.partition(".")[0] == "kvkeep" for name in sys.modules):
+        raise SystemExit("kvkeep itself was imported, and not the copy")
+
+
+def require_copy(source: Path) -> None:
+    """Raise SystemExit unless the copy is what tests import."""
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    asked = [sys.executable, "-c", "import kvkeep; print(kvkeep.__file__)"]
+    found = subprocess.run(asked, capture_output=True, text=True, env=environment, cwd=source)
+    if not found.stdout.startswith(str(source)):
+        raise SystemExit(f"tests would import {found.stdout or found.stderr}, not the copy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="planted faults, and the tests that catch them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults; none: all")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="another suite")
+    parser.add_argument("--source", type=Path, default=ROOT / "src", help="another src/")
+    options = parser.parse_args()
+    known = {fault.name: fault for fault in FAULTS}
+    unknown = sorted(set(options.names) - set(known))
+    if unknown or len(known) < len(FAULTS):
+        raise SystemExit(f"no such faults: {', '.join(unknown)}")
+    chosen = [known[name] for name in options.names or known]
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "src").resolve()
+        shutil.copytree(options.source, source, ignore=shutil.ignore_patterns("__pycache__"))
+        (source / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
+        require_copy(source)
+        for fault in chosen:  # all of them fit the source before any test is run
+            file, text = plant(fault, source / "kvkeep")
+            file.write_text(text)
+        import_early()
+        print("| fault | outcome | by | seconds |\n|---|---|---|---|", flush=True)
+        for fault in chosen:
+            file, text = plant(fault, source / "kvkeep")
+            found = run(fault, options.tests.resolve(), source)
+            file.write_text(text)
+            missed += [] if found.by else [fault.name]
+            outcome = "caught" if found.by else "MISSED"
+            print(f"| {fault.name} | {outcome} | {found.by} | {found.seconds:.0f} |", flush=True)
+    print(f"\n{len(chosen) - len(missed)} of {len(chosen)} caught; missed: {missed}")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
