@@ -190,7 +190,7 @@ class Host(ABC):
     # -- adapters ---------------------------------------------------------------------------
 
     def activation_in(self, prompt: Tensor) -> Activation | None:
-        """Where an activated adapter starts to compute in a prompt, int64 (n,); None if there is none.
+        """Where an activated adapter starts in a prompt, int64 (n,); None if there is none.
 
         Raises:
             UnsupportedError: other adapters are active too.
