@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.hf.generate import _Streamer
+from kvkeep.host.generation import TextStream
 from kvkeep.serve.stops import Stops
 
 
@@ -38,11 +38,10 @@ def test_streamed_characters_are_whole(tokenizer, text):
     ids = tokenizer(text, return_tensors="pt").input_ids
     for cut in range(ids.shape[1] + 1):
         given: list[str] = []
-        streamer = _Streamer(tokenizer, given.append)
-        streamer.put(ids)  # the prompt
-        for token in ids[0, :cut]:
-            streamer.put(token[None])
-        streamer.end()
+        stream = TextStream(tokenizer, given.append)
+        for token in ids[0, :cut].tolist():
+            stream.push([token])
+        stream.close()
         whole = tokenizer.decode(ids[0, :cut])
         assert "".join(given) == whole.rstrip("\ufffd")
         assert not any("\ufffd" in piece for piece in given)

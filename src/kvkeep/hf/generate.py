@@ -20,9 +20,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.host import Generation, Specs
-
-_INCOMPLETE = "\ufffd"
-"""The replacement character, which a tokenizer returns for an incomplete character."""
+from kvkeep.host.generation import TextStream
 
 
 class PromptError(KVKeepError, ValueError):
@@ -30,44 +28,21 @@ class PromptError(KVKeepError, ValueError):
 
 
 class _Streamer(BaseStreamer):
-    """Passes text on as soon as later tokens cannot change it, in complete characters, and records
-    the time of each token.
+    """Passes what transformers generates to a `TextStream`."""
 
-    A tokenizer may decode a token differently at the start of a text. So the text of a new token is
-    found by decoding it together with the previous piece and removing that piece's text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
-        self.tokenizer, self.on_text = tokenizer, on_text
-        self.times: list[float] = []
-        self._ids: list[int] = []
-        self._start = self._given = 0  # the previous piece is the ids from start to given
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
         self._prompt_passed = False
 
     def put(self, value: Tensor) -> None:
-        """Called with the prompt first, and then with each token."""
-        if not self._prompt_passed:
-            self._prompt_passed = True
-            return
-        self.times.append(time.perf_counter())
-        self._ids += value.flatten().tolist()
-        text = self._new_text()
-        if text and not text.endswith(_INCOMPLETE):
-            self._start, self._given = self._given, len(self._ids)
-            self.on_text(text)
+        """Called with the prompt, then with each token."""
+        if self._prompt_passed:
+            self._stream.push(value.flatten().tolist())
+        self._prompt_passed = True
 
     def end(self) -> None:
-        """Called after the last token; an incomplete character is dropped."""
-        text = self._new_text().rstrip(_INCOMPLETE)
-        if text:
-            self.on_text(text)
-
-    def _new_text(self) -> str:
-        tokenizer: Any = self.tokenizer
-        last = self._ids[self._start : self._given]
-        before: str = tokenizer.decode(last, skip_special_tokens=True)
-        text: str = tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)
-        return text[len(before) :]
+        """Called after the last token."""
+        self._stream.close()
 
 
 class _Stopped(StoppingCriteria):
@@ -157,13 +132,7 @@ def follow(
     if seed is not None:
         torch.manual_seed(seed)
     prompt_tokens = ids.shape[1]
-    pieces: list[str] = []
-
-    def collect(text: str) -> None:
-        pieces.append(text)
-        on_text(text)
-
-    streamer = _Streamer(tokenizer, collect)
+    stream = TextStream(tokenizer, on_text)
     start = time.perf_counter()
     run: Any = model.generate
     output = run(
@@ -173,20 +142,10 @@ def follow(
         past_key_values=cache,
         max_new_tokens=max_new_tokens,
         prefill_chunk_size=prefill_chunk,
-        streamer=streamer,
+        streamer=_Streamer(stream),
         stopping_criteria=StoppingCriteriaList([_Stopped(stopped)]),
     )
-    tokens = output.shape[1] - prompt_tokens
-    first, last = streamer.times[0], streamer.times[-1]
-    return Generation(
-        text="".join(pieces),
-        tokens=tokens,
-        prompt_tokens=prompt_tokens,
-        tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
-        ttft_s=first - start,
-        cache=cache.stats(),
-        ids=output,
-    )
+    return stream.generation(start, output, prompt_tokens, cache.stats())
 
 
 def _encode(tokenizer: Any, prompt: str, system: str | None, raw: bool) -> Any:

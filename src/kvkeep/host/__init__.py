@@ -1,11 +1,8 @@
 """What kvkeep asks of a model library, and which library a model is of."""
 
 from kvkeep.host.cache import Activation, ModelCache
-from kvkeep.host.contract import (
-    Generation,
-    Host,
-    Narrowed,
-)
+from kvkeep.host.contract import Host, Narrowed
+from kvkeep.host.generation import Generation
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer

@@ -9,16 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import CacheStats
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
+from kvkeep.host.generation import Generation, generate
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.rotary import Rotary
@@ -30,20 +29,6 @@ class Narrowed(NamedTuple):
 
     indices: Tensor
     positions: Tensor
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A generated text. `ttft_s` is the time in seconds from the call to the first token,
-    `tokens_per_s` the speed after it; `ids` (1, n) are the prompt's and the new token ids."""
-
-    text: str
-    tokens: int
-    prompt_tokens: int
-    tokens_per_s: float
-    ttft_s: float
-    cache: CacheStats
-    ids: Tensor
 
 
 class Host(ABC):
@@ -258,4 +243,16 @@ class Host(ABC):
             on_text: given each piece of text as it comes.
             stopped: asked for each token; when it is true, that one is the last.
         """
-        raise UnsupportedError(f"kvkeep does not generate text with {self.library} yet")
+        return generate(
+            self,
+            tokenizer,
+            ids,
+            cache,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            prefill_chunk=prefill_chunk,
+            on_text=on_text,
+            stopped=stopped,
+        )

@@ -1,0 +1,142 @@
+"""Generation: continue a prompt by forwards of one token, and stream the text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import CacheStats
+from kvkeep.errors import ShapeError
+from kvkeep.host.cache import ModelCache
+
+if TYPE_CHECKING:
+    from kvkeep.host.contract import Host
+
+_CUT = "\ufffd"
+"""What a tokenizer decodes an incomplete character to."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated. Times are in seconds; `ttft_s` is from the call to the first token,
+    `tokens_per_s` counts the tokens after it; `ids` (1, n) are the prompt's and the new ones."""
+
+    text: str
+    tokens: int
+    prompt_tokens: int
+    tokens_per_s: float
+    ttft_s: float
+    cache: CacheStats
+    ids: Tensor
+
+
+class TextStream:
+    """Turns token ids into text as they come, and notes when.
+
+    Text is passed to `on_text` as soon as no later token can change it, in whole characters. A
+    tokenizer may decode a token differently at the start of a text, so the text of a token is the
+    difference that it makes to the decoded text of the few tokens before it.
+    """
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        self.text = ""
+        self.times: list[float] = []
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._ids: list[int] = []
+        self._start = self._given = 0  # the ids between them are those of the last piece
+
+    def push(self, ids: list[int]) -> None:
+        """Take the next token ids."""
+        self.times.append(time.perf_counter())
+        self._ids += ids
+        text = self._new_text()
+        if text and not text.endswith(_CUT):
+            self._start, self._given = self._given, len(self._ids)
+            self._pass_on(text)
+
+    def close(self) -> None:
+        """Pass on what is left after the last token, without an incomplete character."""
+        text = self._new_text().rstrip(_CUT)
+        if text:
+            self._pass_on(text)
+
+    def generation(self, start: float, ids: Tensor, prompt: int, cache: CacheStats) -> Generation:
+        """The result, for a call that began at `start` and gave ids (1, n), `prompt` of them the
+        prompt's."""
+        tokens = ids.shape[1] - prompt
+        first, last = self.times[0], self.times[-1]
+        return Generation(
+            text=self.text,
+            tokens=tokens,
+            prompt_tokens=prompt,
+            tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
+            ttft_s=first - start,
+            cache=cache,
+            ids=ids,
+        )
+
+    def _pass_on(self, text: str) -> None:
+        self.text += text
+        self._on_text(text)
+
+    def _new_text(self) -> str:
+        decode, last = self._tokenizer.decode, self._ids[self._start : self._given]
+        before: str = decode(last, skip_special_tokens=True)
+        text: str = decode(self._ids[self._start :], skip_special_tokens=True)
+        return text[len(before) :]
+
+
+@torch.inference_mode()
+def generate(
+    host: Host,
+    tokenizer: Any,
+    ids: Tensor,
+    cache: ModelCache,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+    prefill_chunk: int | None,
+    on_text: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> Generation:
+    """`Host.generate` by `Host.forward` alone."""
+    left, prompt = ids[:, cache.fed :], ids.shape[1]
+    if len(ids) != 1 or not left.numel():
+        raise ShapeError(
+            f"prompt {tuple(ids.shape)}, of which the cache holds {cache.fed} tokens; give one "
+            "row, and at least one token that the cache does not hold"
+        )
+    if max_new_tokens < 1:
+        raise ShapeError(f"max_new_tokens is {max_new_tokens}; give at least 1")
+    if seed is not None:
+        torch.manual_seed(seed)
+    start, stream, ends = time.perf_counter(), TextStream(tokenizer, on_text), host.end_tokens()
+    for chunk in torch.split(left, prefill_chunk or left.shape[1], dim=1):
+        logits = host.forward(chunk, cache)[:, -1]
+    while True:
+        token = chosen(logits, temperature, top_p)
+        ids = torch.cat([ids, token], dim=1)
+        stream.push([int(token)])
+        if stopped() or int(token) in ends or ids.shape[1] - prompt == max_new_tokens:
+            break
+        logits = host.forward(token, cache)[:, -1]
+    stream.close()
+    return stream.generation(start, ids, prompt, cache.stats())
+
+
+def chosen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """The next token, int64 (B, 1), by logits (B, V): the likeliest at temperature 0, else drawn
+    from the likeliest tokens whose probabilities reach `top_p` together."""
+    if not temperature > 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    sorted_, order = (logits.float() / temperature).softmax(dim=-1).sort(dim=-1, descending=True)
+    before = sorted_.cumsum(dim=-1) - sorted_
+    drawn = sorted_.masked_fill(before >= top_p, 0).multinomial(1)
+    return order.gather(1, drawn)
