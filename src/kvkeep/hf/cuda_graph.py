@@ -19,7 +19,7 @@ _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
 
 
-_LENT = "is lent to graphed steps; close() them first"
+_IN_USE = "is in use by graphed steps; close() them first"
 
 
 class Graphed:
@@ -66,7 +66,7 @@ class Graphed:
         self._steps = 0
         self._complete = True  # False during a step, and after one that was interrupted
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
-        self._closed, cache.lent = False, _LENT
+        self._closed, cache.lent = False, _IN_USE
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Feed one token per row, int64 (B, 1); returns the logits (B, V) of the next.
@@ -173,4 +173,4 @@ class Graphed:
         try:
             yield
         finally:
-            self.cache.lent = _LENT
+            self.cache.lent = _IN_USE
