@@ -106,9 +106,9 @@ def _moved(run: Run, by: int, rotary: Rotary) -> Run:
     already = 0 if run.rotation is None else run.rotation.offset
     if not by and not already:
         return run
-    place = run.joined[POSITION] - already
+    position = run.joined[POSITION] - already
     rotation = Rotation(by + already, rotary.inv_freq, rotary.interleaved)
-    return Run.of({**run.planes, POSITION: place}, rotation)
+    return Run.of({**run.planes, POSITION: position}, rotation)
 
 
 def _require_alike(caches: Sequence[ModelCache]) -> None:

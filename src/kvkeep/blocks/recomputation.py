@@ -79,9 +79,9 @@ def blend(
             "compares keys and values; use recompute='boundary:32' or 'all'"
         )
     own = cache.layers
-    choice = _Choice(own[1], candidates, certain, count)
+    choice = _SecondLayer(own[1], candidates, certain, count)
     _replace(own[0], candidates)
-    others: list[Any] = [choice, *(_Later(layer, choice) for layer in own[2:])]
+    others: list[Any] = [choice, *(_LaterLayer(layer, choice) for layer in own[2:])]
     cache.layers = [own[0], *others]
     try:
         with host.narrowed(2, len(candidates), choice.narrowed):
@@ -91,7 +91,7 @@ def blend(
     return Blended(choice.chosen, choice.deviation)
 
 
-class _Stand:
+class _LayerProxy:
     """Takes the place of a layer during one forward. Until the layer's step runs, `fed` does not
     count the candidates."""
 
@@ -106,10 +106,10 @@ class _Stand:
         return self._layer.fed - (0 if self._stepped else len(self.candidates))
 
 
-class _Later(_Stand):
+class _LaterLayer(_LayerProxy):
     """A layer after the second: when its step runs, it replaces the slots of the chosen tokens."""
 
-    def __init__(self, layer: LayerCache, choice: _Choice) -> None:
+    def __init__(self, layer: LayerCache, choice: _SecondLayer) -> None:
         super().__init__(layer, choice.candidates)
         self._choice = choice
 
@@ -119,7 +119,7 @@ class _Later(_Stand):
         return self._layer.run(inputs)
 
 
-class _Choice(_Stand):
+class _SecondLayer(_LayerProxy):
     """The second layer: it gets all candidates and chooses those that are certain and those that
     differ most."""
 

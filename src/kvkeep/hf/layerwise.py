@@ -280,7 +280,7 @@ class _TextCache(transformers.Cache):
 
     def __init__(self, text: Layerwise, windows: list[int | None]) -> None:
         self._text, self._windows = text, windows
-        self._handed: list[Handed] = []
+        self._running: tuple[_TextLayer, list[Handed]] | None = None
         self.seek(0)
 
     def seek(self, columns: int) -> None:
@@ -291,17 +291,20 @@ class _TextCache(transformers.Cache):
     @contextmanager
     def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
         """Let `step` compute the attention of one layer; gives what was handed to it so far."""
-        layer, self._handed = self._layers[index], []
-        layer.attention = step
+        layer, handed = self._layers[index], list[Handed]()
+        layer.attention, self._running = step, (layer, handed)
         try:
-            yield self._handed
+            yield handed
         finally:
-            layer.attention = None  # keys in the graph hold the layer, and the step may hold keys
+            # Keys in the graph hold the layer, and the step may hold keys.
+            layer.attention = self._running = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self._handed.append(hand_over(key_states, value_states, self._layers[layer_idx], None))
+        assert self._running is not None
+        layer, handed = self._running
+        handed.append(hand_over(key_states, value_states, layer, None))
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -310,7 +313,8 @@ class _TextCache(transformers.Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         layer = self._layers[layer_idx]
         length = MaskLength(layer.fed + query_length)
-        length.layer, length.routed, length.compileable = layer, True, False
+        length.layer, length.traced = layer, None
+        length.routed, length.compileable = True, False
         return length, 0
 
     @property
