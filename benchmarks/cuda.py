@@ -1,8 +1,8 @@
-"""The measurements of benchmarks/cuda.sh, one a process: needs torch, transformers and kvkeep's
-source, but neither its command line nor an install.
+"""The measurements of benchmarks/cuda.sh, each run in a process of its own. Needs torch,
+transformers and kvkeep's source, but neither kvkeep's command line nor an install.
 
-    python benchmarks/cuda.py op --out op-cuda.json      # and: append, decode
-    python benchmarks/cuda.py table op-cuda.json ...     # what was found, in short
+    python benchmarks/cuda.py op --out op-cuda.json      # or append, or decode
+    python benchmarks/cuda.py table op-cuda.json ...     # print a short table of results
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# The shortest and the longest first: what comes last may find no time left.
+# The shortest and the longest first, because the time limit may cut off the last ones.
 LENGTHS = (2048, 131072, 32768, 8192)
 
 TINY: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ FULL: dict[str, dict[str, Any]] = {
     "append": {},
     "decode": {"model": "random-1b", "contexts": LENGTHS},
 }
-EVERYTHING: dict[str, dict[str, Any]] = {  # what is measured on CUDA without being asked for
+EVERYTHING: dict[str, dict[str, Any]] = {  # the defaults on CUDA
     "op": {
         "masses": (False, True),
         "against": ("torch-sdpa", "torch-folded", "flex", "flash-attn", "flashinfer"),
@@ -35,18 +35,18 @@ EVERYTHING: dict[str, dict[str, Any]] = {  # what is measured on CUDA without be
     "append": {"layouts": ("concat", "growing", "fixed")},
     "decode": {"ways": ("eager", "graph", "compiled"), "against": ("hf-dynamic", "hf-static")},
 }
-LEFT_OUT = ("skipped", "_ratio", "_update_us", "_update_device_us")  # of the tables
+LEFT_OUT = ("skipped", "_ratio", "_update_us", "_update_device_us")  # columns not in the tables
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line: see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=["op", "append", "decode", "table"])
-    parser.add_argument("files", nargs="*", type=Path, help="for table")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--device", help="CUDA if there is any, else cpu")
-    parser.add_argument("--seconds", type=float, help="what is not begun by then is skipped")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a test of the script")
+    parser.add_argument("files", nargs="*", type=Path, help="JSON files for table")
+    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    parser.add_argument("--device", help="device; default: CUDA if available, otherwise cpu")
+    parser.add_argument("--seconds", type=float, help="time limit; cases not started are skipped")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the script")
     options = parser.parse_args()
     if options.name == "table":
         for file in options.files:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as lines of text, the reasons of what is missing below."""
+    """A result as lines of text, followed by the reasons why cases were skipped."""
     machine = result["environment"]
     lines = [f"{result['benchmark']}: {machine['accelerator']}, torch {machine['torch']}"]
     lines += [f"{name} {value:.1f}" for name, value in result.items() if name.endswith("gb_per_s")]
@@ -79,19 +79,19 @@ def table(result: dict[str, Any]) -> str:
 
 
 def has_figures(row: dict[str, Any]) -> bool:
-    """Whether anything was measured."""
+    """Whether a row has any measurement."""
     return any(isinstance(value, float) for value in row.values())
 
 
 def cell(value: Any) -> str:
-    """Three significant digits."""
+    """A value as text, with three significant digits."""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)
 
 
 def say(text: str) -> None:
-    """A line that is seen at once, whatever ends this process."""
+    """Print a line and flush it, so that it is visible even if this process is killed."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -1,10 +1,11 @@
-"""What codecs cost on SmolLM2-135M as it is, and with a few large key channels planted in it.
+"""The quality that codecs lose on SmolLM2-135M, unchanged and with a few large key channels added.
 
     python benchmarks/large_channels.py [--context 800] [--continuation 128] [--kinds "none;bias"]
 
-Prints a table in Markdown, one row for each kind of model and codec: bits of an element of keys and
-values, KL to the same model's own full cache in nats a token, agreement on the likeliest token. The
-text is Python source; the continuation is fed 32 tokens at a time.
+Prints a Markdown table with a row for each kind of model and codec: bits per element of keys and
+values, KL divergence from the same model with a full cache in nats per token, agreement on the most
+likely token, and perplexity. The text is Python source; the continuation is fed 32 tokens at a
+time.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
         planted = large_channels(model, kind, options.times) if kind != "none" else nullcontext()
         with planted:
             full, held = predicted(model, "plain", ids, options.context)
-            # Positions are int32, one for each token and layer, whatever the codec.
+            # Every codec stores positions too: one int32 for each token and layer.
             positions = 4 * (tokens - 1) * model.config.num_hidden_layers
             elements = (held - positions) / model.dtype.itemsize
             for codec in options.codecs.split(";"):

@@ -1,10 +1,10 @@
-"""An agent with tools: their descriptions, and what they return, are computed once.
+"""An agent with tools. The keys and values of tool descriptions and results are computed once.
 
     python examples/agent.py
 
-A small model writes no calls that can be relied on, so the agent asks which tool's name becomes
-most likely by the question, calls that one, and lets the model answer from what the tool returned.
-All names are tried on forks of one cache, which share the prompt.
+A small model cannot write tool calls reliably. So the agent measures which tool's name becomes most
+likely with the question, calls that tool, and lets the model answer from the tool's result. All
+names are scored on forks of one cache, which share the prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     system = {"role": "system", "content": ["You keep a lighthouse. Tools:\n", Block(described)]}
 
     def likelihoods(question: str) -> dict[str, float]:
-        """How likely the model finds each name to be the tool for a question."""
+        """The log-likelihood of each tool's name as the answer to which tool to use."""
         asked = {"role": "user", "content": f"{question}\nWhich tool knows?"}
         begun = {"role": "assistant", "content": "The tool is:"}
         prompt = Chat([system, asked, begun], continue_final_message=True).encode(tokenizer)

@@ -1,10 +1,10 @@
-"""An activated LoRA adapter that begins where the base model's cache is: train, save, load, use.
+"""An activated LoRA adapter (aLoRA) that reuses the base model's cache: train, save, load, use.
 
     python examples/alora.py [DIRECTORY]
 
-The adapter names the thing a message is about. It takes part from its invocation on, so all before
-that is the base model's: what the base model read once is reused by the adapter, and by any other.
-Training takes half a minute on one core.
+The adapter names the thing a message is about. It is active only from its invocation tokens on, so
+the base model computes everything before them, and the adapter, like any other, reuses those keys
+and values. Training takes half a minute on one core.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def message(text: str) -> str:
 
 
 def train(directory: str | Path, seed: int = 0, steps: int = 14, batch: int = 8) -> None:
-    """Train an adapter on SmolLM2 and save it. What stands before the invocation is computed once,
-    by the base model; each step feeds the rest only."""
+    """Train an adapter on SmolLM2 and save it. The base model computes the tokens before the
+    invocation once; each step feeds only the rest."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     model, tokenizer = load("smollm2-135m", "float32")

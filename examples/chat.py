@@ -1,8 +1,8 @@
-"""A chat whose turns begin where the last one stopped, in this process and in the next one.
+"""A chat in which each turn reuses the cache of the turns before it, even in a later process.
 
     python examples/chat.py [DIRECTORY]
 
-Run it twice with a directory: the second run finds on disk what the first one computed.
+Run it twice with a directory: the second run loads from disk what the first one computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Debian Administrator's Handbook as texts to fine-tune on: `python handbook.py DIRECTORY`.
 
-Reads what `apt-get install debian-handbook` puts on the disk (or `--html`), and writes train.jsonl,
-its pages in order but for the last sixteenth of the text, and held-out.jsonl, those.
+Reads the pages that `apt-get install debian-handbook` installs (or those in `--html`), and writes
+train.jsonl, the pages in order except the last sixteenth of the text, and held-out.jsonl, the rest.
 """
 
 import argparse
@@ -14,7 +14,7 @@ NAVIGATION = ("", "Download the ebook", "Prev", "Next", "The Debian Administrato
 
 
 class Text(HTMLParser):
-    """The text of a page, a line for each paragraph, without its navigation."""
+    """Extracts the text of a page without its navigation, with a line for each paragraph."""
 
     BLOCKS = frozenset("p div h1 h2 h3 h4 h5 li dt dd pre tr br".split())
 

@@ -1,9 +1,9 @@
-"""Questions about documents: each document is read once, whichever question it is fetched for.
+"""Questions about documents. Each document's keys and values are computed once for all questions.
 
     python examples/retrieval.py
 
-The documents are Python's own help pages. For each question those that share most words with it are
-put before it, in an order that is never the same.
+The documents are Python's help pages. Each question follows the documents that share the most rare
+words with it, so documents appear in different orders.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(fetched: int = 3) -> None:
     }
 
     def nearest(question: str) -> list[str]:
-        """Names of the documents that share most rare words with a question."""
+        """Names of the documents that share the most rare words with a question."""
         asked = words(question)
 
         def score(name: str) -> float:
@@ -64,7 +64,7 @@ def main(fetched: int = 3) -> None:
         report = encoded.report
         print(f"> {question} {nearest(question)}\n{answer}")
         print(
-            f"[{report.cached} of {report.tokens} tokens found, {report.repaired} computed again, "
+            f"[{report.cached} of {report.tokens} tokens found, {report.repaired} recomputed, "
             f"{took:.2f} s]\n"
         )
 

@@ -136,7 +136,7 @@ def test_bad_input():
         cache.freeze().fork(rows=0)
     cache.layers[0].step(*tokens(2, 1), scale=0.3)
     for change in (cache.freeze, cache.snapshot):
-        with pytest.raises(StateError, match="a forward is under way"):
+        with pytest.raises(StateError, match="a forward is running"):
             change()
 
 

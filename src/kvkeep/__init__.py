@@ -1,8 +1,8 @@
 """kvkeep: the KV cache for PyTorch language models.
 
-Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used,
-`Cache`, `Graphed`, `PrefixStore` and the functions but `attend` with transformers, the others with
-torch only.
+Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used.
+`Cache`, `Graphed` and the functions except `attend` import transformers; the others import only
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cache: the layers of a model, changed together or not at all."""
+"""Cache: the layer caches of a model, which are changed together or not at all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvkeep.layer.stats import LayerStats
 
 @dataclass(frozen=True)
 class CacheStats:
-    """A cache's figures. `length` and `capacity` are the largest of any layer, in slots; bytes and
-    reallocations are sums; `seen` counts each row's tokens. Of the bytes, `shared_bytes` lie in
-    frozen slots that other caches may hold too."""
+    """Statistics of a cache. `length` and `capacity` are the maxima over the layers, in slots;
+    bytes and reallocations are sums; `seen` counts each row's tokens. `shared_bytes` is the part of
+    the bytes in frozen slots, which other caches may share."""
 
     length: int
     capacity: int
@@ -33,12 +33,12 @@ class CacheStats:
     layers: tuple[LayerStats, ...]
 
     def asdict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
+        """The statistics as a dict that can be written as JSON."""
         return asdict(self)
 
 
 class Snapshot(NamedTuple):
-    """A copy of what a cache held: what its layers were like, their states, and `Cache.routed`."""
+    """A copy of a cache's content: the kinds of its layers, their states, and `Cache.routed`."""
 
     kinds: list[str]
     layers: list[LayerState]
@@ -46,13 +46,15 @@ class Snapshot(NamedTuple):
 
 
 class Cache:
-    """A model's layers, for any loop: `cache.layers[i].step(q, k, v, scale=...)`.
+    """A model's layer caches, for a forward of your own.
 
-    Layers may differ in policy, codec, storage, widths and device. Every forward feeds all.
+    Each layer's attention is `cache.layers[i].step(q, k, v, scale=...)`.
+
+    Layers may differ in policy, codec, storage, widths and device. Every forward feeds all layers.
     """
 
     routed: bool | None = None
-    """Whether the tokens in it were fed through kvkeep's attention; None: unknown."""
+    """Whether kvkeep computed the attention of the tokens held; None: unknown."""
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self._layers: list[LayerCache] = list(layers)
@@ -79,29 +81,29 @@ class Cache:
         return len(self.layers)
 
     def admit(self, n: int) -> None:
-        """Raise before a forward of n tokens that some layer could not take, or that would
-        follow an interrupted one.
+        """Check, before a forward of n tokens, that every layer has room, and that no forward was
+        interrupted before.
 
         Raises:
-            CapacityError: a layer is full.
-            StateError: the layers were not fed alike.
+            CapacityError: a layer has no room.
+            StateError: the layers were fed different numbers of tokens.
         """
         self._between_forwards("another forward")
         for layer in self.layers:
             layer.require(n)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Remove every token."""
         for layer in self.layers:
             layer.reset()
         self._changing = False
 
     def crop(self, tokens: int) -> None:
-        """Take back the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
+        """Remove the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
 
         Raises:
-            RollbackError: positive, or some layer cannot; no layer is changed then.
-            StateError: a change of all slots was interrupted before.
+            RollbackError: `tokens` is positive, or some layer cannot; no layer is changed then.
+            StateError: a change of all layers was interrupted before.
         """
         with self._turns():
             self._mend()
@@ -111,12 +113,12 @@ class Cache:
                 layer.crop(tokens)
 
     def rewind(self, columns: int) -> None:
-        """Go back to when `columns` columns were fed; after an interrupted forward too, in which
-        some layers were fed more than others.
+        """Return to the state after `columns` columns were fed. This also works after an
+        interrupted forward, which fed some layers more than others.
 
         Raises:
             RollbackError: some layer cannot; no layer is changed then.
-            StateError: an eviction, or a change of rows, was what was interrupted.
+            StateError: an eviction or a change of rows was interrupted before.
         """
         with self._turns():
             self._mend()
@@ -127,14 +129,15 @@ class Cache:
 
     @property
     def rollback_limit(self) -> int:
-        """How many of the newest tokens `crop` can take back exactly."""
+        """The number of newest tokens that `crop` can remove exactly."""
         return min((layer.rollback_limit for layer in self.layers), default=0)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Make row i a copy of the former row index[i], as beam search does.
 
         Raises:
-            ShapeError: not one existing row for each row; use `select` to change their number.
+            ShapeError: `index` does not give one existing row for each row; use `select` to change
+                the number of rows.
         """
         index = torch.as_tensor(index)
         if self.rows and index.shape != (self.rows,):
@@ -145,20 +148,20 @@ class Cache:
         self._take_rows(index)
 
     def repeat(self, times: int) -> None:
-        """Repeat every row `times` times, neighbours first: 0, 0, 1, 1, ...
+        """Repeat every row `times` times, copies side by side: 0, 0, 1, 1, ...
 
         Raises:
-            ShapeError: `times` below 1.
+            ShapeError: `times` is below 1.
         """
         if not isinstance(times, int) or times < 1:
             raise ShapeError(f"repeat {times} times; give a whole number of at least 1")
         self._take_rows(torch.arange(self.rows).repeat_interleave(times))
 
     def select(self, index: Tensor | Sequence[int]) -> None:
-        """Keep the rows `index` only, in that order; a bool mask (B,) works too.
+        """Keep only the rows in `index`, in that order; a bool mask (B,) works too.
 
         Raises:
-            ShapeError: an index that is not a row, or none at all.
+            ShapeError: an index is not a row, or `index` is empty.
         """
         index = torch.as_tensor(index)
         if index.dtype == torch.bool:
@@ -171,27 +174,30 @@ class Cache:
         self._take_rows(index)
 
     def snapshot(self) -> Snapshot:
-        """A copy of what is held now, to `restore` later; spare slots are not copied.
+        """A copy of the current content, to `restore` later; spare slots are not copied.
 
         Raises:
-            StateError: a forward is under way.
+            StateError: a forward is running.
         """
         kinds = [layer.kind for layer in self.layers]
         return Snapshot(kinds, [state.copy() for state in self.states("snapshot")], self.routed)
 
     def states(self, doing: str) -> list[LayerState]:
-        """Each layer's state; views, valid until the next change. StateError while a forward is
-        under way."""
+        """Each layer's state, as views that are valid until the next change.
+
+        Raises:
+            StateError: a forward is running; `doing` names the caller's operation.
+        """
         self._between_forwards(doing)
         return [layer.state() for layer in self.layers]
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Hold what was held at a snapshot of this cache, or of one like it. It can be restored
-        again. Fixed storage keeps its place in memory.
+        """Restore the content of a snapshot of this cache, or of one with the same specs. A
+        snapshot can be restored many times. Fixed storage keeps its addresses.
 
         Raises:
             SpecError: the snapshot is of a cache with other policies, codecs or windows.
-            CapacityError: fixed storage has no room for it.
+            CapacityError: fixed storage has no room for the snapshot.
         """
         kinds = [layer.kind for layer in self.layers]
         if kinds != snapshot.kinds:
@@ -208,13 +214,13 @@ class Cache:
             self.routed, self._changing = snapshot.routed, False
 
     def freeze(self) -> Frozen[Self]:
-        """What is held now, as an immutable cache that any number of forks share.
+        """The current content as an immutable cache, which any number of forks can share.
 
-        Nothing is copied: this cache goes on as the first of them, and copies the past only when
-        a policy must evict from it. (Heads of different lengths are copied.)
+        Nothing is copied: this cache continues as the first fork, and copies the frozen slots only
+        when a policy must evict from them. (Heads of different lengths are copied.)
 
         Raises:
-            StateError: a forward is under way.
+            StateError: a forward is running.
         """
         with self._turns():
             self._between_forwards("freeze")
@@ -223,23 +229,23 @@ class Cache:
             return Frozen(self)
 
     def _forked(self) -> Self:
-        """A cache in the same state, which shares the frozen slots."""
+        """A cache in the same state that shares the frozen slots."""
         other = copy(self)
         other.layers = [layer.fork() for layer in self.layers]
         other._share()
         return other
 
     def _share(self) -> None:
-        """Let the layers' storages share what they need one after another."""
+        """Let the layers' storages share resources that only one of them uses at a time."""
         common: dict[str, Any] = {}
         for layer in self.layers:
             layer.storage.share(common)
 
     def _mend(self) -> None:
-        """Take back what an interrupted step wrote, see `LayerCache.mend`."""
+        """Remove what an interrupted step wrote, see `LayerCache.mend`."""
         if self._changing:
             raise StateError(
-                "a change of rows was interrupted, and layers have different ones; reset() the "
+                "a change of rows was interrupted, so layers have different rows; reset() the "
                 "cache and feed again, or restore() a snapshot"
             )
         for layer in self.layers:
@@ -250,8 +256,8 @@ class Cache:
         fed = {layer.fed for layer in self.layers}
         if len(fed) > 1:
             raise StateError(
-                f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is under way "
-                "or was interrupted; wait for it, rewind() to the fewest, or reset() the cache"
+                f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is running or "
+                "was interrupted; wait for it, rewind() to the smallest, or reset() the cache"
             )
 
     @property
@@ -266,7 +272,7 @@ class Cache:
 
     @property
     def fed(self) -> int:
-        """Columns ever fed, padding included: what has passed through the model."""
+        """Columns ever fed, padding included."""
         return self.layers[0].fed if self.layers else 0
 
     @property
@@ -286,17 +292,17 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; on the CPU those never written take no memory."""
+        """Bytes allocated; on the CPU, bytes that were never written use no memory."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of frozen slots, which other caches may hold too."""
+        """Bytes of frozen slots, which other caches may share."""
         return sum(layer.stats().shared_bytes for layer in self.layers)
 
     @property
     def reallocations(self) -> int:
-        """How often some layer copied its past to make room."""
+        """How often layers copied their slots to a larger buffer, in all."""
         return sum(layer.stats().reallocations for layer in self.layers)
 
     def stats(self) -> CacheStats:
@@ -327,7 +333,7 @@ class Cache:
 
     @contextmanager
     def _turns(self) -> Iterator[None]:
-        """Hold every layer's turn, so that a second thread is refused before any layer changes."""
+        """Enter every layer's turn, so that a second thread is refused before any layer changes."""
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(layer.turn)
@@ -338,17 +344,18 @@ CacheType = TypeVar("CacheType", bound=Cache)
 
 
 class Frozen(Generic[CacheType]):
-    """An immutable cache, from `Cache.freeze`. Forks share its slots as long as they only add to
-    them, and attention reads slots that all rows of a fork share once for all of them."""
+    """An immutable cache, from `Cache.freeze`. Forks share its slots until they must evict from
+    them. Slots that all rows of a fork share are read once for all rows by attention."""
 
     def __init__(self, cache: CacheType) -> None:
         self._cache = cache._forked()
 
     def fork(self, rows: int = 1) -> CacheType:
-        """A cache that goes on from here by itself, with each row `rows` times.
+        """A cache that continues independently from this content, with each row repeated `rows`
+        times.
 
         Raises:
-            ShapeError: `rows` below 1.
+            ShapeError: `rows` is below 1.
         """
         cache = self._cache._forked()
         if rows != 1:

@@ -1,4 +1,4 @@
-"""A backend for Mellea whose prompts share what was computed for others: KVKeepBackend."""
+"""KVKeepBackend: a backend for Mellea whose prompts share cached prefixes and blocks."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ try:
     from mellea.core.base import AbstractMelleaTool
 except ImportError as error:
     raise ImportError(
-        f"kvkeep.mellea needs Mellea and what its local backend needs ({error}); "
+        f"kvkeep.mellea needs Mellea and the packages of its local backend ({error}); "
         "pip install 'kvkeep[mellea]'"
     ) from error
 
-_KEY = "kvkeep"  # of a report in the log of an answer
-_SHOWN = 40  # characters of a block in a report
-_LOST = "no message of the prompt has it"
+_KEY = "kvkeep"  # key of the report in an answer's log
+_SHOWN = 40  # characters of a block shown in a report
+_LOST = "no message of the prompt contains it"
 _READING = Lock()
-_OTHER = "the prompt that Mellea made is not the one in which its blocks were found"
+_OTHER = "Mellea's prompt differs from the one in which the blocks were found"
 
 
 @final
 class KVKeepBackend(LocalHFBackend):
-    """Mellea's local backend, over a model that is attached to kvkeep.
+    """Mellea's local backend, with a model that is attached to kvkeep.
 
-    What a prompt begins with is found if any prompt or answer before began with it. Texts marked by
-    `CBlock(text, cache=True)` are blocks, found in any place and order, wherever they stand in
-    the prompt word for word: see `kvkeep.blocks`. All else is as in `LocalHFBackend`. As a context
-    manager it closes on exit.
+    The keys and values of a prompt's prefix are reused if an earlier prompt or answer started with
+    it. Texts marked by `CBlock(text, cache=True)` are blocks, whose keys and values are reused in
+    any place and order where the prompt contains them verbatim: see `kvkeep.blocks`. In all other
+    respects it is a `LocalHFBackend`. As a context manager it closes on exit.
 
     Args:
-        model: on its device; it stays attached until `close`.
-        tokenizer: with a chat template.
-        store: where prompts and blocks are kept, perhaps for others too; None: one of its own.
-        recompute: which tokens of blocks are computed again: see `kvkeep.blocks.prefill`.
-        namespace: of the store's entries.
-        spec: of the caches.
+        model: the model, on its device; it stays attached until `close`.
+        tokenizer: a tokenizer with a chat template.
+        store: the store for prompts and blocks, which may be shared; None: a new one.
+        recompute: which tokens of blocks are recomputed: see `kvkeep.blocks.prefill`.
+        namespace: namespace of the store's entries.
+        spec: spec of the caches.
         model_id: the name by which Mellea chooses templates and adapters; None: the model's own.
-        options: of `LocalHFBackend`, such as `model_options=`.
+        options: keyword arguments of `LocalHFBackend`, such as `model_options=`.
 
     Raises:
         StateError: the model is attached already.
-        SpecError: a `recompute` or spec that does not exist.
+        SpecError: `recompute` or the spec is invalid.
         UnsupportedError: see `kvkeep.attach`.
     """
 
@@ -98,14 +98,14 @@ class KVKeepBackend(LocalHFBackend):
         self.close()
 
     def close(self) -> None:
-        """Detach the model, as soon as it generates nothing; the store stays as it is."""
+        """Wait for a running generation, then detach the model; the store is unchanged."""
         with self._generation_lock:
             if not self._closed:
                 detach(self._model)
                 self._closed = True
 
     async def aclose(self) -> None:
-        """`close`."""
+        """See `close`."""
         self.close()
 
     async def _generate_from_context_standard(
@@ -119,7 +119,7 @@ class KVKeepBackend(LocalHFBackend):
     ) -> ModelOutputThunk[Any]:
         with_tools = tool_calls and options.get("_format") is None
         call = self._call(action, ctx, model_options, with_tools)
-        token = _CALL.set(call)  # tasks and threads that are started from here on have it too
+        token = _CALL.set(call)  # inherited by tasks and threads that are started from here on
         try:
             thunk = await super()._generate_from_context_standard(
                 action, ctx, model_options=model_options, tool_calls=tool_calls, **options
@@ -131,7 +131,7 @@ class KVKeepBackend(LocalHFBackend):
         return thunk
 
     def _call(self, action: Span, ctx: Context, options: dict[str, Any], with_tools: bool) -> _Call:
-        """A prompt as Mellea is about to make it, with its blocks."""
+        """Render the prompt as Mellea will, and find its blocks."""
         spans = [*(ctx.view_for_generation() or []), action]
         wanted = dict.fromkeys(text for span in spans for text in _marked_in(span))
         if not wanted:
@@ -155,7 +155,7 @@ class KVKeepBackend(LocalHFBackend):
             return str(self._tokenizer.apply_chat_template(chat, tools=described, **asked))
 
         text, found = located(render)
-        # A component may read a text more often than it writes it, so each read is a place or none.
+        # A component may read a text more often than it renders it, so some reads have no place.
         read = list(zip(reads[0].texts, found, strict=True))
         placed = {text for text, place in read if isinstance(place, Mark)}
         lost = {text: Refused(text, _LOST) for text in wanted if text not in placed}
@@ -172,8 +172,8 @@ class KVKeepBackend(LocalHFBackend):
 
 
 def report_of(answer: ModelOutputThunk[Any]) -> Report | None:
-    """Where the keys and values of an answer's prompt came from. None before the answer is there,
-    and where no store was asked."""
+    """The sources of the keys and values of an answer's prompt. None before the answer is complete,
+    or if no store was used."""
     log = answer.generate_log
     report: Report | None = None if log is None else (log.extra or {}).get(_KEY)
     return report
@@ -181,11 +181,11 @@ def report_of(answer: ModelOutputThunk[Any]) -> Report | None:
 
 @dataclass
 class _Call:
-    """A prompt on its way to the model.
+    """A prompt that is about to be generated from.
 
     Args:
-        encoded: its tokens, where something of it is marked.
-        report: where its keys and values came from, once they are there.
+        encoded: the prompt's tokens and blocks, if it has marked texts.
+        report: the sources of its keys and values, set after the prefill.
     """
 
     encoded: Encoded | None = None
@@ -197,7 +197,7 @@ _CALL: ContextVar[_Call | None] = ContextVar("kvkeep_mellea_call", default=None)
 
 @final
 class _CallStore:
-    """What `generate` asks: a store that knows the blocks of the prompt on its way."""
+    """The store that `generate` uses: it handles the blocks of the current call's prompt."""
 
     def __init__(self, store: PrefixStore, recompute: Recompute) -> None:
         self._store = store
@@ -213,8 +213,8 @@ class _CallStore:
         chunk: int | None,
         capacity: int | None,
     ) -> ModelCache:
-        """A cache of all tokens (n,) but the last. Blocks are used if these are the very tokens in
-        which they were found."""
+        """A cache that holds all tokens (n,) but the last. Blocks are used if `tokens` equals the
+        prompt in which they were found."""
         call = _CALL.get() or _Call()
         encoded, store = call.encoded, self._store
         if encoded is not None and encoded.input_ids[0].equal(tokens.cpu()):
@@ -247,11 +247,11 @@ class _CallStore:
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
-        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
         return self._store.learn(model, tokens, cache, namespace=namespace)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)  # for prompts with blocks that `generate` is given itself
+        return getattr(self._store, name)  # for prompts with blocks passed to `generate` directly
 
 
 async def _with_report(
@@ -259,7 +259,7 @@ async def _with_report(
     call: _Call,
     answer: ModelOutputThunk[Any],
 ) -> None:
-    """Finish an answer as Mellea does, and add the report of its prompt."""
+    """Finish an answer as Mellea does, and add the report of its prompt to the answer's log."""
     await finish(answer)
     log, usage = answer.generate_log, answer.generation.usage
     if call.report is not None and log is not None:
@@ -269,7 +269,7 @@ async def _with_report(
 
 
 def _marked_in(span: Span) -> Iterator[str]:
-    """The texts that are marked in a span, without the white space around them."""
+    """The marked texts in a span, without surrounding white space."""
     if isinstance(span, CBlock):
         if span.cache and span.value and span.value.strip():
             yield span.value.strip()
@@ -280,10 +280,10 @@ def _marked_in(span: Span) -> Iterator[str]:
 
 @contextmanager
 def _reading(marks: Marks) -> Iterator[None]:
-    """Put marks around the text of each marked CBlock that this thread reads meanwhile.
+    """Within this context, `value` of a marked CBlock returns its text with marks around it.
 
-    Components read their blocks' `value`, in whatever way they render them, so this is the one
-    place where a text is known to be a block's. Other threads read the plain texts.
+    Components render blocks in different ways, but all read their `value`, so that is where a text
+    can be identified as a block's. Other threads read the plain texts.
     """
     thread, plain = get_ident(), cast(property, vars(CBlock)["value"])
     read = plain.fget

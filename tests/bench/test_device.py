@@ -140,7 +140,7 @@ def test_op_in_graphs(monkeypatch):
     calls = {"a": list, "b": dict}
     case._found = {name: op._Found(error=0.0) for name in calls}
     assert case._replays(calls) == {"a": list}
-    assert case._found["b"].skipped == "in a graph: RuntimeError: not in a stream"
+    assert case._found["b"].skipped == "in a CUDA graph: RuntimeError: not in a stream"
     found = op._Found(called=(4e-6, 2e-6, 3e-6), replayed=(2e-6, 1e-6, 1e-6), error=0.0)
     figures = op._figures(found, 5000)
     assert figures["median_us"] == pytest.approx(3)

@@ -208,7 +208,7 @@ def test_gaps(tmp_path, capsys, lengths):
         (("--tokens", "8,x"), "whole numbers"),
         (("--tokens", "1"), "give at least 2"),
         (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
-        (("--methods", ","), "names none"),
+        (("--methods", ","), "--methods is empty"),
         (("--cache", "h3o:5"), "did you mean 'h2o'"),
         (("--plot", "x.foo"), "must end in one of"),
     ],

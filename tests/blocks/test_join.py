@@ -163,7 +163,13 @@ def test_bad_input():
             (StateError, "different specs", [cache, alone(other, parts[1])]),
         ]
         with kvkeep.attach(model):
-            cases.append((StateError, "attached and other", [cache, alone(model, parts[1])]))
+            cases.append(
+                (
+                    StateError,
+                    "and some not",
+                    [cache, alone(model, parts[1])],
+                )
+            )
             model(parts[0], past_key_values=short)
             cases.append((UnsupportedError, "evicted", [short]))
             scored = alone(model, parts[0], "h2o:40")

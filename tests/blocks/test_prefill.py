@@ -168,7 +168,7 @@ def test_layers_with_windows_of_their_own():
     kvkeep.attach(model)
     reads = []
     model.get_decoder().register_forward_pre_hook(lambda *_: reads.append(1))
-    refused = r"3 of 4 layers \(layers 0-1, 3\) see a window of their own"
+    refused = r"3 of 4 layers \(layers 0-1, 3\) have a sliding window"
     for recompute in ("boundary:1", 0.3):
         with pytest.raises(UnsupportedError, match=refused):
             prefill(model, texts((3, 2)), recompute=recompute)
@@ -181,7 +181,7 @@ def test_layers_with_windows_of_their_own():
 def test_bad_input():
     model = tiny("llama", max_position_embeddings=256)
     parts = texts((9, 5))
-    with pytest.raises(UnsupportedError, match="by attached models"):
+    with pytest.raises(UnsupportedError, match="only an attached model"):
         prefill(model, parts, recompute=0.5)
     kvkeep.attach(model)
     for given in ([], [parts[0], parts[1][:0]], [parts[0][None]]):
@@ -198,7 +198,7 @@ def test_bad_input():
         model(parts[0][None], past_key_values=cache)
     with pytest.raises(ShapeError, match="that was fed 23"):
         recomputation.recompute(host_of(model), cache, torch.cat(parts), torch.arange(3))
-    with pytest.raises(StateError, match="went on since"):
+    with pytest.raises(StateError, match="was fed since"):
         recomputation.recompute(
             host_of(model), cache, torch.cat([*parts, parts[0]]), torch.arange(3)
         )

@@ -165,7 +165,7 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     cache.save(tmp_path / "joined.kv")
     for joined in (cache, kvkeep.load(tmp_path / "joined.kv", model), cache.freeze().fork()):
         assert store.learn(model, tokens, joined) == 0
-        with pytest.raises(UnsupportedError, match="did not see each other"):
+        with pytest.raises(UnsupportedError, match="computed apart"):
             store.insert("m", tokens, joined)
     assert store.known(*text) == start
 
@@ -205,10 +205,10 @@ def test_refused_by_model_and_store(tokenizer):
             model_of("mistral", **window),
             "keep_all",
             None,
-            "3 of 3 layers (layers 0-2) see a window of their own",
+            "3 of 3 layers (layers 0-2) have a sliding window",
         ),
         (model_of(), "h2o:1000", None, "keeps scores"),
-        (model_of(), "keep_all", 2000, "the store holds 2000"),
+        (model_of(), "keep_all", 2000, "but the store holds 2000"),
     ]
     for model, spec, budget, reason in cases:
         encoded = question(1, 2).encode(tokenizer)

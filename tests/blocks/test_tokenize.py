@@ -72,7 +72,7 @@ def test_marks_are_around_the_text_of_a_block():
 
 @pytest.mark.parametrize("bad", [3, None, object(), b"text", {"text": "a"}, Page])
 def test_what_is_no_part(bad):
-    with pytest.raises(SpecError, match="no part of a prompt"):
+    with pytest.raises(SpecError, match="not a part of a prompt"):
         Prompt(["a", bad])
 
 
@@ -102,11 +102,15 @@ def test_the_same_block_has_the_same_tokens_wherever_it_stands(tokenizer):
 
 def test_bad_blocks_are_refused_and_the_prompt_stays_what_it_is(tokenizer):
     cases = [
-        (Block("Too short a text."), "it is too short: 5 tokens of its own, at least 16"),
+        (Block("Too short a text."), "it is too short: 5 tokens of its own, but at least 16"),
         (Block(""), "it is empty"),
         (Block(" \n\t "), "it is empty"),
-        (" It is un", Block("believable as it is, " + STORY), "one token is of ' unbelie'"),
-        (Block(STORY[:-1] + " and by"), "standers", "one token is of ' bystand'"),
+        (
+            " It is un",
+            Block("believable as it is, " + STORY),
+            "within a word of ' unbelie'",
+        ),
+        (Block(STORY[:-1] + " and by"), "standers", "within a word of ' bystand'"),
     ]
     for *parts, reason in cases:
         encoded = Prompt(["Look:", *parts, " Well?"]).encode(tokenizer)
@@ -119,7 +123,7 @@ def test_bad_blocks_are_refused_and_the_prompt_stays_what_it_is(tokenizer):
 
 def test_a_block_inside_another(tokenizer):
     both = Prompt(["Pages:\n", Block([STORY, "\n\n", Block(OTHER)]), "\n"]).encode(tokenizer)
-    assert reasons(both) == ["", "it is inside of a block that is reused"]
+    assert reasons(both) == ["", "it is inside a block that is reused"]
     assert texts_of(both, tokenizer)[0] == f"{STORY}\n\n{OTHER}"
     inner = Prompt(["It is un", Block(["believable. ", STORY, "\n\n", Block(OTHER)]), "\n"]).encode(
         tokenizer
@@ -139,7 +143,7 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_are(tokenizer):
 
     encoded = Prompt([Block(STORY), "?"]).encode(Slow())
     assert encoded.input_ids[0].tolist() == tokenizer(f"{STORY}?").input_ids
-    assert "does not say" in reasons(encoded)[0]
+    assert "no character offsets" in reasons(encoded)[0]
 
 
 # -- chats ----------------------------------------------------------------------------------

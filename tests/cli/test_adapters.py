@@ -160,10 +160,10 @@ def broken(adapter, tmp_path, how):
         ("no JSON", "adapter_config.json cannot be read"),
         ("no base", "does not say which model it is for; give one"),
         ("aLoRA", "needs a store"),
-        ("missing", "1 weights are missing, 0 are of no layer"),
-        ("odd", "0 weights are missing, 1 are of no layer"),
+        ("missing", "1 weights are missing, 0 belong to no layer"),
+        ("odd", "0 weights are missing, 1 belong to no layer"),
         ("wide", "size mismatch"),
-        ("torn", "cannot put"),
+        ("torn", "cannot load"),
     ],
 )
 def test_bad_adapters(adapter, tmp_path, how, says):
@@ -189,7 +189,7 @@ def test_odd_values_in_an_adapters_config(adapter, tmp_path, odd):
     place = broken(adapter, tmp_path, "odd config")
     config = place / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | odd))
-    with pytest.raises(AdapterError, match="cannot put"):
+    with pytest.raises(AdapterError, match="cannot load"):
         load(None, "float32", "cpu", adapter=str(place))
 
 

@@ -263,7 +263,7 @@ def test_a_mask_that_hides_what_was_fed(attached, cache):
     unchanged_by(
         cache,
         ShapeError,
-        r"shows \[6, 3\] of the 6 tokens.*fed \[6, 6\]",
+        r"shows \[6, 3\] tokens in the 6 columns.*\[6, 6\] that",
         lambda: attached(ids(2, 1), attention_mask=mask, past_key_values=cache),
     )
 
@@ -283,7 +283,7 @@ def test_a_mask_that_shows_other_tokens_than_were_fed(attached, rows):
     unchanged_by(
         cache,
         ShapeError,
-        "others of them",
+        "differ in number or place",
         lambda: attached(ids(rows, 1), attention_mask=moved, past_key_values=cache),
     )
 
@@ -443,8 +443,8 @@ def test_a_spec_that_some_layers_cannot_take_names_the_way_to_give_each_type_its
     [
         (torch.zeros(1, 0, dtype=torch.long), "1 rows of 0 tokens"),
         (torch.zeros(0, 4, dtype=torch.long), "0 rows of 4 tokens"),
-        (torch.tensor([[5, 96]]), "token id 96: the model knows 0 to 95"),
-        (torch.tensor([[5, -1]]), "token id -1: the model knows 0 to 95"),
+        (torch.tensor([[5, 96]]), "token id 96: the model.s vocabulary has 0 to 95"),
+        (torch.tensor([[5, -1]]), "token id -1: the model.s vocabulary has 0 to 95"),
     ],
 )
 def test_what_no_model_can_read_is_refused_before_anything_changes(attached, cache, given, reason):

@@ -224,16 +224,16 @@ def test_bad_input():
         cache, _ = fed(model, spec, ids)
         with pytest.raises(error, match=match):
             Graphed(model, cache)
-        assert cache.fed == 9  # and is not lent
+        assert cache.fed == 9  # and is not in use
     cache, token = fed(model, "keep_all@fixed:12", ids)
     step = Graphed(model, cache)
-    with pytest.raises(StateError, match="lent to graphed steps"):
+    with pytest.raises(StateError, match="in use by graphed steps"):
         cache.crop(-1)
-    with pytest.raises(StateError, match="lent to graphed steps"):
+    with pytest.raises(StateError, match="in use by graphed steps"):
         Graphed(model, cache)
-    with pytest.raises(StateError, match="lent to graphed steps"), torch.inference_mode():
+    with pytest.raises(StateError, match="in use by graphed steps"), torch.inference_mode():
         model(token, past_key_values=cache)
-    with pytest.raises(ShapeError, match=r"\(2, 2\): one for each row, \(2, 1\)"):
+    with pytest.raises(ShapeError, match=r"\(2, 2\); give one for each row, \(2, 1\)"):
         step(token.repeat(1, 2))
     for _ in range(3):
         step(token)
@@ -242,7 +242,7 @@ def test_bad_input():
     step.close()
     step.close()
     assert cache.fed == cache.length == 12
-    with pytest.raises(StateError, match="make new ones"):
+    with pytest.raises(StateError, match="create new ones"):
         step(token)
 
 

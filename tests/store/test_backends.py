@@ -116,7 +116,7 @@ def test_keys_that_are_no_blocks(backend):
 
 
 def test_many_keys(place):
-    """More than one journey brings."""
+    """More than one round trip can transfer."""
     backend, blocks = place.open(), blocks_of(list(range(300)), block=1)
     assert backend.put_all(blocks) == 300
     keys = [block.key for block in blocks]

@@ -182,8 +182,8 @@ def test_bad_input():
         (ShapeError, "of row 1", torch.arange(9), cache, 1),
         (ShapeError, "give integers", torch.rand(9), cache, 0),
         (ShapeError, "give integers", torch.zeros(2, 9, dtype=torch.int64), cache, 0),
-        (UnsupportedError, "some of them evicted", torch.arange(9), evicted, 0),
-        (UnsupportedError, "keeps scores of one text", torch.arange(9), scored, 0),
+        (UnsupportedError, "evicted some of them", torch.arange(9), evicted, 0),
+        (UnsupportedError, "scores that depend on one text", torch.arange(9), scored, 0),
     ]
     for kind, message, tokens, given, row in cases:
         with pytest.raises(kind, match=message):

@@ -1,4 +1,4 @@
-"""Redis: constant journeys, a budget kept in the server, and servers that fail in every way."""
+"""Redis: constant round_trips, a budget kept in the server, and servers that fail in every way."""
 
 from __future__ import annotations
 
@@ -85,27 +85,27 @@ def there(server, name="kvkeep"):
 
 @pytest.mark.parametrize("blocks", [2, 60])
 def test_round_trips_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
-    journeys, tokens = [], list(range(8 * blocks))
+    round_trips, tokens = [], list(range(8 * blocks))
     send = redis.connection.AbstractConnection.send_packed_command
 
     def counting(connection, command, *args, **kwargs):
-        journeys.append(command)
+        round_trips.append(command)
         return send(connection, command, *args, **kwargs)
 
     cache, backend = fed(tokens), Redis(server.url)
     put(backend, [5])  # greets the server, and brings the scripts
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counting)
     PrefixStore(backend=backend, block=8).insert("m", torch.tensor(tokens), cache)
-    assert len(journeys) == 2  # what is missing, and to put it
-    journeys.clear()
+    assert len(round_trips) == 2  # what is missing, and to put it
+    round_trips.clear()
     assert found(backend, tokens) == len(tokens)
-    assert len(journeys) == 2  # what is there, and to get it
-    journeys.clear()
+    assert len(round_trips) == 2  # what is there, and to get it
+    round_trips.clear()
     assert found(backend, [*tokens, 3]) == len(tokens)
-    assert len(journeys) == 3  # also what else begins like the rest
-    journeys.clear()
+    assert len(round_trips) == 3  # also what else begins like the rest
+    round_trips.clear()
     assert found(backend, [*tokens[:-1], 3]) == len(tokens) - 1
-    assert len(journeys) == 6  # and how it goes on, its size, and to get it
+    assert len(round_trips) == 6  # and how it goes on, its size, and to get it
     calls = {name: stats["calls"] for name, stats in server.client().info("commandstats").items()}
     assert "cmdstat_keys" not in calls
     assert "cmdstat_scan" not in calls
@@ -570,18 +570,18 @@ def test_an_answer_that_never_ends_has_a_deadline(server, monkeypatch, call):
 
 
 def _late(backend, monkeypatch, answer):
-    """Let a backend's server answer each journey in time, but slowly; the journeys are listed."""
-    journeys = []
+    """Answer each round trip within its timeout, but slowly; returns the list of round trips."""
+    round_trips = []
 
     def piped(commands):
         backend._clock.left()
-        journeys.append(commands)
-        assert len(journeys) < 200, "it goes on and on"
+        round_trips.append(commands)
+        assert len(round_trips) < 200, "it goes on and on"
         time.sleep(0.02)
-        return [answer(command, len(journeys)) for command in commands]
+        return [answer(command, len(round_trips)) for command in commands]
 
-    monkeypatch.setattr(backend, "_piped", piped)
-    return journeys
+    monkeypatch.setattr(backend, "_pipeline", piped)
+    return round_trips
 
 
 def test_pages_that_never_end(server, monkeypatch):
@@ -594,9 +594,9 @@ def test_pages_that_never_end(server, monkeypatch):
 
     backend = Redis(server.url)
     monkeypatch.setattr(module, "_MOST_PAGES", 10)
-    journeys = _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
+    round_trips = _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
     assert list(backend.scan()) == []
-    assert len(journeys) == 10
+    assert len(round_trips) == 10
 
 
 def test_labels_that_cannot_be_read(server, monkeypatch):
@@ -616,7 +616,7 @@ def test_a_block_larger_than_the_free_memory(server, monkeypatch):
     keys = list(backend.scan())
     assert backend.get(keys[0]) is not None
     monkeypatch.setattr(backend_module, "free_bytes", lambda _: 100)
-    monkeypatch.setattr(backend, "_got", None)
+    monkeypatch.setattr(backend, "_get_blocks", None)
     assert backend.get(keys[0]) is None
     assert backend.leading(keys) == []
     assert "MemoryError" in backend.last_error
@@ -658,7 +658,7 @@ def test_answers_of_any_kind(server, monkeypatch, seed):
         given = [draw.choice(ANSWERS) for _ in commands]
         return given if draw.random() < 0.9 else given[: draw.randrange(3)]
 
-    monkeypatch.setattr(backend, "_piped", answers)
+    monkeypatch.setattr(backend, "_pipeline", answers)
     for _ in range(60):
         assert backend.get(draw.choice(keys)) is None
         assert backend.leading(keys) == []

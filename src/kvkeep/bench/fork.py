@@ -37,7 +37,7 @@ def run(
     Returns:
         `forks`: their number, the `bytes` that they and the prompt hold, and the `ratio` of that to
         one cache and the new tokens. `rows`: for each batch the `bytes` held, `step_ms`, and
-        `attention_ms`, the part of the layers' cache steps in it.
+        `attention_ms`, the time of all layers' cache steps alone.
     """
     loaded, tokenizer = load(model, dtype)
     attach(loaded)

@@ -242,7 +242,7 @@ class _Case:
                 replays[system] = captured(call)
             except Exception as error:
                 self._found[system] = self._found[system]._replace(
-                    skipped=f"in a graph: {because(error)}"
+                    skipped=f"in a CUDA graph: {because(error)}"
                 )
         return replays
 

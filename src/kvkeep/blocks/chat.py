@@ -1,4 +1,4 @@
-"""Blocks in chat messages: found again, by their marks, in what a chat template makes of them."""
+"""Blocks in chat messages: marks find them again in the text that a chat template renders."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _Render = Callable[[Any], str]
 
 
 class Marks:
-    """Marks around blocks, in letters and digits only, which templates leave as they are. They are
-    drawn anew for each rendering, so that no text can have them.
+    """Marks around blocks. They consist of letters and digits, which templates do not change, and
+    are drawn at random for each rendering, so that no text contains them by chance.
 
     Args:
-        wanted: the numbers of the blocks that get marks, counted in the order of `put`.
+        wanted: whether the block of an index, counted in the order of `put`, gets marks.
     """
 
     def __init__(self, wanted: Callable[[int], bool] = lambda _: True) -> None:
@@ -27,23 +27,28 @@ class Marks:
         self.texts: list[str] = []
 
     def put(self, text: Marked) -> str:
-        """A text with marks around those of its blocks that are wanted."""
+        """The text, with marks around its wanted blocks."""
         first = len(self.texts)
         self.texts += [text.text[mark.start : mark.stop] for mark in text.marks]
-        places: list[tuple[int, int, int, str]] = []
+        ends: list[tuple[int, int, int, str]] = []
         for index, mark in enumerate(text.marks, first):
             if self._wanted(index) and mark.stop > mark.start:
-                # At one place: inner ends, outer ends, outer beginnings, inner beginnings.
-                places.append((mark.start, 1, index, f"{self._name}a{index}q"))
-                places.append((mark.stop, 0, -index, f"{self._name}z{index}q"))
+                # Order at the same character: inner ends, outer ends, outer starts, inner starts.
+                ends.append((mark.start, 1, index, f"{self._name}a{index}q"))
+                ends.append((mark.stop, 0, -index, f"{self._name}z{index}q"))
         pieces, last = list[str](), 0
-        for place, _, _, mark_text in sorted(places):
-            pieces += [text.text[last:place], mark_text]
-            last = place
+        for at, _, _, mark_text in sorted(ends):
+            pieces += [text.text[last:at], mark_text]
+            last = at
         return "".join([*pieces, text.text[last:]])
 
-    def taken(self, rendered: str) -> tuple[str, dict[int, list[tuple[str, int]]]]:
-        """A text without its marks; and of each mark, where its ends were."""
+    def removed(self, rendered: str) -> tuple[str, dict[int, list[tuple[str, int]]]]:
+        """Remove the marks from a rendered text.
+
+        Returns:
+            The text without marks; and for each block's index, the kind ("a" start, "z" end) and
+            character of each mark.
+        """
         pieces, last, length = list[str](), 0, 0
         found: dict[int, list[tuple[str, int]]] = {}
         for match in self._pattern.finditer(rendered):
@@ -55,10 +60,11 @@ class Marks:
 
 
 def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark | Refused]]:
-    """What a template makes of messages, tools and so on that contain parts.
+    """The text that a template renders of messages, tools and so on that contain parts.
 
     Args:
-        render: gives the text of what contains plain text only.
+        given: arguments of `render`, with parts where it takes text.
+        render: renders arguments that contain plain text only.
 
     Returns:
         As `located`.
@@ -67,37 +73,37 @@ def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark 
 
 
 def located(render: Callable[[Marks], str]) -> tuple[str, list[Mark | Refused]]:
-    """Where the blocks of a text are that some code renders.
+    """Find where blocks are in a rendered text.
 
     Args:
-        render: renders the text, with each block passed through `Marks.put`; called several times,
-            it puts the same blocks in the same order each time.
+        render: renders the text and passes each block through `Marks.put`. It is called several
+            times, and must pass the same blocks in the same order each time.
 
     Returns:
-        The text as it is without any marks; and of each block that is to be reused, those inside
-        others behind them, where it is, or why that is not known.
+        The text rendered without marks; and for each block where it is, or why it is refused. A
+        block inside another follows it.
     """
     none = Marks(lambda _: False)
     plain = render(none)
     good = set(range(len(none.texts)))
     for attempt in range(2):
         marks = Marks(frozenset(good).__contains__)
-        bare, ends = marks.taken(render(marks))
+        bare, ends = marks.removed(render(marks))
         if bare == plain:
             break
-        if attempt == 0:  # some block is changed; which one, each tells by itself
+        if attempt == 0:  # the template changes some block: try each by itself
             good = {index for index in good if _left_alone(index, render, plain)}
         else:
             good, ends = set(), {}
-    return plain, [_place(text, index, good, ends) for index, text in enumerate(none.texts)]
+    return plain, [_mark_of(text, index, good, ends) for index, text in enumerate(none.texts)]
 
 
 def _left_alone(index: int, render: Callable[[Marks], str], plain: str) -> bool:
     marks = Marks(index.__eq__)
-    return marks.taken(render(marks))[0] == plain
+    return marks.removed(render(marks))[0] == plain
 
 
-def _place(
+def _mark_of(
     text: str, index: int, good: set[int], ends: Mapping[int, list[tuple[str, int]]]
 ) -> Mark | Refused:
     if not text:
@@ -112,7 +118,7 @@ def _place(
 
 
 def _replaced(value: Any, text_of: Callable[[Marked], str]) -> Any:
-    """Messages in which parts, and lists of parts and text, are text."""
+    """A copy in which parts, and lists of parts and text, are replaced by text."""
     if is_part(value):
         return text_of(marked(value))
     if isinstance(value, Mapping):

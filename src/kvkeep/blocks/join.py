@@ -1,4 +1,4 @@
-"""Join what was computed for texts that did not see each other."""
+"""Join caches of texts that were computed apart, by moving them to new positions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from kvkeep.store.layer_slices import require_whole
 
 
 def join(model: Any, caches: Sequence[ModelCache]) -> ModelCache:
-    """A cache that holds what several caches hold, one text behind the other.
+    """A cache that holds the texts of several caches, one after the other.
 
-    Each text was fed by itself, from position 0, so its tokens saw no other text: the result is
-    that of a forward of all of them under a block-diagonal mask, with the positions they now have;
-    what is fed from then on sees everything. It is not what reading the texts together would give.
+    Each text was fed by itself, from position 0, so its tokens attended to no other text. The
+    result is that of one forward of all texts at their new positions under a block-diagonal mask;
+    tokens that are fed afterwards attend to everything. A forward without that mask gives other
+    keys and values.
 
-    Keys stay as they are and are shared: attention rotates its few queries back instead, by as much
-    as a text was moved. Where a policy must evict, or a snapshot is taken, keys are rotated for
-    good (and encoded again). The first text only should begin with a BOS token.
+    Keys are shared and stay as they are: attention rotates the few queries instead, by the offset
+    of each text. When a policy evicts, or a snapshot is taken, keys are rotated once (and encoded
+    again). Only the first text should begin with a BOS token.
 
     Args:
-        caches: of one row each, and of this model, with the same specs; they are frozen, and may
-            go on by themselves.
+        model: that computed the caches.
+        caches: of one row each, with the same specs. They are frozen, and can still be used.
 
     Raises:
-        ShapeError: no caches, or of several rows.
-        StateError: caches of another model or other specs.
-        UnsupportedError: a cache that evicted something, or a model whose positions cannot be
-            moved: they are learned, or its frequencies depend on the length.
+        ShapeError: no caches, or one with several rows.
+        StateError: the caches differ in specs, or in whether the model was attached.
+        UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its positions
+            are learned, or its frequencies depend on the length.
     """
     *starts, columns = accumulate((cache.fed for cache in caches), initial=0)
     return join_at(host_of(model), caches, starts, columns)
@@ -46,12 +47,12 @@ def join(model: Any, caches: Sequence[ModelCache]) -> ModelCache:
 def join_at(
     host: Host, caches: Sequence[ModelCache], starts: Sequence[int], columns: int
 ) -> ModelCache:
-    """`join`, with gaps.
+    """Join caches whose texts begin at given positions, with gaps between them; see `join`.
 
     Args:
-        starts: at which position each text begins, ascending.
-        columns: tokens in all. Those that no text holds must be computed before anything else is
-            fed, see `kvkeep.blocks.recomputation`.
+        starts: the position at which each text begins, ascending.
+        columns: total number of tokens. Those that no text holds must be computed before anything
+            else is fed; see `kvkeep.blocks.recomputation`.
     """
     _require_alike(caches)
     rotaries = moving(host)
@@ -73,23 +74,23 @@ def join_at(
 
 
 def moving(host: Host) -> list[Rotary]:
-    """How each layer rotates its keys; by no frequency where it does not.
+    """How each layer rotates its keys; without frequencies where it does not.
 
     Raises:
-        UnsupportedError: what was computed at a position belongs there.
+        UnsupportedError: keys cannot be moved to another position.
     """
     found = host.rotaries()
     if not any(found):
         raise UnsupportedError(
-            f"{host.name} has no rotary embedding, so what it computed for "
-            "a text belongs to its place; use a PrefixStore, which keeps places"
+            f"{host.name} has no rotary embedding, so the keys of a text cannot be moved to "
+            "other positions; use a PrefixStore, which reuses them where they are"
         )
     none = Rotary(torch.empty(0))
     return [one or none for one in found]
 
 
 def windowed(cache: ModelCache) -> str:
-    """Which layers of a cache see a window of their own, in words; empty if none does."""
+    """Which layers of a cache have a sliding window, in words; empty if none has."""
     found = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
     if not found:
         return ""
@@ -97,17 +98,17 @@ def windowed(cache: ModelCache) -> str:
     starts = [i for i in found if i - 1 not in found]
     runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     several = f"layers {', '.join(runs)}" if len(found) > 1 else f"layer {found[0]}"
-    return f"{len(found)} of {len(cache)} layers ({several}) see a window of their own"
+    return f"{len(found)} of {len(cache)} layers ({several}) have a sliding window"
 
 
 def _moved(run: Run, by: int, rotary: Rotary) -> Run:
-    """A run that stands so much later; one that was moved before, further."""
+    """A run moved by so many positions, added to those by which it was moved before."""
     already = 0 if run.rotation is None else run.rotation.offset
     if not by and not already:
         return run
-    place = run.joined[POSITION] - already
+    position = run.joined[POSITION] - already
     rotation = Rotation(by + already, rotary.inv_freq, rotary.interleaved)
-    return Run.of({**run.planes, POSITION: place}, rotation)
+    return Run.of({**run.planes, POSITION: position}, rotation)
 
 
 def _require_alike(caches: Sequence[ModelCache]) -> None:
@@ -116,11 +117,12 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
     for cache in caches:
         require_whole(cache)
         if cache.rows > 1:
-            raise ShapeError(f"a cache of {cache.rows} rows; join texts one by one")
+            raise ShapeError(f"a cache of {cache.rows} rows; give caches of one row each")
     kinds = {tuple(layer.kind for layer in cache.layers) for cache in caches}
     fed_by = {cache.routed for cache in caches if cache.fed}
-    if len(kinds) > 1 or len(fed_by) > 1:
+    if len(kinds) > 1:
+        raise StateError(f"caches of {len(kinds)} different specs; join caches of one spec")
+    if len(fed_by) > 1:
         raise StateError(
-            f"caches of {len(kinds)} different specs, fed by attached and other models "
-            f"{sorted(map(str, fed_by))}; join those of one model and one spec"
+            "some caches were fed while the model was attached and some not; feed all of them alike"
         )

@@ -1,4 +1,4 @@
-"""Parts of a prompt: text, blocks that are worth keeping, and components that are made of both."""
+"""Parts of a prompt: text, blocks to be reused, and components made of both."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from kvkeep.errors import SpecError
 
 @runtime_checkable
 class Component(Protocol):
-    """What is made of parts, such as a tool with its description, or a page of documents."""
+    """An object made of parts, such as a tool with its description, or a page of documents."""
 
     def parts(self) -> Sequence[Part]:
-        """What it is made of, in order."""
+        """Its parts, in order."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text that is read where it stands."""
+    """Text that is computed at its place in the prompt."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part that other prompts will have too, perhaps in another place.
+    """A part that other prompts contain too, perhaps at another place.
 
     Args:
-        content: text or other parts, blocks as well: where this one cannot be reused, they may.
-        use_cache: False for one that is only read.
+        content: text or other parts. These may be blocks, which are reused where this one cannot
+            be.
+        use_cache: whether it is reused; False treats it as text.
     """
 
     content: Part | Sequence[Part]
@@ -46,7 +47,8 @@ Part = Union[str, Text, Block, Component]  # noqa: UP007 - Block's content is a 
 
 @dataclass(frozen=True)
 class Mark:
-    """A block in a text: from character `start` to before `stop`, without the spaces around it."""
+    """Where a block is in a text: characters `start` to `stop`, exclusive, without surrounding
+    white space."""
 
     start: int
     stop: int
@@ -54,7 +56,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Refused:
-    """A block that is not reused: its text, and why."""
+    """A block that is not reused: its text, and the reason."""
 
     text: str
     reason: str
@@ -62,16 +64,16 @@ class Refused:
 
 @dataclass
 class Marked:
-    """A text, and where its blocks are, those inside others behind them."""
+    """A text, and where its blocks are. A block inside another follows it in the list."""
 
     text: str = ""
     marks: list[Mark] = field(default_factory=list)
 
     def add(self, part: Part | Sequence[Part]) -> None:
-        """Put a part behind the others.
+        """Append a part.
 
         Raises:
-            SpecError: it is no part.
+            SpecError: the value is not a part.
         """
         if isinstance(part, str):
             self.text += part
@@ -86,18 +88,18 @@ class Marked:
             self.add(part.parts())
         else:
             raise SpecError(
-                f"{type(part).__name__} is no part of a prompt; give text, Text, Block, or an "
+                f"{type(part).__name__} is not a part of a prompt; give text, Text, Block, or an "
                 "object with parts()"
             )
 
     def _add_block(self, block: Block) -> None:
-        place, start = len(self.marks), len(self.text)
+        index, start = len(self.marks), len(self.text)
         self.add(block.parts())
         if block.use_cache:
             content = self.text[start:]
             start += len(content) - len(content.lstrip())
             stop = max(start, len(self.text.rstrip()))
-            self.marks.insert(place, Mark(start, stop))
+            self.marks.insert(index, Mark(start, stop))
 
 
 def is_part(value: Any) -> bool:
@@ -110,7 +112,7 @@ def marked(part: Part | Sequence[Part]) -> Marked:
     """The text of some parts, and where its blocks are.
 
     Raises:
-        SpecError: something is no part.
+        SpecError: a value is not a part.
     """
     found = Marked()
     found.add(part)
@@ -118,7 +120,7 @@ def marked(part: Part | Sequence[Part]) -> Marked:
 
 
 def listed(content: Part | Sequence[Part]) -> Sequence[Part]:
-    """Parts, of one or several."""
+    """One part or several, as a sequence."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return content
     return [content]

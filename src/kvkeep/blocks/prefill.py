@@ -1,4 +1,4 @@
-"""A cache of tokens, some runs of which were computed by themselves, wherever they stand."""
+"""Build a cache of tokens, some spans of which were computed apart, at other positions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ from kvkeep.store import PrefixStore
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
 
-_SAMPLED = 64  # tokens of which is told how far they are from what reading gives
+_SAMPLED = 64  # tokens by which the deviation is estimated
 
 
 class Span(NamedTuple):
-    """Tokens from `start` to before `stop`."""
+    """Tokens `start` to `stop`, exclusive."""
 
     start: int
     stop: int
 
 
 class Assembled(NamedTuple):
-    """A cache, and how it came to be: how many of its tokens were found as the beginning of other
-    texts, how many in spans that were found, how many of those in spans were computed again, and
-    how far the keys and values of the others are from what reading everything gives (a relative
-    norm in the second layer, of a sample; None where nothing tells)."""
+    """A cache, and where its tokens came from.
+
+    Args:
+        exact: tokens found as a stored prefix.
+        found: tokens found in spans.
+        repaired: tokens of spans that were computed again.
+        deviation: how far the keys and values of the spans' other tokens are from those of a plain
+            prefill: the relative norm of the difference in the second layer, of a sample. None
+            where it was not estimated.
+    """
 
     cache: ModelCache
     exact: int
@@ -50,22 +56,22 @@ def prefill(
     store: PrefixStore | None = None,
     namespace: str = "",
 ) -> ModelCache:
-    """A cache of texts, one behind the other, each of which was computed by itself.
+    """A cache of texts, one after the other, each of which is computed by itself.
 
     Args:
-        model: attached, where tokens are to be computed again.
-        texts: token ids, int64 (n,), none empty; only the first may begin with a BOS token.
-        recompute: which tokens of all texts but the first are computed again, knowing what stands
-            before them. 0: none, so that texts see themselves only (block-diagonal attention).
-            "boundary:k": the first k of each. A share, such as 0.15: those that differ most from
-            what they would be (CacheBlend). "all": all, which is the plain prefill.
+        model: attached, if tokens are to be computed again.
+        texts: token ids, int64 (n,), none empty; only the first should begin with a BOS token.
+        recompute: which tokens of the texts after the first are computed again, with attention to
+            all tokens before them. 0: none (block-diagonal attention). "boundary:k": the first k of
+            each text. A share, such as 0.15: those whose keys and values would change most
+            (CacheBlend). "all": all, which is the plain prefill.
         spec: of the cache; it must keep all tokens.
-        store: where texts are found that were computed before, and kept.
-        namespace: of its entries.
+        store: where computed texts are found and stored.
+        namespace: of the store's entries.
 
     Raises:
         ShapeError: no texts, or an empty one.
-        SpecError: a `recompute` that is none of these.
+        SpecError: another `recompute`.
         UnsupportedError: see `join`.
     """
     if not texts or any(text.dim() != 1 or not len(text) for text in texts):
@@ -100,18 +106,17 @@ def assemble(
     capacity: int | None = None,
     estimate: bool = True,
 ) -> Assembled:
-    """A cache of tokens, of which each span was computed by itself; what stands between spans is
-    computed where it stands, after all before it.
+    """A cache of tokens. Each span is computed by itself; tokens between spans are computed at
+    their place, with attention to all before them.
 
     Args:
         tokens: int64 (n,), on the CPU.
         spans: ascending, none before `first`.
-        first: so many tokens, at least 1, are read as they are, before all else.
+        first: how many leading tokens, at least 1, are computed as a plain prefix.
         recompute: see `prefill`.
-        prompt: see `kvkeep.PrefixStore.read`; in spans there is no invocation.
+        prompt: see `kvkeep.PrefixStore.read`; no span contains an invocation.
         capacity: see `kvkeep.Cache`.
-        estimate: say how far off what was not computed again is, which costs a few tokens in two
-            layers.
+        estimate: estimate the deviation, at the cost of a few tokens in two layers.
     """
     mode, amount = parsed(recompute)
     host = host_of(model)
@@ -130,24 +135,24 @@ def assemble(
     if mode == "all" or not spans:
         whole = read(0, len(tokens), prompt)
         return Assembled(whole.cache, whole.found, 0, 0, 0.0)
-    begins = Span(0, first)
-    kinds = _kinds(len(tokens), [begins, *spans])
+    beginning = Span(0, first)
+    kinds = _kinds(len(tokens), [beginning, *spans])
     certain = kinds == _BETWEEN
     if mode != "none" or bool(certain.any()):
         recomputation.require_repairable(host, host.new_cache(spec, capacity=capacity))
-    begun = read(0, first, prompt)
+    leading = read(0, first, prompt)
     others = [read(start, stop, prompt[:0]) for start, stop in spans]
-    spans = [begins, *spans]
-    caches = [begun.cache, *(other.cache for other in others)]
+    spans = [beginning, *spans]
+    caches = [leading.cache, *(other.cache for other in others)]
     cache = join_at(host, caches, [span.start for span in spans], len(tokens))
-    cache.activation = begun.cache.activation
+    cache.activation = leading.cache.activation
     if mode == "boundary":
         for start, stop in spans[1:]:
             certain[start : min(start + int(amount), stop)] = True
     more = round(amount * int((kinds == _SPAN).sum())) if mode == "share" else 0
     deviation = None
     computed = certain.nonzero().flatten()
-    # Without a token that is computed in every layer there is no forward that could tell.
+    # A forward needs at least one token that passes through every layer.
     if more or (estimate and len(computed) and recomputation.compares(host)):
         sample = ((kinds == _SPAN) & ~certain).nonzero().flatten()
         if mode != "share":
@@ -160,14 +165,14 @@ def assemble(
         recomputation.recompute(host, cache, tokens, computed)
     repaired = int((kinds[computed] == _SPAN).sum())
     found = sum(other.found for other in others)
-    return Assembled(cache, begun.found, found, repaired, deviation)
+    return Assembled(cache, leading.found, found, repaired, deviation)
 
 
 _FIRST, _SPAN, _BETWEEN = range(3)
 
 
 def _kinds(count: int, spans: Sequence[Span]) -> Tensor:
-    """Of each token: whether it is in the first span, in a later one, or in none."""
+    """For each token: whether it is in the first span, in a later one, or in none."""
     kinds = torch.full((count,), _BETWEEN)
     for index, (start, stop) in enumerate(spans):
         kinds[start:stop] = _SPAN if index else _FIRST

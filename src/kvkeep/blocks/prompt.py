@@ -1,4 +1,4 @@
-"""Prompts and chats with blocks, and what is computed of them."""
+"""Prompts and chats with blocks: how they are tokenized, and how their cache is computed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SHOWN = 40  # characters of a block in a report
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What became of a block: its first characters, the tokens it is of the prompt, and why it was
-    not reused; empty if it was."""
+    """A block of a prompt: its first characters, its tokens `start` to `stop`, and why it was not
+    reused; empty if it was."""
 
     text: str
     start: int | None
@@ -40,16 +40,16 @@ class Report:
     """Where a prompt's keys and values came from, in tokens.
 
     Args:
-        tokens: of the prompt, its last one aside.
-        exact: found as the beginning of texts before: what reading gives, to the last bit.
-        found: of blocks, found.
-        repaired: of blocks, computed again, knowing what stands before them.
-        approximate: of blocks, used as they were computed, without what stands before them.
-        deviation: an estimate of how far the approximate ones are from what reading everything
-            gives: the relative norm of the difference of keys and values in the second layer, of a
-            sample. 0 where nothing is approximate, None where nothing tells. How much of it a
-            model's answer shows is the model's matter.
-        blocks: what became of each marked block.
+        tokens: of the prompt, without its last one.
+        exact: found as a stored prefix; their slots are those of a plain prefill, to the last bit.
+        found: found in stored blocks.
+        repaired: of blocks, computed again with attention to all tokens before them.
+        approximate: of blocks, used as computed by themselves, without the tokens before them.
+        deviation: an estimate of how far the approximate ones are from a plain prefill: the
+            relative norm of the difference of keys and values in the second layer, of a sample. 0
+            if none are approximate, None if it could not be estimated. How much it changes an
+            answer depends on the model.
+        blocks: one report for each marked block.
     """
 
     tokens: int
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def cached(self) -> int:
-        """Tokens that the store had."""
+        """Tokens that came from the store."""
         return self.exact + self.found
 
     def asdict(self) -> dict[str, Any]:
@@ -71,19 +71,19 @@ class Report:
 
 
 class Prefilled(NamedTuple):
-    """A cache of all tokens of a prompt but the last, and where they came from."""
+    """A cache of a prompt's tokens without the last, and where they came from."""
 
     cache: ModelCache
     report: Report
 
 
 class Encoded:
-    """A prompt's tokens, and which of them are blocks.
+    """A prompt's tokens, and which of them belong to blocks.
 
     Attributes:
         input_ids: int64 (1, n).
-        blocks: what became of each marked block, in order, those inside others behind them.
-        report: of the last prefill, by `generate` too; None before.
+        blocks: the tokens of each marked block, in order; a block inside another follows it.
+        report: of the last prefill, by `generate` too; None before the first.
     """
 
     def __init__(self, ids: Tensor, blocks: Sequence[BlockTokens]) -> None:
@@ -101,22 +101,22 @@ class Encoded:
         namespace: str = "",
         capacity: int | None = None,
     ) -> Prefilled:
-        """A cache of all tokens but the last, which `generate` or your loop feeds.
+        """A cache of all tokens but the last, which `generate` or your own loop feeds.
 
-        What the store has as the beginning of other texts is used as it is. Behind that, each
-        block is found or computed by itself, and the rest computed where it stands. Where blocks
-        cannot be reused they are read like any other text, and the report says why.
+        A stored prefix is used as it is. After it, each block is taken from the store or computed
+        by itself, and the other tokens are computed at their place. Blocks that cannot be reused
+        are treated as text, and the report says why.
 
         Args:
             model: attached.
             recompute: which tokens of blocks are computed again: see `kvkeep.blocks.prefill`.
             spec: of the cache.
-            store: where they are found, and kept.
-            namespace: of its entries.
+            store: where computed tokens are found and stored.
+            namespace: of the store's entries.
             capacity: see `kvkeep.Cache`.
 
         Raises:
-            ShapeError: no tokens, or more than the model's context has room for.
+            ShapeError: no tokens, or more than the model's context.
             SpecError: a `recompute` or spec that does not exist.
         """
         parsed(recompute)
@@ -131,22 +131,22 @@ class Encoded:
             require_steady(host)
         except UnsupportedError as error:
             feed(host, tokens, cache)
-            refused = [segment.refuse(str(error)) for segment in self.blocks]
+            refused = [block.refuse(str(error)) for block in self.blocks]
             return self._reported(Assembled(cache, 0, 0, 0, 0.0), [], refused)
         whole = _why_not_any(host, cache, recompute)
-        segments = [
-            segment.refuse(whole or _why_not(segment, host, cache, store.budget))
-            for segment in self.blocks
+        blocks = [
+            block.refuse(whole or _why_not(block, host, cache, store.budget))
+            for block in self.blocks
         ]
         known = store.known(*keyed(host, tokens, cache.specs, namespace, cache.activation))
         spans = [
             Span(one.span.start, min(one.span.stop, len(tokens)))
-            for one in segments
+            for one in blocks
             if one.span is not None and not one.refused
         ]
         behind = sorted(span for span in spans if span.stop > known)
         first = behind[0].start if behind else len(tokens)
-        if behind and first == 0:  # it stands where it was computed
+        if behind and first == 0:  # it is at the position for which it was computed
             first = behind.pop(0).stop
         read = assemble(
             model,
@@ -160,7 +160,7 @@ class Encoded:
             store=store,
             namespace=namespace,
         )
-        return self._reported(read, behind, segments)
+        return self._reported(read, behind, blocks)
 
     def _tokens(self, most: int | None) -> Tensor:
         """All tokens but the last, (n,)."""
@@ -168,12 +168,12 @@ class Encoded:
         if not len(ids) or len(ids) > (most or len(ids)):
             raise ShapeError(
                 f"a prompt of {len(ids)} tokens, but the model takes 1 to {most or 'any number'}; "
-                "give it text, or less of it"
+                "give it text, or a shorter one"
             )
         return ids[:-1]
 
     def _reported(
-        self, read: Assembled, spans: Sequence[Span], segments: Sequence[BlockTokens]
+        self, read: Assembled, spans: Sequence[Span], blocks: Sequence[BlockTokens]
     ) -> Prefilled:
         approximate = sum(span.stop - span.start for span in spans) - read.repaired
         self.report = Report(
@@ -183,19 +183,19 @@ class Encoded:
             repaired=read.repaired,
             approximate=approximate,
             deviation=read.deviation if approximate else 0.0,
-            blocks=list(map(_report_of, segments)),
+            blocks=list(map(_report_of, blocks)),
         )
         return Prefilled(read.cache, self.report)
 
 
 class Prompt:
-    """Parts, one behind the other.
+    """A prompt made of parts.
 
     Args:
         parts: text, `Text`, `Block`, or anything with `parts()`.
 
     Raises:
-        SpecError: one of them is no part.
+        SpecError: one of them is not a part.
     """
 
     def __init__(self, parts: Part | Sequence[Part]) -> None:
@@ -203,53 +203,51 @@ class Prompt:
         self._marked = marked(self._parts)
 
     def parts(self) -> Sequence[Part]:
-        """What it is made of."""
+        """Its parts."""
         return self._parts
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return self._marked.text
 
     def encode(self, tokenizer: Any, *, shortest: int = SHORTEST) -> Encoded:
-        """Its tokens, with those that the tokenizer adds, such as BOS.
+        """Tokenize it, with the special tokens that the tokenizer adds, such as BOS.
 
         Args:
-            shortest: blocks of fewer tokens are not reused.
+            shortest: fewest tokens of a block that is reused.
         """
-        ids, segments = tokenized(
+        ids, blocks = tokenized(
             tokenizer, self.text, self._marked.marks, special=True, shortest=shortest
         )
-        return Encoded(ids, segments)
+        return Encoded(ids, blocks)
 
 
 class Chat:
     """Messages of a chat, which may contain blocks.
 
     Args:
-        messages: as for `apply_chat_template`; where it takes text, a part or a list of parts and
-            text may stand, in tool results too.
-        options: of `apply_chat_template`, such as `tools=`, which may contain parts too. An answer
-            is asked for (`add_generation_prompt=True`) if they do not say otherwise.
+        messages: as for `apply_chat_template`. Wherever it takes text, tool results included, a
+            part or a list of parts and text may be given.
+        options: of `apply_chat_template`, such as `tools=`, which may contain parts too.
+            `add_generation_prompt` is True unless given.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> None:
         self.messages = list(messages)
         if "tokenize" in options:
-            raise SpecError(
-                "tokenize= is not for Chat, which encode() turns into tokens; leave it out"
-            )
+            raise SpecError("Chat takes no tokenize=; encode() returns tokens; leave it out")
         going_on = bool(options.get("continue_final_message"))
         self.options = {"add_generation_prompt": not going_on} | options
 
     def encode(self, tokenizer: Any, *, shortest: int = SHORTEST) -> Encoded:
-        """Its tokens, as the tokenizer's chat template has it.
+        """Render it by the tokenizer's chat template, and tokenize it.
 
         Args:
-            shortest: blocks of fewer tokens are not reused.
+            shortest: fewest tokens of a block that is reused.
 
         Raises:
-            SpecError: the tokenizer has no chat template, or something is no part.
+            SpecError: the tokenizer has no chat template, or a value is not a part.
         """
         if getattr(tokenizer, "chat_template", None) is None:
             raise SpecError("this tokenizer has no chat template; give a Prompt, or set one")
@@ -259,48 +257,48 @@ class Chat:
             return text
 
         text, marks = chat.rendered({"conversation": self.messages} | self.options, render)
-        ids, segments = tokenized(tokenizer, text, marks, special=False, shortest=shortest)
-        return Encoded(ids, segments)
+        ids, blocks = tokenized(tokenizer, text, marks, special=False, shortest=shortest)
+        return Encoded(ids, blocks)
 
 
 def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
-    """Why no block can be reused by a model; empty if they can."""
+    """Why no block can be reused by a model; empty if blocks can."""
     if recompute == "all":
-        return 'recompute="all" reads everything'
+        return 'recompute="all" computes everything'
     try:
         moving(host)
     except UnsupportedError as error:
         return str(error)
     if not host.attached:
-        return "the model is not attached; kvkeep.attach(model)"
+        return "the model is not attached; call kvkeep.attach(model)"
     windows = windowed(cache)
     if windows:
-        return f"{windows}, and what stands there moves"
+        return f"{windows}, so blocks cannot be moved"
     if any(layer.policy.budget is not None for layer in cache.layers):
-        return "the spec evicts, and would take what is computed again for the newest; use keep_all"
+        return "the spec evicts, and would treat recomputed tokens as the newest; use keep_all"
     if any(layer.limit is not None for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
     if parsed(recompute).mode == "share" and not compares(host):
-        return "the model has no second layer to tell what differs; use recompute='boundary:32'"
+        return "the model has no second layer to compare tokens in; use recompute='boundary:32'"
     return ""
 
 
-def _why_not(segment: BlockTokens, host: Host, cache: ModelCache, budget: int | None) -> str:
+def _why_not(block: BlockTokens, host: Host, cache: ModelCache, budget: int | None) -> str:
     """Why a block cannot be reused; empty if it can."""
-    if segment.span is None:
+    if block.span is None:
         return ""
     active: Activation | None = cache.activation
-    if active is not None and segment.span.stop > active.start:
-        return f"an adapter takes over at token {active.start}, and what it computes belongs there"
+    if active is not None and block.span.stop > active.start:
+        return f"an adapter computes from token {active.start} on, so the block cannot be moved"
     if budget is None:
         return ""
-    tokens = segment.span.stop - segment.span.start
+    tokens = block.span.stop - block.span.start
     nbytes = cache.bytes_of(host.geometries(), tokens)
     if nbytes > budget:
-        return f"its {tokens} tokens take {nbytes} bytes, the store holds {budget}"
+        return f"its {tokens} tokens take {nbytes} bytes, but the store holds {budget}"
     return ""
 
 
-def _report_of(segment: BlockTokens) -> BlockReport:
-    start, stop = segment.span or (None, None)
-    return BlockReport(segment.text[:_SHOWN], start, stop, segment.refused)
+def _report_of(block: BlockTokens) -> BlockReport:
+    start, stop = block.span or (None, None)
+    return BlockReport(block.text[:_SHOWN], start, stop, block.refused)

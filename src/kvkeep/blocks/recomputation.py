@@ -1,4 +1,4 @@
-"""Compute some tokens of joined texts again, so that they know of the texts before them."""
+"""Compute some tokens of joined texts again, so that they attend to the texts before them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.planes import POSITION, part, slot_count
 
 
 class Blended(NamedTuple):
-    """The positions that were computed again, int64 (n,), ascending; and how much the keys and
-    values of the other candidates differ from what they would be, as a relative norm."""
+    """The positions that were computed again, int64 (n,), ascending; and how far the keys and
+    values of the other candidates are from recomputed ones, as a relative norm."""
 
     positions: Tensor
     deviation: float
@@ -25,12 +25,18 @@ class Blended(NamedTuple):
 
 @torch.inference_mode()
 def recompute(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> None:
-    """Compute tokens of a joined cache again, now that they see all before them.
+    """Compute tokens of a joined cache again, with attention to all tokens before them.
 
     Args:
-        model: the attached model.
-        tokens: all that the cache counts as fed, int64 (T,).
-        positions: of those to compute, int64 (n,), ascending; all of those that it does not hold.
+        host: of an attached model.
+        tokens: all tokens that the cache counts as fed, int64 (T,).
+        positions: which to compute, int64 (n,), ascending; they must include all that the cache
+            does not hold.
+
+    Raises:
+        UnsupportedError: the cache's spec or the model does not allow it.
+        ShapeError: tokens or positions that do not fit the cache.
+        StateError: something was fed since the caches were joined.
     """
     _require(host, cache, tokens, positions)
     for layer in cache.layers:
@@ -48,29 +54,34 @@ def blend(
     certain: Tensor,
     count: int,
 ) -> Blended:
-    """Compute those tokens again that differ most from what they would be, layer by layer.
+    """Compute again the tokens whose keys and values would change most.
 
-    All candidates pass through the first layer. In the second their keys and values are compared
-    with what is held, and from there on those that differ most go on.
+    All candidates pass through the first layer. The second layer compares their new keys and values
+    with those that the cache holds; only those that differ most pass through the rest of it and the
+    layers after it.
 
     Args:
-        tokens: all that the cache counts as fed, int64 (T,).
-        candidates: positions, int64 (n,), ascending; all of those that the cache does not hold.
-        certain: bool (n,), those that are computed whatever they are.
-        count: how many of the others are.
+        tokens: all tokens that the cache counts as fed, int64 (T,).
+        candidates: positions, int64 (n,), ascending; they must include all that the cache does not
+            hold.
+        certain: bool (n,), candidates that are computed in any case.
+        count: how many of the others are computed.
+
+    Raises:
+        UnsupportedError, ShapeError, StateError: see `recompute`.
 
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
     _require(host, cache, tokens, candidates[certain])
     if not compares(host):
         raise UnsupportedError(
-            f"{type(host.model).__name__} has no list of several layers, whose second would tell "
-            "what differs; use recompute='boundary:32' or 'all'"
+            f"{type(host.model).__name__} has no list of several layers, of which the second "
+            "compares keys and values; use recompute='boundary:32' or 'all'"
         )
     own = cache.layers
-    choice = _Choice(own[1], candidates, certain, count)
+    choice = _SecondLayer(own[1], candidates, certain, count)
     _replace(own[0], candidates)
-    others: list[Any] = [choice, *(_Later(layer, choice) for layer in own[2:])]
+    others: list[Any] = [choice, *(_LaterLayer(layer, choice) for layer in own[2:])]
     cache.layers = [own[0], *others]
     try:
         with host.narrowed(2, len(candidates), choice.narrowed):
@@ -80,8 +91,9 @@ def blend(
     return Blended(choice.chosen, choice.deviation)
 
 
-class _Stand:
-    """Stands for a layer in one forward; until its step comes, as if its slots were taken back."""
+class _LayerProxy:
+    """Takes the place of a layer during one forward. Until the layer's step runs, `fed` does not
+    count the candidates."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor) -> None:
         self._layer, self.candidates, self._stepped = layer, candidates, False
@@ -94,10 +106,10 @@ class _Stand:
         return self._layer.fed - (0 if self._stepped else len(self.candidates))
 
 
-class _Later(_Stand):
-    """A layer, of whose slots the chosen ones are replaced when they come."""
+class _LaterLayer(_LayerProxy):
+    """A layer after the second: when its step runs, it replaces the slots of the chosen tokens."""
 
-    def __init__(self, layer: LayerCache, choice: _Choice) -> None:
+    def __init__(self, layer: LayerCache, choice: _SecondLayer) -> None:
         super().__init__(layer, choice.candidates)
         self._choice = choice
 
@@ -107,9 +119,9 @@ class _Later(_Stand):
         return self._layer.run(inputs)
 
 
-class _Choice(_Stand):
-    """The second layer: it is given all candidates and goes on with those that are certain, and
-    those that differ most."""
+class _SecondLayer(_LayerProxy):
+    """The second layer: it gets all candidates and chooses those that are certain and those that
+    differ most."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor, certain: Tensor, count: int) -> None:
         super().__init__(layer, candidates)
@@ -124,7 +136,7 @@ class _Choice(_Stand):
         return self.candidates[self.index]
 
     def narrowed(self) -> Narrowed:
-        """What the layers behind this one get."""
+        """The tokens that the later layers get."""
         return Narrowed(self.index, self.chosen)
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -144,12 +156,12 @@ class _Choice(_Stand):
         return out
 
     def _compared(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each candidate: how far what is held is from what it would be, endless for those that
-        are certain, and the norm of that; squared."""
+        """For each candidate, squared: the distance of its held keys and values from the new ones,
+        infinite if it is certain; and the norm of the new ones."""
         layer = self._layer
         planes = layer.state().parts["slots"]
         slot = torch.searchsorted(planes[POSITION][0, 0], self.candidates.to(torch.int32))
-        slot = slot.clamp(max=slot_count(planes) - 1)  # tokens behind all that are held
+        slot = slot.clamp(max=slot_count(planes) - 1)  # for tokens after all that are held
         differ, norm = torch.zeros(2, len(slot), device=k.device)
         for codec, name, new in ((layer.key_codec, "k", k), (layer.value_codec, "v", v)):
             held = codec.decode(part(planes, name), torch.float32)[:, :, slot]
@@ -164,7 +176,7 @@ def compares(host: Host) -> bool:
 
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:
-    """Make room for tokens at some positions: those that are there are hidden."""
+    """Let tokens at some positions be fed again: their slots in frozen runs are hidden."""
     ledger = layer.ledger
     ledger.floor = ledger.columns  # the newest slots are no longer the newest tokens
     ledger.columns -= len(positions)
@@ -176,19 +188,21 @@ def _feed(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> N
 
 
 def require_repairable(host: Host, cache: ModelCache) -> None:
-    """Raise UnsupportedError when tokens in a cache like this one can never be computed again."""
+    """Raise UnsupportedError when tokens in a cache of these specs cannot be computed again."""
     if not host.attached:
-        raise UnsupportedError("tokens are computed again by attached models; kvkeep.attach(model)")
+        raise UnsupportedError(
+            "only an attached model computes tokens again; call kvkeep.attach(model)"
+        )
     windows = windowed(cache)
     if windows:
         raise UnsupportedError(
-            f"{windows}, and tokens there are not computed again; use recompute=0 with texts that "
+            f"{windows}, where tokens cannot be computed again; use recompute=0 with texts that "
             "fit the window, or recompute='all'"
         )
     evicting = next((x.policy for x in cache.layers if x.policy.budget is not None), None)
     if evicting is not None:
         raise UnsupportedError(
-            f"policy {evicting.name} evicts, and would take what is computed again for the "
+            f"policy {evicting.name} evicts, and would treat tokens that are computed again as the "
             "newest; use keep_all"
         )
 
@@ -196,12 +210,17 @@ def require_repairable(host: Host, cache: ModelCache) -> None:
 def _require(host: Host, cache: ModelCache, tokens: Tensor, certain: Tensor) -> None:
     require_repairable(host, cache)
     if tokens.shape != (cache.fed,):
-        raise ShapeError(f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}")
+        raise ShapeError(
+            f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}; give all of them"
+        )
     held = cache.layers[0].positions()[0, 0].cpu()
     if any(layer.storage.length for layer in cache.layers) or bool((held < 0).any()):
-        raise StateError("the cache went on since it was joined; recompute before anything is fed")
+        raise StateError("something was fed since the cache was joined; recompute before feeding")
     known = torch.zeros(len(tokens), dtype=torch.bool)
     known[held.long()] = known[certain] = True
     missing = int((~known).sum())
     if missing:
-        raise ShapeError(f"{missing} of {len(tokens)} tokens are neither held nor to be computed")
+        raise ShapeError(
+            f"{missing} of {len(tokens)} tokens are neither held nor among the positions to "
+            "compute; give their positions too"
+        )

@@ -1,4 +1,4 @@
-"""How much of what was joined is computed again."""
+"""The option `recompute=`: which tokens of reused blocks are computed again."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ Recompute = int | float | str
 """0; a share of the tokens, above 0 and below 1; "boundary:32"; or "all"."""
 
 RECOMPUTE = 0.15
-"""What is computed again if nothing else is said."""
+"""The default: the 15 % of a block's tokens whose keys and values would change most."""
 
 
-class Repair(NamedTuple):
-    """What `recompute=` says: "none", "boundary", "share" or "all", and how many."""
+class RecomputeOption(NamedTuple):
+    """The option parsed: "none", "boundary", "share" or "all", and the tokens or share of them."""
 
     mode: str
     amount: float
 
 
-def parsed(recompute: Recompute) -> Repair:
-    """What it says.
+def parsed(recompute: Recompute) -> RecomputeOption:
+    """Parse the option.
 
     Raises:
-        SpecError: it says nothing that is known.
+        SpecError: it is none of the known values.
     """
     if recompute == "all":
-        return Repair("all", 1)
+        return RecomputeOption("all", 1)
     if isinstance(recompute, str):
         name, _, count = recompute.partition(":")
         if name == "boundary" and count.isdigit() and int(count):
-            return Repair(name, int(count))
+            return RecomputeOption(name, int(count))
     elif isinstance(recompute, int | float) and 0 <= recompute < 1:
-        return Repair("share" if recompute else "none", recompute)
+        return RecomputeOption("share" if recompute else "none", recompute)
     raise SpecError(
         f"recompute={recompute!r}; give 0, a share such as 0.15, 'boundary:32' or 'all'"
     )

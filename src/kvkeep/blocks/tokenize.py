@@ -1,4 +1,4 @@
-"""Where the tokens of marked blocks are in a prompt, and which blocks are not worth it."""
+"""Tokens of a prompt, and which of them each marked block covers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvkeep.blocks.parts import Mark, Refused
 from kvkeep.blocks.prefill import Span
 
 SHORTEST = 16
-"""Tokens of a block that is worth a segment of its own, at least."""
+"""Fewest tokens of a block that is reused."""
 
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """What became of a block that was marked.
+    """The tokens of a marked block, or why it is not reused.
 
     Args:
         text: of the block.
-        span: its tokens; None where it has none of its own.
+        span: which tokens of the prompt it covers; None if it was refused before that was known.
         refused: why it is not reused; empty if it is.
     """
 
@@ -31,72 +31,76 @@ class BlockTokens:
     refused: str = ""
 
     def refuse(self, reason: str) -> BlockTokens:
-        """The same, not reused."""
+        """The same block, refused for a reason; an earlier reason stays."""
         return self if self.refused else replace(self, refused=reason)
 
 
 def tokenized(
     tokenizer: Any, text: str, marks: Sequence[Mark | Refused], *, special: bool, shortest: int
 ) -> tuple[Tensor, list[BlockTokens]]:
-    """The tokens of a text, and those of each block.
+    """Tokenize a text, and find the tokens of each block.
 
-    The text is encoded once, as a whole, and a block's are those that lie inside of its mark: what
-    stands between blocks and the blocks together are the prompt's tokens, whatever a block's text
-    would give by itself. A token that spans a block's boundary is left to what stands beside it;
-    a block whose boundary is within a word is a bad one.
+    The text is tokenized once, as a whole, so the tokens are those of the plain prompt; a block's
+    are those that lie within its mark. A token across a block's boundary is not the block's. A
+    block whose boundary falls within a word is refused.
 
     Args:
-        marks: those inside others behind them; or why one is not reused.
+        marks: where the blocks are, a block inside another after it; or why one is refused.
         special: whether the tokenizer adds its special tokens, such as BOS.
+        shortest: fewest tokens of a block that is reused.
 
     Returns:
-        Token ids, int64 (n,), and what became of each mark.
+        Token ids, int64 (n,), and one `BlockTokens` for each mark.
     """
-    offsets = bool(marks) and bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=offsets)
+    with_offsets = bool(marks) and bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=with_offsets)
     ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-    if not offsets:
-        refused = "the tokenizer does not say which text a token is of"
+    if not with_offsets:
+        refused = "the tokenizer gives no character offsets of its tokens"
         return ids, [
             BlockTokens(m.text if isinstance(m, Refused) else text[m.start : m.stop], None, refused)
             for m in marks
         ]
-    places = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2)
+    offsets = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2)
     taken: list[Mark] = []
     found: list[BlockTokens] = []
     for mark in marks:
         if isinstance(mark, Refused):
             found.append(BlockTokens(mark.text, None, mark.reason))
             continue
-        segment = _segment(text, mark, places, shortest)
+        block = _tokens_of(text, mark, offsets, shortest)
         if any(one.start <= mark.start and mark.stop <= one.stop for one in taken):
-            segment = segment.refuse("it is inside of a block that is reused")
-        elif not segment.refused:
+            block = block.refuse("it is inside a block that is reused")
+        elif not block.refused:
             taken.append(mark)
-        found.append(segment)
+        found.append(block)
     return ids, found
 
 
-def _segment(text: str, mark: Mark, places: Tensor, shortest: int) -> BlockTokens:
-    """A block's tokens, (start, stop) characters of each token being `places`, (n, 2)."""
+def _tokens_of(text: str, mark: Mark, offsets: Tensor, shortest: int) -> BlockTokens:
+    """The tokens of a block.
+
+    Args:
+        offsets: (start, stop) characters of each token, (n, 2).
+    """
     own = text[mark.start : mark.stop]
     if not own:
         return BlockTokens(own, None, "it is empty")
-    starts, stops = places.unbind(dim=1)
+    starts, stops = offsets.unbind(dim=1)
     real = stops > starts
     inside = (real & (starts >= mark.start) & (stops <= mark.stop)).nonzero().flatten()
     for edge in (mark.start, mark.stop):
         for index in (real & (starts < edge) & (stops > edge)).nonzero().flatten().tolist():
-            start, stop = places[index].tolist()
+            start, stop = offsets[index].tolist()
             if text[edge - 1].isalnum() and text[edge].isalnum():
                 return BlockTokens(
                     own,
                     None,
-                    f"its boundary re-tokenises: one token is of {text[start:stop]!r}, and it is "
-                    "within a word of that; put white space between them",
+                    f"its boundary re-tokenises: it falls within a word of "
+                    f"{text[start:stop]!r}; put white space there",
                 )
     if len(inside) < shortest:
         return BlockTokens(
-            own, None, f"it is too short: {len(inside)} tokens of its own, at least {shortest}"
+            own, None, f"it is too short: {len(inside)} tokens of its own, but at least {shortest}"
         )
     return BlockTokens(own, Span(int(inside[0]), int(inside[-1]) + 1))

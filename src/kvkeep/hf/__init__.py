@@ -1,4 +1,4 @@
-"""kvkeep for Hugging Face transformers: the only package that imports it."""
+"""kvkeep for Hugging Face transformers."""
 
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache

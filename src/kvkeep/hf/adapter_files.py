@@ -1,4 +1,4 @@
-"""Adapters of PEFT in directories: found, checked, and put on a model."""
+"""Find PEFT adapters in directories, check them, and load them into a model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class AdapterError(KVKeepError, ValueError):
-    """An adapter that does not exist, or cannot be put on a model."""
+    """An adapter does not exist, or cannot be loaded into a model."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name is that of a directory with an adapter in it, and no whole model."""
+    """Whether a name is a directory that contains an adapter but no complete model."""
     directory = Path(name)
     try:
         return (directory / _CONFIG).is_file() and not (directory / "config.json").exists()
-    except OSError:  # the name is too long for a directory's, or nobody may look there
+    except OSError:  # the name is too long for a path, or access is denied
         return False
 
 
 def base_of(directory: str) -> str | None:
-    """The model that an adapter was made for, by the name its config has, if it has one.
+    """The name of the model that an adapter was made for, if its config has one.
 
     Raises:
-        AdapterError: there is no adapter, or it is of a kind that is not loaded here.
+        AdapterError: there is no adapter, or it is of an unsupported kind.
     """
     base = _config(Path(directory)).get("base_model_name_or_path")
     return base if isinstance(base, str) else None
@@ -49,7 +49,9 @@ def _config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{directory / _CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise AdapterError(f"{directory / _CONFIG} is no adapter's config; save the adapter again")
+        raise AdapterError(
+            f"{directory / _CONFIG} is not an adapter's config; save the adapter again"
+        )
     if not (directory / _WEIGHTS).is_file():
         raise AdapterError(
             f"{directory} has no {_WEIGHTS}; save the adapter as safetensors: pickles are not "
@@ -64,10 +66,10 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
-    """The model with an adapter on its layers, which is active and not merged.
+    """Load an adapter into the model's layers; it is active and not merged.
 
     Raises:
-        AdapterError: PEFT is not installed, or the adapter is not one of this model's layers.
+        AdapterError: PEFT is not installed, or the adapter does not fit this model's layers.
     """
     try:
         from peft import (  # noqa: PLC0415 (it may be missing)
@@ -85,7 +87,7 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
     _config(place)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+            warnings.simplefilter("ignore", FutureWarning)  # raised by PEFT's use of transformers
             config = PeftConfig.from_pretrained(directory)
             config.inference_mode = True
             adapted: Any = PeftModel(model, config)
@@ -93,24 +95,24 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
             missing = sorted(known.keys() - weights.keys())
             read: Any = set_peft_model_state_dict(adapted, weights)
-    except Exception as error:  # what PEFT raises on odd configs is of every kind
+    except Exception as error:  # PEFT may raise any exception on an invalid config
         reason = " ".join(str(error).split())[:300]
         raise AdapterError(
-            f"cannot put {directory} on {model.name_or_path}: {reason}; give the model it was made "
-            "for, or save it again"
+            f"cannot load {directory} into {model.name_or_path}: {reason}; give the model it was "
+            "made for, or save it again"
         ) from error
     odd = list(read.unexpected_keys)
     if missing or odd:
         raise AdapterError(
             f"{directory} does not fit {model.name_or_path}: {len(missing)} weights are missing, "
-            f"{len(odd)} are of no layer, such as {(missing + odd)[0]}; give the model it was made "
-            "for"
+            f"{len(odd)} belong to no layer, such as {(missing + odd)[0]}; give the model it was "
+            "made for"
         )
     tuner = adapted.base_model
     if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
         raise AdapterError(
-            f"{directory} is of type {config.peft_type}, which does more than change layers; use "
-            "it with PEFT"
+            f"{directory} is of type {config.peft_type}, which changes more than the model's "
+            "layers; use it with PEFT"
         )
     found: PreTrainedModel = adapted.get_base_model()
     return found

@@ -1,4 +1,4 @@
-"""attach and detach: opt a transformers model in to kvkeep, and out again."""
+"""attach and detach: make a transformers model use kvkeep, and undo it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _ATTRIBUTE = "_kvkeep_attachment"
 
 @dataclass(frozen=True, repr=False)
 class Attachment:
-    """What `attach` did to a model. As a context manager it detaches on exit.
+    """The result of `attach`. As a context manager it detaches the model on exit.
 
-    `layers` counts the layers whose cache is kvkeep's; `attention` those whose attention runs on
-    it too (none for a latent cache, which the model expands itself).
+    `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
+    attention runs in kvkeep too (0 for a latent cache, which the model expands itself).
     """
 
     model: PreTrainedModel
@@ -82,43 +82,44 @@ def attach(
     recompute: Recompute = RECOMPUTE,
     prefill_chunk: int | None = PREFILL_CHUNK,
 ) -> Attachment:
-    """Let `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
+    """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
     Changes this model only: its attention implementation, two forward hooks and the cache that
     `generate` builds. Training forwards, and caches that are not kvkeep's, run as before.
 
     Args:
-        model: a decoder, or a model with one inside; a PEFT model is unwrapped.
-        spec: what caches built for it keep; see `kvkeep.Cache`.
-        store: where `generate()` finds what prompts began with before, and keeps what it computed;
-            see `kvkeep.PrefixStore`. For one prompt at a time, without a cache of your own.
-        namespace: of the store's entries: those of another one are never found.
-        recompute: how many tokens of blocks `generate()` computes again, where it is given a
-            prompt with blocks in place of token ids; see `kvkeep.blocks`.
-        prefill_chunk: how many tokens of a prompt `generate()` feeds at once where the spec has a
-            budget, so that the cache never holds a long prompt whole; None: all. A call's own
-            `prefill_chunk_size` goes before it.
+        model: a decoder, or a model that contains one; a PEFT model is unwrapped.
+        spec: the spec of caches built for the model; see `kvkeep.Cache`.
+        store: where `generate()` looks up prefixes of prompts and stores what it computed; see
+            `kvkeep.PrefixStore`. It is used for single prompts without a cache of your own.
+        namespace: namespace of the store's entries; entries of other namespaces are never found.
+        recompute: which tokens of blocks `generate()` recomputes when it is given a prompt with
+            blocks instead of token ids; see `kvkeep.blocks`.
+        prefill_chunk: tokens of a prompt that `generate()` feeds at once if the spec has a budget,
+            so that the cache never holds all of a long prompt; None: the whole prompt. A call's own
+            `prefill_chunk_size` takes precedence.
 
     Returns:
-        What was done; also a context manager.
+        A description of the attached model, which is also a context manager.
 
     Raises:
         StateError: the model is attached already.
-        UnsupportedError: the model's attention or layers cannot be served; it is left as it was.
-        SpecError: the spec does not exist or does not fit the model; or a `recompute` or
-            `prefill_chunk` that does not exist.
+        UnsupportedError: kvkeep does not support the model's attention or layers; the model is left
+            unchanged.
+        SpecError: the spec does not exist or does not fit the model, or `recompute` or
+            `prefill_chunk` is invalid.
     """
     parsed(recompute)
     if prefill_chunk is not None and prefill_chunk < 1:
         raise SpecError(
-            f"prefill_chunk {prefill_chunk}: give at least 1 token, or None to feed prompts whole"
+            f"prefill_chunk {prefill_chunk}: give at least 1 token, or None to feed whole prompts"
         )
     model = unwrapped(model)
     text = decoder_config(model.config)
     for part in (model, decoder_of(model)):
         if hasattr(part, _ATTRIBUTE):
             raise StateError(
-                f"this {type(part).__name__} is attached; call kvkeep.detach(model) first"
+                f"this {type(part).__name__} is attached already; call kvkeep.detach(model) first"
             )
     if is_routed(text):
         raise StateError(
@@ -170,7 +171,7 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model itself, of a PEFT model."""
+    """The transformers model itself, taken out of a PEFT model."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
@@ -182,7 +183,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that builds a cache of its own when it is given none."""
+    """The module that creates a cache if it is given none."""
     decoder: Any = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
         decoder = model.base_model
@@ -190,10 +191,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _registered(model: PreTrainedModel, original: str) -> str:
-    """The name under which transformers knows kvkeep's attention for a model that had `original`.
+    """Register kvkeep's attention, for models whose implementation was `original`, and return the
+    name under which transformers finds it.
 
     Raises:
-        UnsupportedError: the model does not ask transformers for its attention.
+        UnsupportedError: the model's attention does not use transformers' AttentionInterface.
     """
     if (
         not model._can_set_attn_implementation()
@@ -203,7 +205,7 @@ def _registered(model: PreTrainedModel, original: str) -> str:
             f"kvkeep cannot attach {type(model).__name__}: its attention does not go through "
             "transformers' AttentionInterface; pass kvkeep.Cache(model) to it unattached"
         )
-    # transformers takes a name with "flash" in it for a kernel to be imported.
+    # transformers treats a name that contains "flash" as a kernel to import.
     name = ATTENTION_PREFIX + original.replace("flash", "fa")
     AttentionInterface.register(name, attention_over(original))
     AttentionMaskInterface.register(name, mask_over(original))
@@ -211,8 +213,8 @@ def _registered(model: PreTrainedModel, original: str) -> str:
 
 
 def _require_fit(model: PreTrainedModel, implementation: str | None) -> None:
-    """Raise UnsupportedError if a rehearsal shows that the model's forward would be refused or
-    wrong on a kvkeep cache."""
+    """Raise UnsupportedError if a rehearsal shows that the model's forward would raise or be wrong
+    with a kvkeep cache."""
     decoder = decoder_of(model)
     fault = rehearse(decoder, implementation)
     if fault:
@@ -227,7 +229,7 @@ def _require_fit(model: PreTrainedModel, implementation: str | None) -> None:
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation of the decoder's config, and of no other part's."""
+    """Set the attention implementation in the decoder's config, and in no other part's."""
     text = decoder_config(model.config)
     parts = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
     model.set_attn_implementation({parts[0]: name} if parts else name)
@@ -236,8 +238,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 def _supply_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A cached forward without a cache gets kvkeep's; one that it could not serve is left alone. An
-    activated adapter takes over where the cache says."""
+    """Forward hook: supply a kvkeep cache to a cached forward that has none, unless kvkeep could
+    not serve it; and tell an activated adapter which tokens to compute."""
     if not torch.compiler.is_compiling():
         _activate(decoder, args, kwargs)
     cache = kwargs.get("past_key_values")
@@ -271,7 +273,7 @@ def _supply_cache(
 def _require_attended(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """No forward returns what its cache did not take part in."""
+    """Forward hook: raise if the model's attention did not use the keys in its cache."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         cache.require_attended()

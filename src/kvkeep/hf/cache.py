@@ -1,4 +1,4 @@
-"""Cache: kvkeep's cache as transformers expects it."""
+"""Cache: kvkeep's cache with transformers' interface."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ from kvkeep.layer.turn import Turn
 class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     """A kvkeep cache for a transformers model: pass it as `past_key_values`.
 
-    With an attached model (`kvkeep.attach`) attention runs on the slots where they lie, for every
-    spec. With an untouched model `update` returns all keys and values, which is right as long as
-    the model's own mask says what the spec says; a spec for which it does not raises.
+    With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
+    With an unattached model, `update` returns all keys and values, which is correct only if the
+    model's own mask agrees with the spec; otherwise it raises.
 
     Args:
         model: the model, or its config.
         spec: what to keep, e.g. "keep_all", "window:1024,sinks=4@fixed"; a list gives one spec
             per layer, a mapping one per layer type ("full_attention", "sliding_attention"). A
             layer with a sliding window of its own never keeps more than that window.
-        capacity: slots of fixed storage whose spec names none; the model's context by default.
+        capacity: slots of fixed storage whose spec gives no number; None: the model's context.
 
     Raises:
-        SpecError: a spec that does not exist or does not fit the model.
-        UnsupportedError: a model whose layers keep something else than keys and values.
+        SpecError: the spec does not exist or does not fit the model.
+        UnsupportedError: some layer of the model caches something other than keys and values.
     """
 
     _handed: Handed | None = None  # the last keys that were tagged
-    _start = 0  # columns fed before the forward that is under way
-    weights = False  # whether the forward under way wants attention weights
-    written_out = False  # whether steps of a `generate()` have weights or dropout: graphs lack them
+    _start = 0  # columns fed before the current forward
+    weights = False  # whether the current forward returns attention weights
+    written_out = False  # whether a `generate()` needs weights or dropout, which graphs lack
 
     _feeding: tuple[int, int] | None = None
-    """The thread that began the last forward, and the columns that are fed when it ends."""
+    """The thread that started the last forward, and the columns that are fed when it ends."""
 
     def __init__(
         self,
@@ -98,13 +98,14 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Called by a model with new keys and values (B, H, n, D), after its rotary embedding.
 
-        Attached: hands them through, tagged with their layer. Unattached: stores them and returns
-        all keys and values in the order of their positions, as the model's own mask expects.
+        Attached: returns them, tagged with their layer, for kvkeep's attention function.
+        Unattached: stores them and returns all keys and values in the order of their positions, as
+        the model's own mask expects.
         """
         if layer_idx >= len(self):
             raise StateError(
-                f"a model of more than {len(self)} layers feeds a cache built for {len(self)}; "
-                "build it as kvkeep.Cache(model)"
+                f"layer {layer_idx} of a model feeds a cache built for {len(self)} layers; build "
+                "it as kvkeep.Cache(model)"
             )
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
@@ -139,7 +140,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         return held.keys, held.values
 
     def _require_turn(self) -> None:
-        """Raise StateError while another thread is in the midst of a forward."""
+        """Raise StateError while another thread runs a forward."""
         if self._feeding is not None:
             thread, until = self._feeding
             if thread != get_ident() and any(layer.fed < until for layer in self.layers):
@@ -150,7 +151,8 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                 )
 
     def _begin(self, k: Tensor) -> None:
-        """What must hold before the first layer of a forward is changed."""
+        """Check what must hold before the first layer of a forward changes, and record its
+        start."""
         with self._turn:
             self._require_turn()
             self._admit(k)
@@ -166,29 +168,28 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             raise StateError(
                 "this cache was filled by the model "
                 + ("before it was attached" if routed else "while it was attached")
-                + "; reset() it, or finish with the model as it was"
+                + "; reset() it, or continue with the model in that state"
             )
         self.admit(k.shape[2])
         self._start, self.routed = self.fed, routed
 
     def require_attended(self) -> None:
-        """Raise UnsupportedError if the last keys that were handed to the model's attention did
-        not reach it, once a forward is over."""
+        """Raise UnsupportedError, at the end of a forward, if the last keys that `update` returned
+        did not reach the attention function."""
         if self._handed is not None and not self._handed.taken:
             raise UnsupportedError(
-                "the model's last layer gave keys to the cache and attended to others, so what it "
-                "returned is not to be used; reset() the cache, and use it with "
-                "kvkeep.detach(model)"
+                "the model's last layer gave keys to the cache and attended to others, so its "
+                "output is wrong; reset() the cache, and use it with kvkeep.detach(model)"
             )
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
-        """What `live_bytes` will be once `tokens` columns have passed.
+        """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            dtype: of keys and values; None takes the model's.
+            dtype: dtype of keys and values; None: the model's.
 
         Raises:
-            UnsupportedError: the model's config does not say how wide its keys are.
+            UnsupportedError: the model's config does not give the width of its keys.
         """
         geometries = layer_geometries(self.config)
         if dtype is not None:
@@ -206,25 +207,25 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         sync: bool = True,
         private: bool = False,
     ) -> None:
-        """Write this cache to a file, for `kvkeep.load`; the file is replaced as a whole.
+        """Write this cache to a file, for `kvkeep.load`; an existing file is replaced atomically.
 
         Args:
-            tokens: the token ids that were fed, (B, columns), to go with it.
-            notes: text to go with it, by name.
-            tokenizer: the tokenizer, to be compared when the file is loaded.
+            tokens: the token ids that were fed, (B, columns), to store with it.
+            notes: texts to store with it, by name.
+            tokenizer: the tokenizer, which `load` can compare.
             model: the model, if this cache was built from its config only.
-            sync: wait until the disk has it, so that it outlives a loss of power too.
-            private: only its owner may read a new file.
+            sync: fsync the file, so that it survives a loss of power.
+            private: make a new file readable by its owner only.
 
         Raises:
-            StateError: the cache is empty, its model is not known, or a forward is under way.
-            SavedCacheError: it cannot be written; what was there before is untouched.
+            StateError: the cache is empty, its model is unknown, or a forward is running.
+            SavedCacheError: the file cannot be written; an existing file is unchanged.
         """
         model = model or (None if self._model is None else self._model())
         if model is None:
             raise StateError(
-                "whose keys and values these are is not known, for this cache was built from a "
-                "config or its model is gone; give save(model=...)"
+                "the model of this cache is unknown, because it was built from a config or the "
+                "model was deleted; give save(model=...)"
             )
         limits = [layer.limit for layer in self.layers if layer.limit is not None]
         snapshot.save(
@@ -239,11 +240,11 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             private=private,
         )
 
-    # -- what transformers asks -------------------------------------------------------------
+    # -- transformers' interface ------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that have passed through the model, padding included, evicted or not; a tensor
-        in a graph that is compiled."""
+        """Tokens fed to the model, including padding and evicted tokens; a tensor in a compiled
+        graph."""
         if torch.compiler.is_compiling():
             return self._traced[layer_idx].fed()  # type: ignore[return-value]
         return self.layers[layer_idx].fed if layer_idx < len(self.layers) else 0
@@ -252,7 +253,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         """Length and first column of the keys that `update` will return for this layer."""
         layer = self.layers[layer_idx]
         if torch.compiler.is_compiling():
-            kept, fed, length = 0, 0, MaskLength(1)  # a symbol cannot be a subclass
+            kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
         else:
             self._end_recording()
             kept, fed = layer.reachable, layer.fed
@@ -274,7 +275,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         return -1 if limit is None else limit
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `kvkeep.cache.Cache.crop`; what assisted generation calls after every step."""
+        """See `kvkeep.cache.Cache.crop`. Assisted generation calls this after every step."""
         core.Cache.crop(self, int(tokens_to_remove))
         self._uncropped, self._feeding = False, None
 
@@ -285,7 +286,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         return other
 
     def _issue_tickets(self) -> None:
-        """For layers that are not those the tickets were made for."""
+        """Create tickets for the current layers, and clear the state of a running forward."""
         self._handed = self._feeding = None
         self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
@@ -308,21 +309,24 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         self._record_past(False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`reorder`, as beam search calls it."""
+        """`reorder`, under the name that beam search uses."""
         self.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """`repeat`, by transformers' name."""
+        """`repeat`, under transformers' name."""
         self.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """`select`, by transformers' name."""
+        """`select`, under transformers' name."""
         self.select(indices)
 
     def activate_past_recording(self) -> None:
-        """Keep what a crop may need: eviction waits for it. When two forwards come without a crop
-        between them, recording is over; a draft's cache waits longer. UnsupportedError for a
-        policy that cannot take tokens back, whatever is kept."""
+        """Postpone eviction until the next crop, which may need the slots. Recording ends when two
+        forwards run without a crop between them, except for a draft model's cache.
+
+        Raises:
+            UnsupportedError: a policy can never crop tokens.
+        """
         require_croppable(self.layers)
         self._record_past(True)
 
@@ -339,7 +343,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                 layer.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        """A copy of the state, for the same model: the config is not copied."""
+        """A copy of the state for the same model; the config is shared."""
         memo[id(self.config)] = self.config
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -356,8 +360,9 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile the model with it: slots are allocated once, and the
-        model is attached. A graph serves all caches, so in one the answer is the same for all."""
+        """Whether `generate` may compile the model with this cache: slots are allocated once, and
+        the model is attached. A compiled graph serves all caches, so while tracing the answer
+        depends on the model only."""
         if torch.compiler.is_compiling():
             return is_routed(self.config)
         plain = is_routed(self.config) and not self.written_out

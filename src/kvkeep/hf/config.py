@@ -1,4 +1,4 @@
-"""What a transformers config says about each layer's attention."""
+"""Read each layer's kind of attention from a transformers config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.host import LayerKind
 
 ATTENTION_PREFIX = "kvkeep_"
-"""Attention implementations that start with this route a model's attention through its cache."""
+"""Prefix of the attention implementations that route a model's attention through its cache."""
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
@@ -25,7 +25,8 @@ def base_config(model: Any) -> PreTrainedConfig:
     config = getattr(model, "config", model)
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(
-            f"{model!r} is neither a transformers model nor its config; kvkeep.Cache(model, spec)"
+            f"{model!r} is neither a transformers model nor its config; call "
+            "kvkeep.Cache(model, spec)"
         )
     return config
 
@@ -36,10 +37,10 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
-    """The layers of a model that a cache serves.
+    """The kind of each layer of a model.
 
     Raises:
-        UnsupportedError: some layer keeps something else than keys and values of its own.
+        UnsupportedError: some layer caches something other than keys and values of its own.
     """
     text = decoder_config(config)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -64,7 +65,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     unknown = sorted(set(names) - {_FULL, _SLIDING})
     if unknown:
         raise _refused(
-            text, f"its layers of type {', '.join(unknown)} keep no plain keys and values"
+            text, f"its layers of type {', '.join(unknown)} do not cache plain keys and values"
         )
     return [LayerKind(name, window if name == _SLIDING else None) for name in names]
 
@@ -87,19 +88,19 @@ def layer_geometries(config: PreTrainedConfig) -> list[Geometry]:
 
 
 def changing_ropes(config: PreTrainedConfig) -> list[str]:
-    """Kinds of a model's rotary frequencies that depend on a text's length."""
+    """The types of a model's rotary embeddings whose frequencies depend on the text's length."""
     rope = getattr(decoder_config(config), "rope_parameters", None) or {}
     each = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # one, or one per layer type
     return [x["rope_type"] for x in each if x.get("rope_type") in ("dynamic", "longrope")]
 
 
 def is_latent(config: PreTrainedConfig) -> bool:
-    """Whether the model caches a latent that it expands after the cache (DeepSeek's MLA)."""
+    """Whether the model caches a latent and expands it itself (DeepSeek's MLA)."""
     return getattr(decoder_config(config), "kv_lora_rank", None) is not None
 
 
 def is_routed(config: PreTrainedConfig) -> bool:
-    """Whether the model's attention goes through kvkeep now."""
+    """Whether the model's attention currently runs in kvkeep."""
     return str(config._attn_implementation).startswith(ATTENTION_PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""Graphed: a model's decode step over a cache, as one CUDA graph."""
+"""Graphed: a model's decode step with a cache, as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
 
 _EAGER_STEPS = 2
-"""Steps before the graph is captured: kernels are compiled, and allocators find their sizes."""
+"""Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
 
 
 _LENT = "is lent to graphed steps; close() them first"
 
 
 class Graphed:
-    """Decode steps of one token a row, whose whole state stays on the device.
+    """Decode steps of one token per row, with all state on the device.
 
-    On CUDA the first two steps run as they are, the third is captured as a CUDA graph, and from
-    then on a step is one launch. Elsewhere all run as they are. Nothing waits for the device.
+    On CUDA the first two steps run eagerly, the third is captured as a CUDA graph, and from then on
+    a step is one launch. On other devices all steps run eagerly. No step waits for the device.
 
     Args:
-        model: attached, see `kvkeep.attach`.
-        cache: holds a prompt, in fixed storage; it is lent until `close`.
-        compile: compile the model by `torch.compile` too, which joins its small operations.
+        model: an attached model, see `kvkeep.attach`.
+        cache: a cache with fixed storage that holds a prompt; it cannot be used until `close`.
+        compile: also compile the model with `torch.compile`, which fuses its small operations.
 
     Raises:
-        StateError: the model is not attached, or the cache is empty or lent already.
+        StateError: the model is not attached, or the cache is empty or in use by other steps.
         SpecError, UnsupportedError: a layer needs the host between steps; nothing is changed.
 
     Use it as a context manager, or `close` it: the cache then holds all tokens that were fed.
@@ -47,7 +47,9 @@ class Graphed:
             raise StateError("the cache is empty; feed the prompt through the model first")
         device = model.device
         if any(layer.slots.segments()[-1].position.device != device for layer in cache.layers):
-            raise UnsupportedError("a cache on several devices; graphed steps need one")
+            raise UnsupportedError(
+                "the cache is on several devices; graphed steps need all of it on the model's"
+            )
         self.model, self.cache = model, cache
         for layer in cache.layers:
             require_fitting(layer)
@@ -62,29 +64,32 @@ class Graphed:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
         self._steps = 0
-        self._whole = True  # whether all layers were fed alike
+        self._complete = True  # False during a step, and after one that was interrupted
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
         self._closed, cache.lent = False, _LENT
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Feed one token a row, int64 (B, 1); returns the logits (B, V) of the next.
+        """Feed one token per row, int64 (B, 1); returns the logits (B, V) of the next.
 
         Raises:
-            ShapeError: other than one token for each row.
+            ShapeError: `input_ids` is not one token for each row.
             CapacityError: the cache is full; nothing was fed.
-            StateError: it was closed.
+            StateError: these steps were closed, or a step was interrupted.
         """
         if self._closed:
-            raise StateError("these steps were closed; make new ones: Graphed(model, cache)")
+            raise StateError("these steps were closed; create new ones: Graphed(model, cache)")
         if input_ids.shape != self._token.shape:
             raise ShapeError(
-                f"token ids {tuple(input_ids.shape)}: one for each row, {tuple(self._token.shape)}"
+                f"token ids of shape {tuple(input_ids.shape)}; give one for each row, "
+                f"{tuple(self._token.shape)}"
             )
-        if not self._whole:
-            raise StateError("a step was interrupted: close() these, and feed the prompt again")
+        if not self._complete:
+            raise StateError(
+                "a step was interrupted; close() these steps, and feed the prompt again"
+            )
         for step in self._steps_on_device:
             step.require(1)
-        self._whole = False
+        self._complete = False
         with torch.inference_mode():
             self._token.copy_(input_ids)
             if self._token.is_cuda and self._steps >= _EAGER_STEPS:
@@ -94,12 +99,12 @@ class Graphed:
         self._steps += 1
         for step in self._steps_on_device:
             step.count(1)
-        self._whole = True
+        self._complete = True
         return logits
 
     def close(self) -> None:
-        """Give the cache back, with all that was fed; empty, if a step was interrupted. The graph
-        is freed."""
+        """Make the cache usable again, with all tokens that were fed, and free the graph. If a step
+        was interrupted, the cache is reset."""
         if self._closed:
             return
         self._graph = self._logits = None
@@ -107,7 +112,7 @@ class Graphed:
         with torch.inference_mode():
             for step in self._steps_on_device:
                 step.close()
-        if not self._whole:
+        if not self._complete:
             self.cache.reset()
 
     def __enter__(self) -> Self:
@@ -128,7 +133,7 @@ class Graphed:
                 use_cache=True,
             ).logits[:, -1]
         self._cursors.advance()
-        self.cache._feeding = None  # the lent layers do not count what is fed
+        self.cache._feeding = None  # the layers do not count tokens during these steps
         return logits
 
     def _replayed(self) -> Tensor:
@@ -141,19 +146,19 @@ class Graphed:
             return self._logits.clone()
 
     def _capture(self) -> None:
-        """Record a step, which runs nothing.
+        """Capture a step as a CUDA graph, without running it.
 
         Raises:
-            UnsupportedError: the model asks the host for something, which no graph can hold.
+            UnsupportedError: the model needs the host during a step, which a graph cannot do.
         """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of this device, which the default one may not be
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # the default capture stream may be on another device
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._logits = self._run()
         except Exception as error:
-            torch.cuda.set_stream(before)  # torch leaves the other when a capture fails
-            self._whole, self.cache._handed = True, None
+            torch.cuda.set_stream(before)  # torch does not restore the stream if a capture fails
+            self._complete, self.cache._handed = True, None
             reason = " ".join(str(error).split())[:200]
             raise UnsupportedError(
                 f"{type(self.model).__name__} cannot be captured as a CUDA graph: {reason}; this "

@@ -1,4 +1,4 @@
-"""What may be asked of a cache that its policies cannot do, refused before anything is fed."""
+"""Check, before anything is fed, that a cache's policies support what a call will need."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvkeep.policy import POLICIES
 
 @dataclass(frozen=True)
 class Demands:
-    """What a call of `generate()` asks of its cache: that drafts can be taken back, and attention
-    weights over all tokens until the last of so many `columns`."""
+    """What a call of `generate()` needs of its cache: that drafted tokens can be cropped
+    (`drafts`), and attention weights over all tokens (`weights`) up to `columns` columns."""
 
     drafts: bool
     weights: bool
     columns: int
 
     def require(self, cache: Cache) -> None:
-        """Raise UnsupportedError for what the cache will not be able to do."""
+        """Raise UnsupportedError if the cache cannot meet the demands."""
         if self.drafts:
             require_croppable(cache.layers)
         if self.weights:
@@ -30,23 +30,23 @@ class Demands:
 
 
 def require_croppable(layers: Iterable[LayerCache]) -> None:
-    """Raise UnsupportedError where a policy cannot take tokens back, whatever is recorded."""
+    """Raise UnsupportedError if a policy can never crop tokens."""
     for layer in layers:
         if not layer.policy.rollback:
             able = [name for name, policy in POLICIES.items() if policy.rollback]
             raise UnsupportedError(
-                f"drafted tokens that are rejected must be taken back, which policy "
-                f"{layer.policy.name} cannot do, for it learns from every token; generate "
-                "without assistant_model and prompt_lookup_num_tokens, or with one of "
+                f"rejected draft tokens must be cropped, which policy {layer.policy.name} cannot "
+                "do, because its scores depend on every token fed; generate without "
+                "assistant_model and prompt_lookup_num_tokens, or with one of the policies "
                 f"{', '.join(able)}"
             )
 
 
 def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
-    """Raise UnsupportedError where layers cannot give the attention weights of every token, as long
-    as `tokens` more are fed one by one: where they dropped some already, or will before the last.
+    """Raise UnsupportedError if layers cannot return the attention weights of every token while
+    `tokens` more are fed one by one: because they have evicted some, or will before the last.
 
-    A layer with a sliding window of its own holds all that its queries may see, as it does in
+    A layer with a sliding window of its own holds all tokens that its queries may see, as in
     transformers' own cache.
     """
     for index, layer in enumerate(layers):

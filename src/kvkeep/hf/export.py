@@ -1,4 +1,4 @@
-"""Export a model's step together with its cache, as one program that needs no transformers."""
+"""Export a model's step together with its cache, as a program that does not need transformers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def export(
     rows: int = 1,
     tokenizer: Any = None,
 ) -> Program:
-    """Trace a model's step, cache included, as a program: save it, and run it in another process.
+    """Trace a model's step, including its cache, as a program that can be saved and run in another
+    process.
 
     Args:
         model: a decoder that can be attached; its weights are shared, not copied.
-        spec: what the cache keeps; of fixed storage, whose slots are part of the program.
-        rows: how many sequences it serves at once.
-        tokenizer: the tokenizer, to be named in the header.
+        spec: the cache's spec, with fixed storage, whose slots are part of the program.
+        rows: batch size.
+        tokenizer: the tokenizer, whose hashes are stored in the header.
 
     Raises:
         UnsupportedError: the model cannot be attached, or the cache's state can grow.
-        SpecError: the spec does not exist or does not fit the model, or no rows.
+        SpecError: the spec does not exist or does not fit the model, or `rows` is below 1.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise SpecError(f"a program of {rows} rows; give a whole number of at least 1")
@@ -62,7 +63,7 @@ def _exported(
     model: PreTrainedModel, spec: Specs, rows: int, tokenizer: Any
 ) -> tuple[ExportedProgram, Header]:
     step = _Step(model, spec, rows)
-    some = 4  # a single one would be compiled in; the program itself sees to its room
+    some = 4  # a size of 1 would be traced as a constant; the program checks its room itself
     example = torch.zeros(rows, some, dtype=torch.int64, device=model.device)
     tokens = {1: Dim("tokens", min=1, max=max(some, min(step.room, 2**20)))}
     with torch.no_grad():
@@ -72,7 +73,7 @@ def _exported(
             dynamic_shapes=(tokens, tokens),
             strict=False,
         )
-    traced._example_inputs = None  # they would be pickled
+    traced._example_inputs = None  # would be saved as pickles
     specs = [description.spec for description in step.descriptions]
     embeddings: Any = model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
@@ -81,7 +82,8 @@ def _exported(
 
 
 class _Step(nn.Module):
-    """New tokens (B, n) and which of them are real -> logits (B, V) of what comes next."""
+    """Maps new tokens (B, n) and a mask of those that are not padding to the logits (B, V) of the
+    next token."""
 
     def __init__(self, model: PreTrainedModel, spec: Specs, rows: int) -> None:
         super().__init__()
@@ -107,10 +109,10 @@ class _Step(nn.Module):
 
     @property
     def room(self) -> int:
-        """Columns that it takes in all, and so at once."""
+        """Most columns that can be fed in all, and therefore in one call."""
         limits = [x.limit for x in self.cache.layers if x.limit and x.policy.budget is None]
         config = decoder_config(base_config(self.model))
-        if getattr(config, "rope_parameters", None) is None:  # positions that were learned end
+        if getattr(config, "rope_parameters", None) is None:  # learned positions are limited
             limits.append(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
         return min(limits, default=2**31 - 1)
 

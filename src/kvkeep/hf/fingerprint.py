@@ -11,7 +11,7 @@ from kvkeep.host import Activation
 from kvkeep.host.adapters import invoked_adapter
 from kvkeep.host.fingerprint import as_text, fingerprint_of
 
-_BESIDE = {
+_IRRELEVANT_FIELDS = {
     "architectures",
     "attn_implementation",
     "dtype",
@@ -33,28 +33,29 @@ covers."""
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
-    """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
-    of weights in a second.
+    """Everything that a model's keys and values depend on, as hashes and as text. Hashing reads
+    several gigabytes of weights per second.
 
-    It says what a model computes, not where it came from: one that was read from a GGUF file has
-    the fingerprint of the directory that it was converted to.
+    The fingerprint depends on what a model computes, not on its source: a model loaded from a GGUF
+    file has the same fingerprint as the directory that it was converted to.
 
     Args:
-        tokenizer: the model's tokenizer, to be hashed too.
-        glance: do not read weights again that look as they did: the same tensors, not written to
-            as far as torch knows, and alike in an element of each row of an embedding and in 16 of
-            every other tensor. What a write through `.data` changes beside those is missed until
-            `fingerprint(model)` is called, which reads everything.
+        tokenizer: the model's tokenizer, to hash too.
+        glance: skip reading weights that appear unchanged: the same tensors, with the same version
+            counters in torch, and the same values in one element of each row of an embedding and in
+            16 elements of every other tensor. A write through `.data` to other elements is missed
+            until `fingerprint(model)` is called, which reads everything.
 
     Returns:
-        `weights` (parameters and what else a state dict has), `buffers` (all others, such as
-        rotary frequencies), `modules` (their kinds and numbers, such as a norm's epsilon), and
-        `adapter` ("none", or of what is active), as hashes; `rope`, `dtype` and `config` (what else
-        the decoder's config says of what is computed), as text; and `tokenizer`, hashes of its
-        parts, if one is given.
+        `weights` (parameters and everything else in the state dict), `buffers` (all others, such as
+        rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
+        epsilon), and `adapter` ("none", or the active adapters), as hashes; `rope`, `dtype` and
+        `config` (the other fields of the decoder's config that affect the result), as text; and
+        `tokenizer`, hashes of its parts, if one is given.
 
     Raises:
-        UnsupportedError: a weight cannot be read, because it is on no device or of an unknown kind.
+        UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
+            kind.
     """
     config = decoder_config(base_config(model))
     said = {"rope": _rope(config), "config": as_text(_said_by(config))}
@@ -80,11 +81,13 @@ def _said_by(config: Any) -> dict[str, Any]:
     said = {
         name: value
         for name, value in config.to_dict().items()
-        if not name.startswith("_") and name not in _BESIDE and not name.endswith("_token_id")
+        if not name.startswith("_")
+        and name not in _IRRELEVANT_FIELDS
+        and not name.endswith("_token_id")
     }
     quantization = said.get("quantization_config") or {}
     if str(quantization.get("quant_method", "")).lower().endswith("gguf"):
-        del said["quantization_config"]  # of a file whose weights became plain ones
+        del said["quantization_config"]  # a GGUF file's weights are dequantised when it is loaded
     return said
 
 

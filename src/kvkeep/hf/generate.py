@@ -1,4 +1,4 @@
-"""Generate text through a kvkeep cache, streamed and measured."""
+"""Generate text with a kvkeep cache, stream it and measure it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvkeep.host.generation import TextStream
 
 
 class PromptError(KVKeepError, ValueError):
-    """A prompt that cannot be continued."""
+    """A prompt is empty, too long, or otherwise invalid."""
 
 
 class _Streamer(BaseStreamer):
@@ -46,7 +46,7 @@ class _Streamer(BaseStreamer):
 
 
 class _Stopped(StoppingCriteria):
-    """Ends a generation from outside."""
+    """Stops a generation when `stopped()` returns True."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
         self.stopped = stopped
@@ -70,23 +70,23 @@ def generate(
     prefill_chunk: int | None = None,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Generation:
-    """Answer `prompt` with an unattached model, which is attached from then on.
+    """Answer `prompt` with an unattached model. The model stays attached afterwards.
 
     Args:
-        cache: what to keep.
+        cache: the cache's spec.
         max_new_tokens: most tokens to generate.
         system: a system message before the prompt.
-        raw: continue the prompt as it is, without the chat template.
-        temperature: 0 is greedy.
-        top_p: nucleus sampling, with a temperature.
-        seed: for sampling.
-        prefill_chunk: feed the prompt in chunks of that many tokens; None: of 1,024 where the cache
-            has a budget, otherwise at once.
-        on_text: given each piece of text as it comes.
+        raw: continue the prompt without the chat template.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability mass of nucleus sampling; used if the temperature is not 0.
+        seed: seed for sampling.
+        prefill_chunk: feed the prompt in chunks of that many tokens; None: 1,024 if the cache has a
+            budget, otherwise the whole prompt at once.
+        on_text: called with each piece of text as it is generated.
 
     Raises:
         PromptError: the prompt is empty.
-        SpecError, UnsupportedError: the cache or the model cannot work.
+        SpecError, UnsupportedError: the cache's spec or the model is not supported.
     """
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
@@ -121,10 +121,10 @@ def follow(
     on_text: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Generation:
-    """Continue ids (1, n) with an attached model, of which the cache may hold the first ones.
+    """Continue token ids (1, n) with an attached model. The cache may hold the first of them.
 
     Args:
-        stopped: asked for each token; when it says so, that one is the last.
+        stopped: called after each token; True ends the text with that token.
     """
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:

@@ -1,4 +1,4 @@
-"""What `generate()` of an attached model does about its cache, and about a store."""
+"""An attached model's `generate()`: supply a kvkeep cache, and use a store."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.spec import CacheSpec
 
 PREFILL_CHUNK = 1024
-"""Tokens of a prompt that `generate` feeds at once into a cache with a budget."""
+"""Tokens of a prompt that `generate` feeds at once to a cache with a budget."""
 
 
 class PromptStore(Protocol):
-    """What `generate` asks of a store, such as `kvkeep.PrefixStore`."""
+    """The interface of a store that `generate` uses, such as `kvkeep.PrefixStore`."""
 
     def prefill(
         self,
@@ -41,17 +41,18 @@ class PromptStore(Protocol):
         chunk: int | None,
         capacity: int | None,
     ) -> ModelCache:
-        """A cache of all tokens (n,) but the last."""
+        """A cache that holds all tokens (n,) but the last."""
 
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
-        """Keep what a cache was fed, tokens (n,); how many of them are kept."""
+        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
 
 
 @runtime_checkable
 class BlockPrompt(Protocol):
-    """What `generate` asks of a prompt with blocks, such as `kvkeep.blocks.Encoded`."""
+    """The interface of a prompt with blocks that `generate` uses, such as
+    `kvkeep.blocks.Encoded`."""
 
     input_ids: Tensor
 
@@ -65,12 +66,12 @@ class BlockPrompt(Protocol):
         namespace: str,
         capacity: int | None,
     ) -> tuple[ModelCache, Any]:
-        """A cache of all tokens but the last, and a report."""
+        """A cache that holds all tokens but the last, and a report."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a model was attached with: see `kvkeep.attach`."""
+    """The arguments with which a model was attached: see `kvkeep.attach`."""
 
     spec: Specs
     store: PromptStore | None
@@ -82,7 +83,7 @@ class Settings:
 @dataclass
 class _Call:
     """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the blocks in it, and the cache that it was filled from, if one was."""
+    row, the prompt with blocks if there is one, and the cache from a store or blocks, if any."""
 
     model: PreTrainedModel
     columns: int
@@ -94,19 +95,19 @@ class _Call:
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 _OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
 _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-"""The tensors beside token ids that transformers cuts into chunks with them."""
+"""The tensors that transformers divides into chunks along with the token ids."""
 
 
 def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any) -> Any:
-    """`generate`, of which a store may know the beginning, and learns the end. A cache that it was
-    given is left as it was if nothing is fed to it."""
+    """The model's `generate`, which looks up the prompt's prefix in the store and stores the
+    result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
     blocks = asked if isinstance(asked, BlockPrompt) else None
     if blocks is not None:
         given = [name for name in _OF_A_PROMPT if kwargs.get(name) is not None]
         if given:
-            raise StateError(f"a prompt with blocks brings its own {given[0]}; leave that out")
+            raise StateError(f"a prompt with blocks has its own {given[0]}; leave it out")
         asked = blocks.input_ids.to(model.device)
         rest = {name: x for name, x in kwargs.items() if name not in ("inputs", "input_ids")}
         args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
@@ -115,7 +116,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks)
     token = _CALL.set(call)
     try:
-        with _left_as_it_was(kwargs.get("past_key_values")):
+        with _rows_restored(kwargs.get("past_key_values")):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
@@ -127,7 +128,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
 
 
 @contextmanager
-def _left_as_it_was(given: Any) -> Iterator[None]:
+def _rows_restored(given: Any) -> Iterator[None]:
     cache = given if isinstance(given, Cache) and given.fed else None
     before = (0, 0) if cache is None else (cache.fed, cache.rows)
     try:
@@ -147,10 +148,11 @@ def prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """`generate`'s own way to a cache, with kvkeep's in place of a DynamicCache it would build.
+    """In place of the model's own method: `generate` gets a kvkeep cache where it would build a
+    DynamicCache.
 
-    A kvkeep cache that holds a prompt gets the rows that beams or several answers need, which share
-    what it holds.
+    The rows of a kvkeep cache that holds a prompt are repeated as beams or several answers need;
+    they share its slots.
     """
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
@@ -167,8 +169,8 @@ def prepare_cache(
     if isinstance(given, Cache) and given.fed:
         if drafted:
             raise UnsupportedError(
-                f"this cache holds {given.fed} tokens, and where tokens are drafted transformers "
-                "feeds the whole prompt to it again; give an empty cache, or do not draft"
+                f"this cache holds {given.fed} tokens, but with drafted tokens transformers feeds "
+                "the whole prompt again; give an empty cache, or do not draft"
             )
         _activate_later(model, given)
         if several > 1 and given.rows == batch_size:
@@ -194,7 +196,8 @@ def prepare_cache(
         cache.freeze()
         cache.repeat(several)
     if cache is None:
-        # A draft's length is known for its first round only; lookup may overshoot the end.
+        # A draft model's length is known for its first round only; prompt lookup may draft tokens
+        # beyond the maximum length.
         most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
         cache = Cache(model, settings.spec, capacity=None if drafting else most)
         cache.drafting = drafting
@@ -212,12 +215,12 @@ def _chunk_prompt(
     specs: Sequence[CacheSpec],
     fed: int,
 ) -> None:
-    """Let `generate` feed a long prompt in chunks where some layer has a budget, unless the call
-    says how: otherwise the cache would first hold all of it.
+    """Make `generate` feed a long prompt in chunks if some layer has a budget, unless the call sets
+    the chunk size; otherwise the cache would first hold the whole prompt.
 
-    Not where that would change what is asked for or cannot be done: outputs of the whole prompt,
-    inputs that are no token ids, and steps that `generate` compiles, for it would compile each
-    chunk's length.
+    The prompt is not divided if the call returns outputs for the whole prompt or has inputs other
+    than token ids, nor if `generate` compiles its steps, because it would compile one for each
+    chunk length.
     """
     call, chunk = _CALL.get(), settings.prefill_chunk
     if chunk is None or generation_config.prefill_chunk_size is not None:
@@ -237,25 +240,25 @@ def _chunk_prompt(
 
 
 def _brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has tensors of other names, such as images."""
+    """Whether a call has other tensors than those in `beside`, such as images."""
     return any(isinstance(x, Tensor) and name not in beside for name, x in model_kwargs.items())
 
 
 def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """In place of what `generate_batch` begins with, for an attached model.
+    """In place of an attached model's `init_continuous_batching`, which `generate_batch` calls.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"generate_batch of this {type(model).__name__} keeps a paged cache of its own, of which "
-        "kvkeep has no part; call kvkeep.detach(model) before it, or model.generate() with a batch"
+        f"generate_batch of this {type(model).__name__} uses a paged cache of its own, not "
+        "kvkeep's; call kvkeep.detach(model) before it, or model.generate() with a batch"
     )
 
 
 def _activate_later(model: PreTrainedModel, cache: Cache) -> None:
-    """Where a prompt invokes an activated adapter behind what a cache holds, it computes from
-    there on."""
+    """Set the cache's activation if the prompt invokes an activated adapter after the tokens that
+    the cache holds."""
     call = _CALL.get()
     if cache.activation is not None and call is not None and call.ids is not None:
         found = activation_in(model, call.ids[0].cpu())
@@ -270,15 +273,15 @@ def _filled(
     chunk: int | None,
     capacity: int,
 ) -> Cache | None:
-    """A cache of the prompt but its last token, by the store or of blocks; None where these could
-    not give what `generate` would compute."""
+    """A cache that holds the prompt but its last token, from the store or from blocks; None if they
+    would not give the result of a plain `generate`."""
     call = _CALL.get()
     if call is None or call.model is not model or call.ids is None:
         return None
     place = model_kwargs.get("position_ids")
     if (
         (settings.store is None and call.blocks is None)
-        or model_kwargs.get("attention_mask") is not None  # all ones are dropped before
+        or model_kwargs.get("attention_mask") is not None  # a mask of ones was removed before
         or _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
         or model.training
         or names_adapters(model)
@@ -303,5 +306,5 @@ def _filled(
 
 
 def _counts(place: Tensor, tokens: int) -> bool:
-    """Whether positions, (B, n), are 0, 1, 2, ..."""
+    """Whether positions (B, n) are 0, 1, 2, ..."""
     return place.dim() == 2 and bool((place == torch.arange(tokens, device=place.device)).all())

@@ -1,4 +1,4 @@
-"""What a model is fed, looked at before its layers run."""
+"""Check a model's inputs before its layers run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError
 from kvkeep.hf.config import decoder_config
 
-_told: WeakSet[PreTrainedModel] = WeakSet()
-"""Decoders whose limit was passed, which is said once."""
+_warned: WeakSet[PreTrainedModel] = WeakSet()
+"""Decoders that have been warned about positions past their limit."""
 
 
 def check_fed(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int
 ) -> None:
-    """Look at a decoder's arguments, for a cache that was fed `columns` columns. Positions past the
-    model's limit are warned of, once for each model.
+    """Check a decoder's arguments, for a cache that was fed `columns` columns. Warns once per model
+    of positions past the model's limit.
 
     Raises:
-        ShapeError: no rows, no tokens, or a token that the model does not know (seen on the CPU
-            only, for reading it elsewhere would wait for the device).
+        ShapeError: there are no rows or no tokens, or a token id is outside the vocabulary (checked
+            on the CPU only, since reading ids would synchronise other devices).
     """
     given = kwargs
     if args:
@@ -37,25 +37,26 @@ def check_fed(
         return
     if 0 in fed.shape:
         raise ShapeError(
-            f"a forward of {fed.shape[0]} rows of {fed.shape[1]} tokens; give at least one of both"
+            f"a forward of {fed.shape[0]} rows of {fed.shape[1]} tokens; give at least one row and "
+            "one token"
         )
     if ids is not None:
         check_tokens(decoder, ids)
     limit = getattr(decoder_config(decoder.config), "max_position_embeddings", None)
-    if limit is not None and columns + fed.shape[1] > limit and decoder not in _told:
-        _told.add(decoder)
+    if limit is not None and columns + fed.shape[1] > limit and decoder not in _warned:
+        _warned.add(decoder)
         warnings.warn(
-            f"{columns + fed.shape[1]} tokens are fed to a model made for {limit}; what it "
-            "computes for positions past that may be of no use. Feed less, or reset() the cache",
+            f"{columns + fed.shape[1]} tokens are fed to a model made for {limit}; its output for "
+            "later positions may be useless. Feed fewer tokens, or reset() the cache",
             stacklevel=2,
         )
 
 
 def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
-    """Token ids, on the CPU, have embeddings.
+    """Check that token ids are within the vocabulary; ids on other devices are not checked.
 
     Raises:
-        ShapeError: some have none.
+        ShapeError: an id is not.
     """
     embeddings = model.get_input_embeddings()
     known: int | None = getattr(embeddings, "num_embeddings", None)
@@ -64,6 +65,6 @@ def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
     low, high = (int(x) for x in torch.aminmax(ids))
     if low < 0 or high >= known:
         raise ShapeError(
-            f"token id {low if low < 0 else high}: the model knows 0 to {known - 1}; is this "
-            "the tokenizer of another model?"
+            f"token id {low if low < 0 else high}: the model's vocabulary has 0 to {known - 1}; "
+            "use this model's own tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Load saved caches of transformers models, after seeing that the model is the same."""
+"""Load saved caches of transformers models, after checking that the model is the same."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ def load(
     verify: bool = True,
     tokens: Callable[[Tensor | None], None] = lambda _: None,
 ) -> Cache:
-    """Load a cache that `Cache.save` wrote; it goes on to the last bit as if never saved.
+    """Load a cache that `Cache.save` wrote. Its results are bit-identical to those of the original
+    cache.
 
     Args:
-        model: the model that is to go on with it.
-        tokenizer: its tokenizer, to be compared too if the file knows one.
-        force: take it even if it was made with another model of the same shape.
+        model: the model to use the cache with.
+        tokenizer: the model's tokenizer, compared if the file has a tokenizer's hashes.
+        force: load the cache even if it was made with another model of the same shape.
         verify: compare the checksums of all tensors.
-        tokens: is given the token ids saved with it, (B, columns), or None.
+        tokens: called with the token ids saved with the cache, (B, columns), or None.
 
     Raises:
-        SavedCacheError: not a saved cache, not whole, of a newer version, or of another model, with
-            what differs; or its specs cannot be, or need more memory than there is.
+        SavedCacheError: the file is not a saved cache, is incomplete, has a newer format, or is of
+            another model (the error says what differs); or its specs are invalid or need more
+            memory than is available.
     """
     saved = Saved(path, verify=verify)
     differing = differences(saved.header.fingerprint, fingerprint(model, tokenizer))
     if differing and not force:
         raise SavedCacheError(
             f"{path} was made with another model: {'; '.join(differing)}; load the model it was "
-            "made with, or give force=True and get what another model would have remembered"
+            "made with, or give force=True to use another model's keys and values"
         )
     layers = len(saved.header.specs)
     expected = decoder_config(base_config(model)).num_hidden_layers

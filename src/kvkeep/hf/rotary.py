@@ -1,4 +1,4 @@
-"""The rotary embeddings of a transformers model, found in its own code."""
+"""Find the rotary embeddings of a transformers model in its own code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kvkeep.rotary import Rotary
 
 
 def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
-    """How each layer of the model of this config rotates queries and keys; None where it does not.
+    """The rotary embedding of each layer of the model with this config; None for layers without.
 
     Raises:
-        UnsupportedError: some layer does, in a way that is not found in the model's code.
+        UnsupportedError: a layer has one that cannot be found in the model's code.
     """
     text = decoder_config(config)
     names = [kind.name for kind in layer_kinds(config)]
-    used: Sequence[int] = getattr(text, "no_rope_layers", None) or [1] * len(names)  # 1 where it is
+    # Despite its name, the list has 1 for the layers with a rotary embedding.
+    used: Sequence[int] = getattr(text, "no_rope_layers", None) or [1] * len(names)
     by_name = _by_name(text, set(names))
     return [by_name[name] if uses else None for name, uses in zip(names, used, strict=True)]
 
@@ -43,27 +44,27 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
     rope = getattr(text, "rope_parameters", None) or {}
     found: dict[str, Rotary | None] = {}
     for name in sorted(names):
-        own = rope.get(name, rope)  # one for all layers, or one for each type
+        own = rope.get(name, rope)  # parameters for all layers, or for each type of layer
         if own is None:
             found[name] = None
             continue
         shared = getattr(embedding, "inv_freq", None)
         inv_freq = getattr(embedding, f"{name}_inv_freq", shared)
-        changing = own.get("rope_type") in ("dynamic", "longrope")  # depend on the length
+        changing = own.get("rope_type") in ("dynamic", "longrope")  # depends on the text's length
         if turning is None or inv_freq is None or changing:
             raise UnsupportedError(
-                f"kvkeep does not find how {text.model_type} rotates its keys in layers of type "
-                f"{name}, which must be known to move keys and to expect queries; without it use "
-                "the policy snapkv or h2o, and a PrefixStore for texts"
+                f"kvkeep cannot find the rotary embedding of {text.model_type} in layers of type "
+                f"{name}, which is needed to move keys and to predict queries; use the policy "
+                "snapkv or h2o instead, and a PrefixStore for texts"
             )
-        # Which element comes first, negated, tells which is paired with the first.
+        # The first element of the result is the negative of the element paired with the first.
         interleaved = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0] == -2.0
         found[name] = Rotary(inv_freq.float(), interleaved)
     return found
 
 
 def _code(config: PreTrainedConfig) -> ModuleType:
-    """The module in which the model of this config is written."""
+    """The Python module that defines the model of this config."""
     mapping: Any = AutoModel._model_mapping
     model = mapping[type(config)]
     if isinstance(model, tuple):

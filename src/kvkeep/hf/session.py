@@ -1,4 +1,4 @@
-"""Sessions: conversations that are kept in files, with the cache that holds them."""
+"""Sessions: conversations that are saved in files together with their caches."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"
 _MOST_UNDONE = 8
-"""Turns that can be undone where a policy cannot roll back, each of which keeps its slots."""
+"""Turns that can be undone without a new prefill if a policy cannot crop; each keeps its slots in
+memory."""
 
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """What a session's file says of it."""
+    """The description of a session in its file. `tokens` counts columns fed; `bytes` is the size of
+    the file."""
 
     name: str
     model: str
@@ -51,14 +53,15 @@ class SessionInfo:
 
 
 def path_of(name: str) -> Path:
-    """Where a session is kept.
+    """The path of a session's file.
 
     Raises:
-        PromptError: no name for a file.
+        PromptError: the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise PromptError(
-            f"session name {name!r}: give up to 64 letters, digits, dots, dashes and underscores"
+            f"session name {name!r} is not valid; give at most 64 letters, digits, dots, dashes "
+            "and underscores, with a letter or digit first"
         )
     return home() / "sessions" / (name + _ENDING)
 
@@ -67,16 +70,16 @@ def sessions() -> list[SessionInfo]:
     """All sessions that can be read, by name."""
     found = []
     for path in sorted((home() / "sessions").glob(f"*{_ENDING}")):
-        with suppress(KVKeepError):  # not all that lies there is a session
+        with suppress(KVKeepError):  # some files may not be sessions
             found.append(info(path.name.removesuffix(_ENDING)))
     return found
 
 
 def info(name: str) -> SessionInfo:
-    """What a session's file says of it.
+    """Read the description of a session from its file.
 
     Raises:
-        SavedCacheError: there is none, or it cannot be read.
+        SavedCacheError: the session does not exist, or its file cannot be read.
     """
     path = path_of(name)
     saved = Saved(path, verify=False)
@@ -96,8 +99,8 @@ def delete(name: str) -> None:
     """Delete a session.
 
     Raises:
-        SavedCacheError: there is none, or it cannot be deleted.
-        StateError: another process has it open.
+        SavedCacheError: the session does not exist, or its file cannot be deleted.
+        StateError: another process has the session open.
     """
     path = path_of(name)
     if not os.path.lexists(path):
@@ -115,31 +118,31 @@ def _locked(name: str) -> FileLock:
     path = path_of(name)
     place = path.with_name(f".{name}.lock")
     try:
-        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)  # it is private
+        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         if os.path.lexists(place) and not stat.S_ISREG(place.lstat().st_mode):
-            raise OSError(f"{place} is no file")
+            raise OSError(f"{place} is not a regular file")
         lock = FileLock(place, mode=PRIVATE)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise StateError(f"session {name!r} is open in another process") from error
     except OSError as error:
         raise StateError(
-            f"session {name!r} cannot be locked: {error}; see who may write to {path.parent}"
+            f"session {name!r} cannot be locked: {error}; check the permissions of {path.parent}"
         ) from error
     return lock
 
 
-def _taken(name: str) -> StateError:
-    return StateError(f"there is a session {name!r} already; delete it, or use another name")
+def _name_taken(name: str) -> StateError:
+    return StateError(f"session {name!r} exists already; delete it, or use another name")
 
 
 def _spec(header: Header) -> str:
-    """What a session keeps; the specs of its layers may be those of their types."""
+    """The cache spec of a session; the text in its notes, or else the specs of its layers."""
     return header.notes.get("cache") or _text(header.specs)
 
 
 def _text(specs: Specs) -> str:
-    """Specs as text; of specs for single layers, which have none together, all of them."""
+    """Specs as text. Different specs for single layers have no common text, so all are listed."""
     if isinstance(specs, str):
         return str(parse_specs(specs))
     if isinstance(specs, Mapping):
@@ -151,7 +154,8 @@ def _text(specs: Specs) -> str:
 
 
 class _Mark(NamedTuple):
-    """Where a turn began: columns fed, ids known, and the cache if it cannot be rolled back."""
+    """The state before a turn: columns fed, number of token ids, and a frozen cache if its policies
+    cannot crop."""
 
     columns: int
     ids: int
@@ -159,18 +163,20 @@ class _Mark(NamedTuple):
 
 
 class Session:
-    """A conversation with a model. Every turn feeds what is new, nothing again.
+    """A conversation with a model. Each turn feeds only the new tokens.
 
     Args:
-        model, tokenizer: attached until `close`.
-        cache: what to keep, for a new conversation; see `kvkeep.Cache`.
-        name: where it is kept; None keeps it in memory only.
-        model_name, adapter: by which they can be loaded again; see `kvkeep.hf.models.load`.
-        system: a system message, for a new conversation.
-        reread: read a kept conversation again instead of loading its cache, as another model must.
+        model, tokenizer: the model and its tokenizer; the model is attached until `close`.
+        cache: the cache's spec for a new conversation; see `kvkeep.Cache`.
+        name: name of the session to save to or continue; None: the conversation is not saved.
+        model_name, adapter: names to load the model and the adapter by; stored in the session's
+            file. See `kvkeep.hf.models.load`.
+        system: system message of a new conversation.
+        reread: compute the cache of a saved conversation again instead of loading it, which is
+            necessary with another model.
 
     Raises:
-        SavedCacheError: what is kept is not whole, or of another model.
+        SavedCacheError: the session's file is damaged, or was made with another model.
         StateError: another process has the session open.
     """
 
@@ -191,8 +197,8 @@ class Session:
         self.messages: list[Message] = []
         self.name: str | None = None
         self._lock: FileLock | None = None
-        self._ids: list[int] = []  # of the whole conversation, as it was fed
-        self._marks: list[_Mark] = []  # before each turn
+        self._ids: list[int] = []  # token ids of the whole conversation, as they were fed
+        self._marks: list[_Mark] = []  # the state before each turn
         self._attached: Attachment | None = None
         self._specs, self.spec = cache, _text(cache)
         try:
@@ -218,14 +224,14 @@ class Session:
         given: list[Tensor | None] = []
         self.cache = load(kept, self.model, tokenizer=self.tokenizer, tokens=given.append)
         if given[0] is None:
-            raise SavedCacheError(f"{kept} has no tokens; read it again with reread")
+            raise SavedCacheError(f"{kept} has no token ids; open the session with reread=True")
         self._ids = given[0][0].tolist()
         most = (self.cache.fed, len(self._ids))
         self._marks = [_Mark(*mark, None) for mark in marks_in(header, kept, *most)]
 
     @property
     def context(self) -> tuple[int, int | None]:
-        """Tokens fed, and the most that the model takes."""
+        """Tokens fed, and the model's limit (None: unknown)."""
         return self.cache.fed, getattr(self.cache.config, "max_position_embeddings", None)
 
     def ask(
@@ -237,21 +243,24 @@ class Session:
         top_p: float = 1.0,
         on_text: Callable[[str], None] = lambda _: None,
     ) -> Generation:
-        """Say something, and return what the model answers.
+        """Add a user's message, and generate the model's answer.
 
         Raises:
-            PromptError: no text, or more than the model's context has room for; nothing changed.
+            PromptError: the text is empty, or does not fit in the model's context; nothing is
+                changed.
         """
         if not text.strip():
-            raise PromptError("there is nothing to answer; give some text")
+            raise PromptError("the message is empty, so there is nothing to answer; give some text")
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._continued(messages)
         most = self.context[1]
         if most is not None and len(ids) + 1 > most:
             raise PromptError(
-                f"{len(ids)} tokens, but the model takes {most}; undo a turn, or start anew"
+                f"{len(ids)} tokens, but the model takes {most}; undo a turn, or start a new "
+                "session"
             )
-        if ids[: self.cache.fed] != self._ids[: self.cache.fed]:  # the template changed the past
+        # The chat template may render earlier messages differently now.
+        if ids[: self.cache.fed] != self._ids[: self.cache.fed]:
             self.cache.reset()
             self._marks = []
         frozen = None if self._can_crop else self.cache.freeze()
@@ -271,7 +280,7 @@ class Session:
                 top_p=top_p,
                 on_text=on_text,
             )
-        except BaseException:  # the user may interrupt, in the middle of a forward too
+        except BaseException:  # an interrupt may come at any time, even during a forward
             self._return_to(self._marks.pop())
             raise
         self._ids = result.ids[0].tolist()
@@ -279,10 +288,10 @@ class Session:
         return result
 
     def undo(self) -> Message:
-        """Take back the last turn; returns what was asked.
+        """Remove the last turn; returns its user message.
 
         Raises:
-            StateError: there is none.
+            StateError: there is no turn.
         """
         if len(self.messages) < 2 or self.messages[-2]["role"] != "user":
             raise StateError("there is no turn to undo")
@@ -292,17 +301,17 @@ class Session:
         return asked
 
     def fork(self, name: str) -> None:
-        """Go on under another name; what was saved under the old one stays.
+        """Continue under another name; the session saved under the old name is unchanged.
 
         Raises:
-            StateError: there is a session of that name.
+            StateError: a session of that name exists.
         """
         if path_of(name).exists():
-            raise _taken(name)
+            raise _name_taken(name)
         before, lock = self.name, _locked(name)
         try:
-            if path_of(name).exists():  # another process made it before this one had the lock
-                raise _taken(name)
+            if path_of(name).exists():  # another process created it before this one got the lock
+                raise _name_taken(name)
             self.name = name
             self.save()
         except BaseException:
@@ -313,14 +322,14 @@ class Session:
         self._lock = lock
 
     def save(self) -> None:
-        """Keep the conversation and its cache. Where all was taken back, nothing is kept.
+        """Save the conversation and its cache. If all turns were undone, the file is deleted.
 
         Raises:
-            StateError: it has no name, or nothing was said yet.
-            SavedCacheError: it cannot be written.
+            StateError: the session has no name, or the conversation is empty.
+            SavedCacheError: the file cannot be written.
         """
         if self.name is None:
-            raise StateError("this conversation has no name; fork it to one")
+            raise StateError("this conversation has no name; give it one with fork(name)")
         if not self.cache.fed and self.messages and self.messages[-1]["role"] == "assistant":
             self._reread()
         if not self.cache.fed and path_of(self.name).exists():
@@ -342,7 +351,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Detach the model, and let other processes open the session."""
+        """Detach the model, and release the session for other processes."""
         if self._attached is not None:
             detach(self.model)
             self._attached = None
@@ -354,7 +363,8 @@ class Session:
             self._lock = None
 
     def _return_to(self, mark: _Mark) -> None:
-        """Where the cache cannot, it forgets all, which is then read again when it is needed."""
+        """Restore the state before a turn. If the cache cannot, it is reset, and the next call
+        computes it again."""
         try:
             if mark.frozen is not None:
                 self.cache = mark.frozen.fork()
@@ -369,7 +379,7 @@ class Session:
 
     @property
     def _by_layer(self) -> bool:
-        """Whether each layer has a spec of its own, which the file says of each."""
+        """Whether specs are given for each layer; the file then stores them by layer only."""
         return not isinstance(self._specs, str | CacheSpec | Mapping)
 
     @property
@@ -380,28 +390,28 @@ class Session:
 
     @torch.inference_mode()
     def _reread(self) -> None:
-        """Feed the conversation again, up to its last answer."""
+        """Feed the conversation to the empty cache again, up to its last answer."""
         tokenizer: Any = self.tokenizer
         said = self._rendered(self.messages[:-1]) + self.messages[-1]["content"]
         self._ids = tokenizer(said, add_special_tokens=False).input_ids
         fed = torch.tensor([self._ids], device=self.model.device)
         try:
             self.model(fed, past_key_values=self.cache, logits_to_keep=1)
-        except BaseException:  # some layers may have been fed: the next save reads it all again
+        except BaseException:  # some layers may have been fed; the next save feeds all again
             self.cache.reset()
             self._ids = []
             raise
 
     def _continued(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation: those that were fed, and after them the new part's. All of them
-        anew if the template does not leave the earlier part as it was."""
+        """Token ids of a conversation: those fed before, followed by those of the new part. If the
+        template renders the earlier part differently now, the whole text is tokenised again."""
         tokenizer: Any = self.tokenizer
         whole = self._rendered(messages)
         if self._ids and self.cache.fed:
             before = self._rendered(self.messages[:-1]) + self.messages[-1]["content"]
             if whole.startswith(before):
                 rest = whole[len(before) :]
-                if self._ids[-1] in tokenizer.all_special_ids:  # what ended the answer
+                if self._ids[-1] in tokenizer.all_special_ids:  # the token that ended the answer
                     rest = rest.removeprefix(tokenizer.decode([self._ids[-1]]))
                 following: list[int] = tokenizer(rest, add_special_tokens=False).input_ids
                 return self._ids + following

@@ -1,4 +1,4 @@
-"""What a model that is not attached can be given: what its own mask says too."""
+"""Check that the mask of an unattached model agrees with the cache's spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvkeep.spec import CacheSpec
 def require_fitting_mask(
     layer: LayerCache, spec: CacheSpec, k: Tensor, *, alike: bool, latent: bool
 ) -> None:
-    """Raise UnsupportedError where the model's own mask would not say what the spec says.
+    """Raise UnsupportedError if the model's own mask would not agree with the spec.
 
     Args:
         k: the new keys (B, H, n, D).
@@ -23,12 +23,12 @@ def require_fitting_mask(
     policy = layer.policy
     if not alike:
         raise UnsupportedError(
-            "layers of one type have different specs, but the model gives them one mask; call "
+            "layers of one type have different specs, but the model uses one mask for them; call "
             "kvkeep.attach(model) first"
         )
     if (policy.needs or policy.ragged) and not latent:
         raise UnsupportedError(
-            f"{spec} takes part in attention, which the model computes itself while unattached; "
+            f"{spec} changes how attention is computed, which an unattached model does itself; "
             "call kvkeep.attach(model) first"
         )
     exact = policy.budget is None or (
@@ -38,12 +38,13 @@ def require_fitting_mask(
     if not exact and (over or policy.needs or policy.ragged):
         if latent:
             raise UnsupportedError(
-                f"the model expands its latent cache itself, so it takes keep_all only, not {spec}"
+                "the model expands its latent cache itself, so its cache can be keep_all only, not "
+                f"{spec}"
             )
         contiguous = policy.reach is not None and not policy.reach.fixed
         if k.shape[0] > 1 or k.shape[2] > 1 or not contiguous:
             raise UnsupportedError(
                 f"{spec} with {k.shape[0]} rows and {k.shape[2]} new tokens after {layer.fed}: the "
-                "model's own mask knows neither which tokens are padding nor what was evicted; "
-                "call kvkeep.attach(model) first"
+                "model's own mask takes neither padding nor eviction into account; call "
+                "kvkeep.attach(model) first"
             )

@@ -1,4 +1,4 @@
-"""Attention weights of attached models, and dropout on them: steps that are written out."""
+"""Attention weights of attached models, and dropout on them, computed without fused kernels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from kvkeep.layer.layer import LayerCache
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
-COMPILED = "{} in a compiled or graphed step, which has none; call the model uncompiled"
+COMPILED = "{} in a compiled or graphed step, which does not support it; call the model uncompiled"
 
 
 def ask_for_weights(decoder: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Tell a forward's cache whether attention weights are wanted: by an option, or by the config.
-
-    Many models keep that from their attention modules, which other implementations need not know.
+    """Record in a forward's cache whether attention weights are requested, by an option or by the
+    config. Many models do not pass that option on to their attention modules.
 
     Raises:
-        UnsupportedError: they are, and some layer cannot give them. Nothing was fed.
+        UnsupportedError: they are requested, but some layer cannot return them. Nothing was fed.
     """
     cache, asked = options.get("past_key_values"), options.get("output_attentions")
     if not isinstance(cache, Cache):
@@ -42,20 +41,19 @@ def ask_for_weights(decoder: PreTrainedModel, options: dict[str, Any]) -> None:
 
 
 def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
-    """How attention is computed where its weights are asked for, or some are to be dropped out;
-    None: as always.
+    """The attention for a step that returns weights or applies dropout; None for any other step.
 
     Raises:
-        UnsupportedError: the step belongs to a graph.
-        StateError: `kvkeep.train` computes the attention.
+        UnsupportedError: the step is part of a compiled or CUDA graph.
+        StateError: the step is a recomputation by `kvkeep.train`.
     """
     if not (dropout or handed.weights):
         return None
     what = f"attention dropout of {dropout}" if dropout else "attention weights"
     if not isinstance(handed.layer, LayerCache):
         raise StateError(
-            f"{what} where kvkeep computes attention again, with no dropout and without weights; "
-            "call model.eval(), or set the dropout in the model's config to 0.0"
+            f"{what} in kvkeep's recomputation of attention, which supports neither dropout nor "
+            "weights; call model.eval(), or set the dropout in the model's config to 0.0"
         )
     on_device = handed.traced is not None and handed.traced.on_device
     if torch.compiler.is_compiling() or on_device:
@@ -64,7 +62,7 @@ def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
 
 
 def drops_weights(model: PreTrainedModel) -> bool:
-    """Whether a model's attention has dropout now, by the names that configs have for it."""
+    """Whether a model's attention currently applies dropout, according to its config."""
     config = decoder_config(model.config)
     return model.training and any(getattr(config, name, None) for name in _DROPOUT)
 
@@ -72,8 +70,8 @@ def drops_weights(model: PreTrainedModel) -> bool:
 class Explicit:
     """One layer's attention for one step, computed with all its weights at once.
 
-    `weights` are then (B, Hq, n, S) in the queries' dtype, over the tokens held in the order of
-    their positions, the chunk's own last; what dropout left of them.
+    `weights` are then (B, Hq, n, S) in the queries' dtype, after dropout, over the tokens held in
+    the order of their positions, the chunk's own last.
     """
 
     weights: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which take part in a forward, and from where on an activated one does."""
+"""PEFT adapters: which are active in a forward, and where an activated LoRA (aLoRA) starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.host.cache import Activation
 
 _OFFSET: ContextVar[int | None] = ContextVar("offset", default=None)
-"""How many of the last tokens of this thread's forward an activated adapter computes."""
+"""Number of last tokens in this thread's forward that an activated adapter computes."""
 
 NEVER = 1 << 40
 """The start of an activated adapter that is not invoked."""
@@ -22,9 +22,9 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class InvokedAdapter:
-    """An adapter that computes from its invocation in a prompt on: PEFT's activated LoRA.
+    """An adapter that is active from its invocation tokens in a prompt on: PEFT's activated LoRA.
 
-    The base model computes what stands before the invocation.
+    The base model computes the tokens before the invocation.
 
     Source: aLoRA (arXiv 2504.12397).
     """
@@ -33,7 +33,7 @@ class InvokedAdapter:
     invocation: tuple[int, ...]
 
     def start(self, prompt: Tensor) -> int:
-        """Where its last invocation begins in a prompt, (n,); `NEVER` if there is none."""
+        """The index of its last invocation in a prompt, (n,); `NEVER` if there is none."""
         n = len(self.invocation)
         if len(prompt) < n:
             return NEVER
@@ -43,7 +43,7 @@ class InvokedAdapter:
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """The layers that have adapters."""
+    """The model's layers that have adapters."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return []
@@ -51,23 +51,23 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 
 def active_adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:
-    """What PEFT calls the parts that adapters add to layers; and the adapters that take part in the
-    forward, with their scale in each layer."""
+    """PEFT's names for the submodules that adapters add to layers; and the active adapters, with
+    their scale in each layer."""
     layers, active = {"modules_to_save"}, dict[str, list[float]]()
     for module in adapter_layers(model):
         layers |= set(module.adapter_layer_names)
         for name in () if module.disable_adapters else module.active_adapters:
-            scales = getattr(module, "scaling", {})  # not every kind of adapter has one
+            scales = getattr(module, "scaling", {})  # some kinds of adapters have none
             active.setdefault(name, []).append(float(scales.get(name, 1.0)))
     return layers, active
 
 
 def invoked_adapter(model: nn.Module) -> InvokedAdapter | None:
-    """The activated adapter that takes part in the forward; None if none does.
+    """The activated adapter (aLoRA) that is active in the forward; None if there is none.
 
     Raises:
-        UnsupportedError: one does, and something else too, so that what stands before its
-            invocation is not the base model's.
+        UnsupportedError: other adapters or modules are active beside it, so that tokens before its
+            invocation are not computed by the base model.
     """
     _, active = active_adapters(model)
     configs: Any = getattr(model, "peft_config", {})
@@ -82,16 +82,16 @@ def invoked_adapter(model: nn.Module) -> InvokedAdapter | None:
     others = [m for m in model.modules() if isinstance(m, auxiliary.AuxiliaryTrainingWrapper)]
     if len(active) > 1 or others:
         raise UnsupportedError(
-            f"adapters {sorted(active)} and {len(others)} modules saved with them, one of which is "
-            "activated by an invocation: what stands before that is not the base model's; use the "
-            "adapter by itself"
+            f"adapters {sorted(active)} and {len(others)} modules saved with them are active, one "
+            "of them by an invocation, so tokens before it are not computed by the base model "
+            "alone; use that adapter by itself"
         )
     ((name, tokens),) = invoked.items()
     return InvokedAdapter(name, tokens)
 
 
 def names_adapters(model: nn.Module) -> bool:
-    """Whether rows are given adapters by name, for this call only (PEFT's `adapter_names=`)."""
+    """Whether this call assigns adapters to rows by name (PEFT's `adapter_names=`)."""
     return any(
         "adapter_names" in getattr(hook, "keywords", {})
         for module in adapter_layers(model)
@@ -119,25 +119,27 @@ def activate(model: Any, activation: Activation | None, position: Tensor) -> Non
     _OFFSET.set(int((position >= activation.start).sum()))
     for layer in adapter_layers(model):
         hooks = layer._forward_pre_hooks
-        if not hooks or next(reversed(hooks.values())) is not _give:  # behind PEFT's own hooks
-            _forget(layer)
-            layer.register_forward_pre_hook(_give, with_kwargs=True)
+        if (
+            not hooks or next(reversed(hooks.values())) is not _set_offsets
+        ):  # must run after PEFT's hooks
+            _remove_hook(layer)
+            layer.register_forward_pre_hook(_set_offsets, with_kwargs=True)
 
 
 def deactivate(model: nn.Module) -> None:
     """Undo what `activate` did to a model."""
     for layer in adapter_layers(model):
-        _forget(layer)
+        _remove_hook(layer)
 
 
-def _give(
+def _set_offsets(
     _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     offset = _OFFSET.get()
     return None if offset is None else (args, kwargs | {"alora_offsets": [offset] * len(args[0])})
 
 
-def _forget(layer: nn.Module) -> None:
-    for number in [n for n, hook in layer._forward_pre_hooks.items() if hook is _give]:
+def _remove_hook(layer: nn.Module) -> None:
+    for number in [n for n, hook in layer._forward_pre_hooks.items() if hook is _set_offsets]:
         del layer._forward_pre_hooks[number]
         layer._forward_pre_hooks_with_kwargs.pop(number, None)

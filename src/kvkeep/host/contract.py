@@ -1,7 +1,7 @@
 """Host: what kvkeep asks of a model library. One object serves one model.
 
-What stands above it (stores, blocks, training, evaluation, the server) asks nothing else of a
-model, so a library is added by one folder with a `Host`, and a row in `kvkeep.host.registry`.
+Stores, blocks, training, evaluation and the server know a model only by its host. So a model
+library is added by one folder with a `Host`, and a row in `kvkeep.host.registry`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvkeep.rotary import Rotary
 
 
 class Narrowed(NamedTuple):
-    """The tokens of a forward that go on: their indices among those that it was given, and their
-    positions, int64 (m,) each, ascending."""
+    """The tokens of a forward that later layers get: their indices among the tokens that were fed,
+    and their positions, int64 (m,) each, ascending."""
 
     indices: Tensor
     positions: Tensor
@@ -34,7 +34,8 @@ class Narrowed(NamedTuple):
 class Host(ABC):
     """A model, as the rest of kvkeep sees it.
 
-    Methods that not every library can offer have a default that refuses, or does nothing.
+    Methods that some libraries cannot offer have a default, which raises UnsupportedError or does
+    nothing.
 
     Args:
         model: the library's own, perhaps with adapters around it.
@@ -50,7 +51,7 @@ class Host(ABC):
 
     @property
     def name(self) -> str:
-        """What kind of model it is, for messages."""
+        """The model's type, for messages."""
         return type(self.model).__name__
 
     @property
@@ -59,7 +60,7 @@ class Host(ABC):
         """Each layer's type and sliding window.
 
         Raises:
-            UnsupportedError: some layer keeps something else than keys and values of its own.
+            UnsupportedError: some layer does not cache keys and values of its own.
         """
 
     @abstractmethod
@@ -67,7 +68,7 @@ class Host(ABC):
         """Heads, widths and dtype of each layer's keys and values, of one row.
 
         Raises:
-            UnsupportedError: the model does not say.
+            UnsupportedError: the model's config does not tell.
         """
 
     @abstractmethod
@@ -75,33 +76,33 @@ class Host(ABC):
         """How each layer rotates queries and keys; None where it does not.
 
         Raises:
-            UnsupportedError: some layer does so in an unknown way, or caches something else.
+            UnsupportedError: some layer rotates in an unknown way, or does not cache keys.
         """
 
     @property
     def changing_rotary(self) -> str:
-        """The kind of the rotary frequencies, if these depend on the length of the text, so that a
-        token's keys do; otherwise empty."""
+        """The kind of the rotary frequencies if they, and so a token's keys, depend on the length
+        of the text; otherwise empty."""
         return ""
 
     @property
     def context(self) -> int | None:
-        """Most tokens that the model is made for; None: no limit."""
+        """The model's context length in tokens; None: no limit."""
         return None
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """V: how many logits a token has."""
+        """Logits per token, V."""
 
     @property
     def embeddings(self) -> int | None:
-        """How many token ids have an embedding; None where that is not known."""
+        """Rows of the token embedding; None if not known."""
         return self.vocabulary
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """The device that token ids must be on."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
@@ -115,7 +116,7 @@ class Host(ABC):
 
         Args:
             tokenizer: to be hashed too.
-            glance: weights that look unchanged need not be read again.
+            glance: weights that appear unchanged need not be read again.
 
         Raises:
             UnsupportedError: a weight cannot be read.
@@ -129,8 +130,8 @@ class Host(ABC):
         return True
 
     def attach(self, spec: Specs = DEFAULT_SPEC) -> AbstractContextManager[object]:
-        """Let the model's attention run on kvkeep's caches, until the result is left or `detach` is
-        called. By default it always does."""
+        """Let the model's attention run on kvkeep's caches until the returned context manager exits
+        or `detach` is called. By default it always does."""
         return nullcontext()
 
     def detach(self) -> None:
@@ -158,10 +159,10 @@ class Host(ABC):
 
         Args:
             ids: int64 (B, n), on the model's device.
-            cache: from `new_cache`. An adapter computes from `cache.activation` on.
-            position: int64 (n,), ascending, for all rows; None: those that follow what was fed.
-                Others than those are given to attached models only.
-            last: logits of so many last tokens.
+            cache: from `new_cache`. An activated adapter computes from `cache.activation.start` on.
+            position: int64 (n,), ascending, for all rows; None: the next n. Positions can be given
+                to attached models only.
+            last: of how many last tokens to return logits.
 
         Returns:
             Logits (B, last, V).
@@ -174,10 +175,10 @@ class Host(ABC):
     # -- adapters ---------------------------------------------------------------------------
 
     def activation_in(self, prompt: Tensor) -> Activation | None:
-        """Where an activated adapter starts to compute in a prompt, (n,); None if none is active.
+        """Where an active adapter starts to compute in a prompt, int64 (n,); None: there is none.
 
         Raises:
-            UnsupportedError: something else than that adapter takes part too.
+            UnsupportedError: other adapters are active too.
         """
         return None
 
@@ -191,12 +192,12 @@ class Host(ABC):
     def narrowed(
         self, first: int, tokens: int, chosen: Callable[[], Narrowed]
     ) -> AbstractContextManager[None]:
-        """While it is entered, layers from `first` on get only some of a forward's tokens, in
+        """A context in which layers from `first` on get only some of a forward's tokens. It affects
         forwards of this thread.
 
         Args:
-            tokens: how many the forward is given.
-            chosen: which of them go on; called after the layers before `first` have run.
+            tokens: how many tokens the forward is given.
+            chosen: returns those that the layers get; called after the layers before `first` ran.
         """
         raise UnsupportedError(
             f"{self.library} has no way to let only some tokens pass through {self.name}'s later "

@@ -16,26 +16,26 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvkeep.errors import UnsupportedError
 from kvkeep.host.adapters import active_adapters, adapter_layers
 
-_BESIDE_OF_MODULES = {
+_IRRELEVANT_ATTRIBUTES = {
     "gradient_checkpointing",
     "is_quantized",
     "max_position_embeddings",
     "original_max_seq_len",
     "training",
 }
-"""Numbers of modules that change nothing of what is computed."""
+"""Attributes of modules that do not affect the result."""
 
 _Modules = Sequence[tuple[str, nn.Module]]
-"""Modules by name, as `named_modules` has them."""
+"""Modules with their names, from `named_modules`."""
 
 _Tensors = Sequence[tuple[str, Tensor]]
 
 _NUMBERS = {bool, int, float, torch.dtype}
-_SAMPLE = 16  # elements of a tensor, at most
-_SHOWN = 60  # characters of a field's value
+_SAMPLE = 16  # most elements sampled from a tensor
+_SHOWN = 60  # most characters shown of a field's value
 
-_REMEMBERED = "_cached"
-"""How names end of what modules keep of what they computed."""
+_RESULT_SUFFIX = "_cached"
+"""Suffix of the names of attributes in which modules store results."""
 
 _known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
 
@@ -67,7 +67,8 @@ def fingerprint_of(
         `tokenizer`, hashes of its parts, if one is given.
 
     Raises:
-        UnsupportedError: a weight cannot be read, because it is on no device or of an unknown kind.
+        UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
+            kind.
     """
     found = {**_of_tensors(model, glance=glance, changing=changing), **said}
     if tokenizer is not None:
@@ -76,28 +77,26 @@ def fingerprint_of(
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two fingerprints, in words; a tokenizer counts if both have one."""
+    """Describe the differences of two fingerprints; tokenizers are compared if both have one."""
     found = []
     for part in sorted(then.keys() | now.keys()):
         if part in then and part in now:
             found += _difference(part, then[part], now[part])
         elif part != "tokenizer":
-            what = (
-                "not recorded then" if part not in then else "recorded then, and is not known now"
-            )
+            what = "not recorded then" if part not in then else "recorded then, but unknown now"
             found.append(f"{part}: {what}")
     return found
 
 
 def _difference(part: str, then: str, now: str) -> list[str]:
-    """How a part of a fingerprint differs: field by field, where it is text."""
+    """Describe how a part of a fingerprint differs, field by field if it is text."""
     if then == now:
         return []
     if part == "dtype":
         return [f"dtype was {then}, is {now}"]
     try:
         old, new = json.loads(then), json.loads(now)
-    except (ValueError, RecursionError):  # what was recorded may be any text
+    except (ValueError, RecursionError):  # the recorded part may be any text
         old = new = None
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [f"{part} {'differ' if part.endswith('s') else 'differs'}"]
@@ -167,13 +166,13 @@ def _read(model: nn.Module, modules: _Modules, buffers: _Tensors) -> dict[str, s
 
 
 def _plain(name: str) -> str:
-    """A name as the model without adapters calls it."""
+    """A module's or tensor's name in the model without adapters."""
     name = f"{name}.".removeprefix("base_model.model.")
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")[:-1]
 
 
 def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a model's state dict has, each tensor once."""
+    """The tensors of a model's state dict, each once."""
     seen, found = set(), list[tuple[str, Tensor]]()
     for name, value in model.state_dict(keep_vars=True).items():
         for inner, x in _dense(name, value):
@@ -191,16 +190,16 @@ def _buffers(modules: _Modules, *, changing: bool) -> list[tuple[str, Tensor]]:
         for name in sorted(module._non_persistent_buffers_set):
             x = module._buffers.get(name)
             moves = changing and name.endswith("inv_freq") and "original" not in name
-            if x is not None and not moves and not name.endswith(_REMEMBERED):
+            if x is not None and not moves and not name.endswith(_RESULT_SUFFIX):
                 found += _dense(f"{module_name}.{name}", x)
     return found
 
 
 def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """A value of a state dict as plain tensors.
+    """The plain tensors of a value in a state dict.
 
     Raises:
-        UnsupportedError: it is of an unknown kind, or not there.
+        UnsupportedError: the value is of an unknown kind, or has no data.
     """
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
@@ -216,8 +215,8 @@ def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         elif value.is_meta or value.layout != torch.strided:
             raise UnsupportedError(
                 f"{name} is a {value.layout} tensor on {value.device}, which cannot be hashed to "
-                "tell this model from others; load the whole model onto a device, and use neither "
-                "stores nor saved caches without"
+                "identify the model; load the whole model onto a device before using stores or "
+                "saved caches"
             )
         else:
             yield name, value
@@ -234,12 +233,12 @@ def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     else:
         raise UnsupportedError(
             f"{name} of the model's state is a {type(value).__name__}, which cannot be hashed to "
-            "tell this model from others; use neither stores nor saved caches with it"
+            "identify the model; use neither stores nor saved caches with it"
         )
 
 
 def _own(model: nn.Module, modules: _Modules) -> _Modules:
-    """The modules that a model has without adapters."""
+    """The modules of a model without its adapters."""
     added, _ = active_adapters(model)
     wrapping = set(adapter_layers(model))
     found, inside = [], tuple[str, ...]()
@@ -257,7 +256,7 @@ def _own(model: nn.Module, modules: _Modules) -> _Modules:
 
 
 def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
-    """Name, kind and numbers of each of some modules."""
+    """The name, class and numeric attributes of each module."""
     return [
         (
             _plain(module_name),
@@ -267,8 +266,8 @@ def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
                 for name, value in vars(module).items()
                 if name[0] != "_"
                 and _is_number(value)
-                and name not in _BESIDE_OF_MODULES
-                and not name.endswith(_REMEMBERED)
+                and name not in _IRRELEVANT_ATTRIBUTES
+                and not name.endswith(_RESULT_SUFFIX)
             ],
         )
         for module_name, module in modules
@@ -293,7 +292,7 @@ def as_text(fields: Mapping[str, Any]) -> str:
 
 
 def _hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
-    """Of its vocabulary, special tokens and chat template."""
+    """Hashes of a tokenizer's vocabulary, special tokens and chat template."""
     parts = {
         "vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]),
         "special tokens": str(tokenizer.special_tokens_map),

@@ -119,7 +119,7 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
     if not isinstance(given, dict):
         raise RequestError(f"the body is {_kind(given)}; give a JSON object")
     for name, off in (_OFF_IN_CHAT if chat else _OFF_IN_COMPLETIONS).items():
-        if given.get(name) is not None and not _among(given[name], off):
+        if given.get(name) is not None and not _is_among(given[name], off):
             only = " or ".join([*map(json.dumps, off), "null"])
             raise RequestError(
                 f"{name} {json.dumps(given[name])[:80]} is not supported here; leave it out, or "
@@ -131,7 +131,7 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
     for name in ("max_tokens", "max_completion_tokens") if chat else ("max_tokens",):
         tokens = _integer(given, name, tokens, 1)
     temperature = _number(given, "temperature", 1.0, 2.0)
-    options = _of(given, "stream_options", dict, {})
+    options = _field(given, "stream_options", dict, {})
     return Asked(
         chat=chat,
         model=_required(given, "model", str),
@@ -144,8 +144,8 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
         stop=_stop(given),
         seed=_integer(given, "seed", None, -(2**63)),
         n=_integer(given, "n", 1, 1, _MOST_CHOICES) or 1,
-        stream=_of(given, "stream", bool, False),
-        include_usage=_of(options, "include_usage", bool, False, "stream_options."),
+        stream=_field(given, "stream", bool, False),
+        include_usage=_field(options, "include_usage", bool, False, "stream_options."),
     )
 
 
@@ -182,7 +182,7 @@ def _message(given: Any, where: str) -> Message:
     for name in ("audio", "function_call"):
         if given.get(name) is not None:
             raise _refused(f"{where}.{name}")
-    calls = _of(given, "tool_calls", list, [], f"{where}.")
+    calls = _field(given, "tool_calls", list, [], f"{where}.")
     content = given.get("content")
     if content is None and role == "assistant":
         content = ""
@@ -238,7 +238,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _tools(given: Mapping[str, Any]) -> list[Any] | None:
-    tools: list[Any] = _of(given, "tools", list, [])
+    tools: list[Any] = _field(given, "tools", list, [])
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -294,10 +294,10 @@ def _text(given: Any, where: str) -> str:
 def _required(given: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     if given.get(name) is None:
         raise RequestError(f"{name} is missing", param=name, code="missing_required_parameter")
-    return _of(given, name, kind, None)
+    return _field(given, name, kind, None)
 
 
-def _of(
+def _field(
     given: Mapping[str, Any], name: str, kind: type[Any], default: Any, before: str = ""
 ) -> Any:
     value = given.get(name)
@@ -339,7 +339,7 @@ def _refused(where: str) -> RequestError:
     )
 
 
-def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether a value is among those allowed. Unlike Python's `in`, it distinguishes False from
     0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)

@@ -69,7 +69,7 @@ class Turns:
             self._taken[name] -= 1
             if not self._taken[name]:
                 del self._taken[name]
-            self._forget(place)
+            self._leave_queue(place)
             if place.holds:
                 self.done()
 
@@ -118,7 +118,7 @@ class Turns:
                 return
         self._busy = False
 
-    def _forget(self, place: Place) -> None:
+    def _leave_queue(self, place: Place) -> None:
         queue = self._waiting.get(place.name, deque())
         if place in queue:
             queue.remove(place)

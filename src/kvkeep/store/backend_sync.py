@@ -1,4 +1,4 @@
-"""What a prefix store puts into its backend, and finds there."""
+"""How a prefix store writes blocks to its backend and reads them back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import common
 
-_LOOKED_AT = 16  # blocks that begin with the same token, to find the longest of
+_LOOKED_AT = 16  # most blocks with the same first token that are compared
 
 
 class _Place(NamedTuple):
-    """Where a block starts in its text, and the hash of what precedes it."""
+    """Where a block starts in its text, and the hash of the tokens before it."""
 
     start: int
     prefix: str
@@ -32,10 +32,12 @@ def share(
     content_of: Callable[[int, int], Stretch],
     geometry: ModelGeometry,
 ) -> None:
-    """Put tokens, int64 (n,), into a backend in blocks of some size, unless they are there.
+    """Write tokens, int64 (n,), to a backend in blocks of `size` tokens; blocks that it has already
+    are skipped.
 
     Args:
-        content_of: what the layers hold of those from a start to a stop.
+        content_of: returns the stretch of tokens from a start to a stop.
+        geometry: of the model that computed them.
     """
     places = _places(identity, tokens, 0, size)
 
@@ -56,11 +58,14 @@ def shared(
     size: int,
     geometry_of: Callable[[], ModelGeometry],
 ) -> tuple[list[StoredBlock], int]:
-    """What a backend has of tokens, int64 (n,), from `first` on: blocks that follow each other,
-    and where their last token stands that is the same. Blocks of another geometry are quarantined.
+    """Find tokens, int64 (n,), in a backend from `first` on. Blocks with other tokens or another
+    geometry are quarantined.
 
     Args:
-        geometry_of: the model's geometry, asked for once some block was found.
+        geometry_of: returns the model's geometry; called only when a block was found.
+
+    Returns:
+        Consecutive blocks, and the index behind the last token that they share with `tokens`.
     """
     blocks: list[StoredBlock] = []
     stop, fit = first, True
@@ -87,8 +92,7 @@ def shared(
 
 
 def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _Place]:
-    """The keys of the blocks of tokens, in their order. What precedes a block is hashed once, for
-    all blocks together."""
+    """The blocks of tokens by their keys, in order. Each token is hashed into the prefixes once."""
     before = hashlib.sha256(token_bytes(tokens[:first]))
     found: dict[str, _Place] = {}
     for start in range(first, len(tokens), size):
@@ -99,7 +103,7 @@ def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _
 
 
 def _alike(backend: Backend, identity: str, prefix: str, tokens: Tensor) -> StoredBlock | None:
-    """The block that begins like some tokens, as many as possible."""
+    """The block that shares the longest beginning with some tokens."""
     with backend.as_one_call():
         keys = list(islice(backend.scan(beginning(identity, prefix, int(tokens[0]))), _LOOKED_AT))
         labels = zip(keys, backend.labels(keys), strict=True)

@@ -82,11 +82,11 @@ class Disk(Backend):
         try:
             block = StoredBlock.from_bytes(_read_block(file), key)
         except FileNotFoundError:  # removed meanwhile by another process or by the user
-            self._forget(key, file.name)
+            self._delete_row(key, file.name)
             return None
         except OtherBlockError as error:  # the index is wrong, not the block
             self.damaged += 1
-            self._forget(key, file.name)
+            self._delete_row(key, file.name)
             with suppress(OSError):
                 self._add_row(Row(str(error), file.name, file.stat().st_size, time.time()))
             return None
@@ -97,7 +97,7 @@ class Disk(Backend):
             self._failed(error)
             return None
         if used:
-            self._use([key])
+            self._record_use([key])
         return block
 
     def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
@@ -107,12 +107,12 @@ class Disk(Backend):
             if block is None:
                 break
             found.append(block)
-        self._use(keys[: len(found)])
+        self._record_use(keys[: len(found)])
         return found
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         kept = [block.key for block in blocks if self.put(block)]
-        self._use(kept)
+        self._record_use(kept)
         return len(kept)
 
     def put(self, block: StoredBlock) -> bool:
@@ -149,7 +149,7 @@ class Disk(Backend):
     def delete(self, key: str) -> None:
         file = self._file(key)
         if file is not None:
-            self._forget(key, file.name)
+            self._delete_row(key, file.name)
             self._remove([file.name])
 
     def quarantine(self, key: str) -> None:
@@ -246,13 +246,13 @@ class Disk(Backend):
             self._failed(error)
             return []
 
-    def _use(self, keys: Sequence[str]) -> None:
+    def _record_use(self, keys: Sequence[str]) -> None:
         """Record that a prompt's blocks were used. Later blocks get slightly older times, so that a
         prompt is evicted from its end."""
         rows = [(time.time() - 1e-5 * index, key) for index, key in enumerate(keys)]
         if rows and self.writable:
             update = "update blocks set used = ? where key = ?"
-            self._changed(lambda index: index.executemany(update, rows))
+            self._change(lambda index: index.executemany(update, rows))
 
     def _file(self, key: str) -> Path | None:
         """The block's file according to the index, if the entry is a valid file name."""
@@ -267,7 +267,7 @@ class Disk(Backend):
         (name,) = found
         if not isinstance(name, str) or not NAME.fullmatch(name):
             self.damaged += 1
-            self._changed(lambda index: index.execute("delete from blocks where key = ?", (key,)))
+            self._change(lambda index: index.execute("delete from blocks where key = ?", (key,)))
             return None
         return self.path / "blocks" / name
 
@@ -282,12 +282,12 @@ class Disk(Backend):
 
     def _quarantine_file(self, key: str, file: Path) -> None:
         self.damaged += 1
-        self._forget(key, file.name)
+        self._delete_row(key, file.name)
         with suppress(OSError):
             file.replace(self.path / "quarantine" / file.name)
 
-    def _forget(self, key: str, file: str) -> None:
-        self._changed(
+    def _delete_row(self, key: str, file: str) -> None:
+        self._change(
             lambda index: index.execute(
                 "delete from blocks where key = ? and file = ?", (key, file)
             )
@@ -296,9 +296,9 @@ class Disk(Backend):
     def _add_row(self, row: Row) -> None:
         """Add or replace an index entry for a block that was found on disk."""
         insert = "insert or replace into blocks values (?, ?, ?, ?)"
-        self._changed(lambda index: index.execute(insert, row))
+        self._change(lambda index: index.execute(insert, row))
 
-    def _changed(self, change: Callable[[sqlite3.Connection], object]) -> None:
+    def _change(self, change: Callable[[sqlite3.Connection], object]) -> None:
         if self.writable:
             self._ask(lambda: self._index.change(change), None)
 

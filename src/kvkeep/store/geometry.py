@@ -1,4 +1,4 @@
-"""Geometry: what the slots of one identity are like, as the model says, not a block."""
+"""ModelGeometry: shapes and dtypes of the slots that a model's layers store."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class LayerGeometry:
 
     @classmethod
     def of(cls, layer: LayerCache, geometry: Geometry) -> LayerGeometry:
-        """That of a layer which is fed keys and values of such a geometry."""
+        """The geometry of a layer that is fed such keys and values."""
         return cls(geometry._replace(rows=1), planes_of(layer, geometry))
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """What all entries of one identity have in common.
+    """What all entries of one identity have in common. The model determines it, never a block.
 
     Args:
-        layers: of each of the model's layers.
+        layers: one for each layer of the model.
         routed: see `kvkeep.cache.Cache.routed`.
     """
 
@@ -48,12 +48,12 @@ class ModelGeometry:
     def of(
         cls, layers: Sequence[LayerCache], geometries: Sequence[Geometry], routed: bool | None
     ) -> ModelGeometry:
-        """That of a cache's layers which are fed keys and values of such geometries."""
+        """The geometry of a cache's layers, when they are fed such keys and values."""
         return cls(tuple(map(LayerGeometry.of, layers, geometries)), routed)
 
     @classmethod
     def of_cache(cls, cache: Cache) -> ModelGeometry:
-        """That of a cache that was fed something."""
+        """The geometry of a cache that was fed something."""
         geometries = [layer.ledger.geometry for layer in cache.layers]
         return cls.of(cache.layers, list(filter(None, geometries)), cache.routed)
 
@@ -68,12 +68,15 @@ class ModelGeometry:
 
     @cached_property
     def of_rows(self) -> list[Geometry]:
-        """That of one row of each layer, on its device."""
+        """The geometry of one row of each layer, on its device."""
         return [layer.of_row for layer in self.layers]
 
     def why_not(self, block: StoredBlock, start: int) -> str:
-        """Why a block whose first token has a position cannot be of this geometry; empty if it
-        can."""
+        """Why a block is not of this geometry; empty if it is.
+
+        Args:
+            start: the position of its first token.
+        """
         if block.routed != self.routed:
             return f"it was computed with routed={block.routed}, not {self.routed}"
         if len(block.geometries) != len(self.layers):
@@ -85,7 +88,7 @@ class ModelGeometry:
         ):
             said, own = found[1:5], layer.of_row[1:5]  # a block lies on no device
             if said != own:
-                return f"layer {index} is of {said}, not {own}"
+                return f"layer {index} has heads, widths and dtype {said}, not {own}"
             if planes.keys() != layer.planes.keys():
                 return f"layer {index} has planes {sorted(planes)}, not {sorted(layer.planes)}"
             for name, spec in layer.planes.items():
@@ -97,7 +100,7 @@ class ModelGeometry:
                         f"{spec.dtype}"
                     )
             if not planes[POSITION].flatten().cpu().equal(position):
-                return f"layer {index} has other positions than {start} to {start + n - 1}"
+                return f"layer {index} has positions other than {start} to {start + n - 1}"
         return ""
 
     def __str__(self) -> str:
@@ -110,5 +113,5 @@ class ModelGeometry:
 
 
 def planes_of(layer: LayerCache, geometry: Geometry) -> dict[str, PlaneSpec]:
-    """The planes of a layer's slots, for keys and values of a geometry."""
+    """The planes of a layer's slots, for keys and values of such a geometry."""
     return slot_planes(layer.policy, layer.key_codec, layer.value_codec, geometry)

@@ -1,4 +1,4 @@
-"""Hit: what a store found, and how a cache comes to hold it."""
+"""Hit: a stored prefix that was found, and how a cache takes it over."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvkeep.store.tree import Match, Node
 
 
 class Hit:
-    """What a store has of a prompt's beginning. It stays there until the hit is released: call
-    `release`, or use it in a `with` statement.
+    """The longest stored prefix of a prompt. It is locked against eviction until the hit is
+    released: call `release`, or use the hit in a `with` statement.
 
-    `length` is how many tokens it has, 0 for none.
+    Attributes:
+        length: tokens of the prefix; 0 if nothing was found.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Hit:
         self._stretches = _stretches(match)
 
     def fits(self, cache: Cache) -> bool:
-        """Whether the layers of a cache can hold it: their codecs encode as those it is of."""
+        """Whether the layers of a cache can hold it: their slots have the same planes."""
         geometry = self._geometry
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
             return False
@@ -43,21 +44,23 @@ class Hit:
         )
 
     def fill(self, cache: Cache) -> None:
-        """Let an empty cache hold it, without copying. It goes on by itself, and stays whole when
-        the store evicts this entry.
+        """Put it into an empty cache, without copying. The cache keeps it even when the store
+        evicts the entry.
 
         Raises:
-            StateError: the cache holds something, or its specs are others.
+            StateError: the cache is not empty, or its specs differ from those of the entry.
         """
         if cache.fed:
-            raise StateError(f"this cache holds {cache.fed} tokens; reset() it, or give a new one")
+            raise StateError(
+                f"this cache holds {cache.fed} tokens; give an empty one, or reset() it"
+            )
         geometry = self._geometry
         if not self.length or geometry is None:
             return
         if not self.fits(cache):
             raise StateError(
                 f"a hit of {geometry}, for a cache of {len(cache.layers)} layers, "
-                f"{cache.layers[0].kind}; give the specs it was stored with"
+                f"{cache.layers[0].kind}; build the cache with the specs of the stored entry"
             )
         for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             ledger = Ledger()
@@ -66,7 +69,7 @@ class Hit:
         cache.routed = geometry.routed
 
     def release(self) -> None:
-        """Let the store evict it again."""
+        """Unlock it, so that the store may evict it."""
         if self._node is not None:
             self._release(self._node)
             self._node = None
@@ -84,7 +87,7 @@ class Hit:
 
 
 def _stretches(match: Match[Stretch]) -> list[Stretch]:
-    """What a match has, in the order of its tokens; nothing is copied."""
+    """The stretches of a match, in the order of their tokens; nothing is copied."""
     found, left = [], match.length
     for node in match.node.path():
         found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))

@@ -145,7 +145,7 @@ class Index:
         if held is not None and held[0].process != os.getpid():
             self._inherited.append(held[1])  # kept: a child must not close its parent's connection
         self._local.held = None
-        index = self._opened() if self.writable else self._opened_to_read()
+        index = self._open() if self.writable else self._open_read_only()
         self._local.held = (self._stamp(), index)
         return index
 
@@ -164,7 +164,7 @@ class Index:
             known = self._local.current = self._path / last
         return known
 
-    def _opened(self) -> sqlite3.Connection:
+    def _open(self) -> sqlite3.Connection:
         file = self._current()
         if not _is_file(file):
             if os.path.lexists(file):
@@ -181,7 +181,7 @@ class Index:
             raise
         return index
 
-    def _opened_to_read(self) -> sqlite3.Connection:
+    def _open_read_only(self) -> sqlite3.Connection:
         """A read-only connection. If SQLite cannot create its files beside the index, the index is
         opened as immutable; if that fails too, an index in memory is built from the blocks."""
         file = self._current()

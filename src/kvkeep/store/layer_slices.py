@@ -1,4 +1,4 @@
-"""Stretch: what a model's layers hold of a run of tokens."""
+"""Stretch: the slots that a model's layers hold for a run of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvkeep.planes import Planes, Reach, plane_bytes
 
 @final
 class Stretch:
-    """Encoded planes of each layer, (1, H|1, n, ...), of n tokens that follow each other."""
+    """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens."""
 
     def __init__(self, layers: Sequence[Planes], tokens: int) -> None:
         self.layers = [FrozenPlanes(planes) for planes in layers]
@@ -38,7 +38,7 @@ class Stretch:
 
     @staticmethod
     def joined(stretches: Sequence[Stretch]) -> Stretch:
-        """Those of tokens that follow each other, as one; a copy, if they are several."""
+        """Consecutive stretches as one; a copy if there are several."""
         if len(stretches) == 1:
             return stretches[0]
         layers = [
@@ -48,7 +48,7 @@ class Stretch:
         return Stretch(layers, sum(map(len, stretches)))
 
     def to(self, devices: Sequence[torch.device]) -> Stretch:
-        """The same on the device of each layer; not copied if it is there."""
+        """The same on each layer's device; a layer that is already there is not copied."""
         layers = [
             {n: planes[n].to(device) for n in planes}
             for planes, device in zip(self.layers, devices, strict=True)
@@ -56,64 +56,65 @@ class Stretch:
         return Stretch(layers, self._tokens)
 
     def head(self, tokens: int) -> Stretch:
-        """The first tokens, not copied."""
+        """The first `tokens` tokens, not copied."""
         return Stretch([planes.head(tokens) for planes in self.layers], tokens)
 
 
 def why_not_kept(layer: LayerCache) -> str:
-    """Why a layer's slots cannot be kept for other prompts; empty if they can.
+    """Why a layer's slots cannot be stored for other prompts; empty if they can.
 
-    They can if they are what reading all its tokens gives, in their order, and depend on these
-    alone.
+    They can if they are exactly what a forward of all its tokens gives, in order.
     """
     if layer.ledger.apart:
-        return "it joins texts that did not see each other; store each text by itself"
+        return "it joins texts that were computed apart; store each text by itself"
     return why_not_whole(layer)
 
 
 def why_not_whole(layer: LayerCache) -> str:
-    """Why a layer's slots are not those of all its tokens alone, in their order; empty if they
-    are."""
+    """Why a layer does not hold the slots of exactly its tokens, all of them, in order; empty if it
+    does."""
     reason = _why_not_keepable(layer)
     if reason:
         return reason
     if layer.padded:
-        return "its rows are padded; feed each text by itself"
+        return "its rows are padded; feed one text at a time"
     if layer.length < layer.fed or layer.rollback_limit < layer.fed:
         if layer.window is not None and layer.policy.reach == Reach(layer.window):
             return (
-                f"{layer.fed} tokens were fed, and some of them evicted, for its sliding window "
-                f"holds {layer.window}; keep texts as short as that"
+                f"{layer.fed} tokens were fed, and some were evicted because its sliding window "
+                f"holds {layer.window}; store only texts as short as that"
             )
         return (
-            f"{layer.fed} tokens were fed, and some of them evicted by policy "
-            f"{layer.policy.name}; use a larger budget, or keep_all"
+            f"{layer.fed} tokens were fed, and policy {layer.policy.name} evicted some of them; "
+            "use a larger budget, or keep_all"
         )
     return ""
 
 
 def _why_not_keepable(layer: LayerCache) -> str:
     if layer.policy.planes or layer.policy.ragged:
-        return f"policy {layer.policy.name} keeps scores of one text with its slots; use keep_all"
+        return f"policy {layer.policy.name} keeps scores that depend on one text; use keep_all"
     if layer.key_codec.block > 1:
-        return f"codec {layer.key_codec.name} encodes tokens together; use int8 or int8/int4"
+        return (
+            f"codec {layer.key_codec.name} encodes several tokens together; use int8 or int8/int4"
+        )
     if not layer.storage.lasting:
-        return f"{layer.storage.name} storage has no slots on the device to share; use @growing"
+        return f"{layer.storage.name} storage keeps no slots on the device to share; use @growing"
     return ""
 
 
 def require_keepable(cache: Cache) -> None:
-    """Raise UnsupportedError when a cache of its specs can never be kept for other prompts."""
+    """Raise UnsupportedError when a cache of these specs can never be stored."""
     _require_none(cache, _why_not_keepable)
 
 
 def require_kept(cache: Cache) -> None:
-    """Raise UnsupportedError when what a cache holds cannot be kept for other prompts."""
+    """Raise UnsupportedError when what a cache holds now cannot be stored."""
     _require_none(cache, why_not_kept)
 
 
 def require_whole(cache: Cache) -> None:
-    """Raise UnsupportedError when a cache does not hold all its tokens, and them alone."""
+    """Raise UnsupportedError when a cache does not hold exactly the tokens it was fed."""
     _require_none(cache, why_not_whole)
 
 
@@ -125,7 +126,7 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
 
 
 def stretch_of(states: Sequence[LayerState], start: int, stop: int, row: int = 0) -> Stretch:
-    """A copy of what the layers of a cache hold of some tokens of a row. See `require_kept`."""
+    """A copy of the slots of tokens `start` to `stop` in a row. See `require_kept`."""
     slots = [state.parts["slots"] for state in states]
     return Stretch([_slots(planes, start, stop, row) for planes in slots], stop - start)
 

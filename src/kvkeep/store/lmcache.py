@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
     written: int  # milliseconds since 1970
 
 
-class _HollowError(ConnectionError):
+class _NoValueError(ConnectionError):
     """The server lists a value but closes the connection before sending any of it."""
 
 
@@ -118,7 +118,7 @@ class LMCache(Remote):
         return key in (self._listed(_list_of(key)) or {})
 
     def delete(self, key: str) -> None:
-        self._removed(key)
+        self._remove(key)
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         known = len(prefix) >= _BEGINNING
@@ -147,7 +147,7 @@ class LMCache(Remote):
         for key, entry in sorted(entries.items(), key=lambda item: item[1].written):
             if freed >= over:
                 break
-            freed += self._removed(key) * entry.nbytes
+            freed += self._remove(key) * entry.nbytes
         return freed
 
     def exists(self) -> bool:
@@ -172,7 +172,7 @@ class LMCache(Remote):
             return False
         return self._update_list(key, _Entry(len(data), written))
 
-    def _removed(self, key: str) -> bool:
+    def _remove(self, key: str) -> bool:
         if self._call(_EXIST, f"block {key}") is not True:
             return False
         return self._update_list(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
@@ -214,12 +214,12 @@ class LMCache(Remote):
         return self._asked(lambda: self._round_trip(command, what, puts), None)
 
     def _round_trip(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
-        connection = self._connected()
+        connection = self._connection()
         try:
             for name, data in puts:
                 connection.put(self._named(name), data)
             return connection.ask(command, self._named(what))
-        except _HollowError:  # a writer died halfway; the server closes every reader's connection
+        except _NoValueError:  # a writer died halfway; the server closes every reader's connection
             connection.close()
             self.damaged += 1
             return b""
@@ -233,7 +233,7 @@ class LMCache(Remote):
         own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[:32]
         return f"{self._model}@1@0@{own}@uint8".encode()
 
-    def _connected(self) -> _Connection:
+    def _connection(self) -> _Connection:
         """This thread's connection; a forked process opens its own."""
         pid, held = getattr(self._local, "held", (0, None))
         if held is not None and (pid != os.getpid() or not held.is_idle()):
@@ -276,7 +276,7 @@ class _Connection:
             ValueError: the answer does not follow LMCache's protocol.
         """
         self._socket.sendall(_REQUEST.pack(command, 0, _BYTES, _UINT8, *[0] * 5, name.ljust(150)))
-        head = self._received(_ANSWER.size)
+        head = self._receive(_ANSWER.size)
         if len(head) < _ANSWER.size:
             raise ConnectionError(f"the server disconnected after {len(head)} bytes of an answer")
         code, length, *kind = _ANSWER.unpack(head)
@@ -286,9 +286,9 @@ class _Connection:
             return True
         if code != _FOUND or command != _GET or kind != [_BYTES, _UINT8, length, 0, 0, 0, 0]:
             raise ValueError(f"the answer does not follow LMCache's protocol: {head.hex()}")
-        data = self._received(length)
+        data = self._receive(length)
         if length and not data:
-            raise _HollowError("the server disconnected before sending the value")
+            raise _NoValueError("the server disconnected before sending the value")
         if len(data) < length:
             raise ConnectionError(f"the server disconnected after {len(data)} of {length} bytes")
         return data
@@ -305,7 +305,7 @@ class _Connection:
             pass
         return False
 
-    def _received(self, length: int) -> bytes:
+    def _receive(self, length: int) -> bytes:
         """Receive `length` bytes, or fewer if the server disconnects."""
         parts, left = list[bytes](), length
         while left:

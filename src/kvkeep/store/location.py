@@ -73,7 +73,7 @@ class Location(Remote):
             self._failed(error)
 
     def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        return self._got([key])[0]
+        return self._get_blocks([key])[0]
 
     def put(self, block: StoredBlock) -> bool:
         return self.contains(block.key) or self.put_all([block]) == 1
@@ -83,7 +83,7 @@ class Location(Remote):
 
     def delete(self, key: str) -> None:
         if is_key(key):
-            self._removed(self._path(key))
+            self._remove(self._path(key))
 
     def quarantine(self, key: str) -> None:
         self.damaged += 1
@@ -100,7 +100,7 @@ class Location(Remote):
     def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
         found: list[StoredBlock] = []
         for start in range(0, len(keys), _AT_ONCE):
-            for block in self._got(keys[start : start + _AT_ONCE]):
+            for block in self._get_blocks(keys[start : start + _AT_ONCE]):
                 if block is None:
                     return found
                 found.append(block)
@@ -117,7 +117,7 @@ class Location(Remote):
                 break
             data = block.to_bytes()
             if self.budget is None or len(data) <= self.budget:
-                done += self._written(block.key, data)
+                done += self._write(block.key, data)
         if done:
             self._fit(self.budget)
         return done
@@ -134,7 +134,7 @@ class Location(Remote):
         before, freed = time() - older_than, 0
         for file in [*self._files("new"), *self._files("quarantine")]:
             if file.written <= before:
-                freed += self._removed(file.path) * file.nbytes
+                freed += self._remove(file.path) * file.nbytes
         return freed + self._fit(budget)
 
     def exists(self) -> bool:
@@ -159,7 +159,7 @@ class Location(Remote):
     def _path(self, key: str) -> str:
         return f"{self._resolved()[1]}/blocks/{key}{_SUFFIX}"
 
-    def _got(self, keys: Sequence[str]) -> list[StoredBlock | None]:
+    def _get_blocks(self, keys: Sequence[str]) -> list[StoredBlock | None]:
         return [self._block(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
 
     def _block(self, key: str, data: Any) -> StoredBlock | None:
@@ -183,7 +183,7 @@ class Location(Remote):
         found = dict(zip(known, self._asked(read, [unknown] * len(known)), strict=True))
         return [found.get(key, absent) for key in keys]
 
-    def _written(self, key: str, data: bytes) -> bool:
+    def _write(self, key: str, data: bytes) -> bool:
         def write() -> bool:
             filesystem, root = self._resolved()
             new, path = f"{root}/new/{uuid.uuid4().hex}{_SUFFIX}", self._path(key)
@@ -205,7 +205,7 @@ class Location(Remote):
         filesystem.makedirs(f"{root}/quarantine", exist_ok=True)
         filesystem.mv(self._path(key), f"{root}/quarantine/{uuid.uuid4().hex}{_SUFFIX}")
 
-    def _removed(self, path: str) -> bool:
+    def _remove(self, path: str) -> bool:
         def remove() -> bool:
             self._resolved()[0].rm_file(path)
             return True
@@ -236,10 +236,10 @@ class Location(Remote):
             for file in sorted(files):
                 if freed >= over:
                     break
-                freed += self._removed(file.path) * file.nbytes
+                freed += self._remove(file.path) * file.nbytes
         return freed
 
-    def _is_away(self, error: Exception) -> bool:
+    def _is_unavailable(self, error: Exception) -> bool:
         return not isinstance(error, PermissionError) and (
             getattr(error, "errno", None) not in _REFUSED
         )

@@ -1,4 +1,4 @@
-"""PrefixStore: what was computed for the beginnings of prompts, found again by their tokens."""
+"""PrefixStore: keys and values of prompts, shared by later prompts with the same beginning."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ from kvkeep.store.tree import Node, RadixTree
 
 
 class Reading(NamedTuple):
-    """A cache of some tokens, and how many of them a store had."""
+    """A cache of some tokens, and how many of them came from a store."""
 
     cache: ModelCache
     found: int
 
 
 class PrefixStore:
-    """Keys and values of prompts, each token of a shared prefix once.
+    """Keys and values of prompts. Prompts that begin alike share the slots of their prefix.
 
-    Entries of one identity lie in a tree over token ids. Which identity a prompt has is the
-    caller's to say: it must name all that keys and values depend on beside the tokens, such as
-    the model's fingerprint, and the specs of the cache. Threads may share a store.
+    Entries lie in a radix tree over token ids, one tree per identity. The caller chooses the
+    identity: it must name everything that keys and values depend on except the tokens, such as
+    the model's fingerprint and the cache's codecs. `read` does so by itself. Threads may share a
+    store.
 
     Args:
-        budget: most bytes held; None: as many as come. Where it is reached, the entries used
-            longest ago make room, of the lowest priority first, and those that are locked or that
-            others begin with never.
-
-        backend: where blocks are kept beside the process, to be found by others and later.
-        block: tokens of such a block.
+        budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
+            lowest priority first, then the least recently used. Entries that are locked, or that
+            are a prefix of others, stay.
+        backend: where blocks are also written, outside of this process; see
+            `kvkeep.store.opened`.
+        block: tokens per block of the backend.
 
     Raises:
-        SpecError: a budget or a block below 1.
+        SpecError: a budget or a block size below 1.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class PrefixStore:
 
         Args:
             tokens: int64 (n,).
-            geometry: returns the geometry of this identity's slots, as the model has it. Called
-                once, when the backend has blocks and nothing of this identity was inserted here
-                yet; without it such blocks are not used.
+            geometry: returns the model's geometry, against which blocks from the backend are
+                checked. Called once, and only if nothing of this identity was inserted by this
+                store; without it the backend is not asked until then.
         """
         tokens = flat(tokens)
         self._fetch(identity, tokens, geometry)
@@ -97,18 +98,19 @@ class PrefixStore:
     def insert(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
     ) -> int:
-        """Store what a cache holds of a row's first tokens; what is known already is not copied.
+        """Store the slots of a row's first tokens; those that are stored already are not copied.
 
         Args:
-            tokens: int64 (n,), the first that were fed, all of them or fewer.
-            priority: entries of a higher one are evicted later.
+            tokens: int64 (n,), the first tokens that were fed to the row, or all of them.
+            priority: entries of higher priority are evicted later.
 
         Returns:
-            How many of the tokens are stored now: fewer than given, if all else is locked.
+            How many of the tokens are stored now: fewer than given if the budget is full of
+            entries that cannot be evicted.
 
         Raises:
-            ShapeError: more tokens than were fed.
-            UnsupportedError: the cache keeps less than all tokens, or what is not theirs alone.
+            ShapeError: more tokens than were fed, or no such row.
+            UnsupportedError: the cache evicted tokens, or its slots depend on other texts too.
         """
         tokens = flat(tokens)
         if len(tokens) > cache.fed or not 0 <= row < max(1, cache.rows):
@@ -120,7 +122,7 @@ class PrefixStore:
             return 0
         require_kept(cache)
 
-        states = cache.states("store")  # once, for runs are joined to be copied
+        states = cache.states("store")  # taken once, because it joins the frozen runs
 
         def content_of(start: int, stop: int) -> Stretch:
             return stretch_of(states, start, stop, row)
@@ -143,18 +145,18 @@ class PrefixStore:
         capacity: int | None = None,
         priority: int = 0,
     ) -> ModelCache:
-        """`read` of all tokens but the last, which `generate` or your loop feeds.
+        """`read` all tokens but the last, which `generate` or your own loop feeds.
 
         Args:
             tokens: the prompt, int64 (n,) or (1, n).
 
         Raises:
             ShapeError: no tokens.
-            UnsupportedError: a spec whose slots cannot serve other prompts.
+            UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         tokens = flat(tokens)
         if not len(tokens):
-            raise ShapeError("a prompt of no tokens; give at least one")
+            raise ShapeError("a prompt without tokens; give at least one")
         return self.read(
             model,
             tokens[:-1],
@@ -178,20 +180,21 @@ class PrefixStore:
         capacity: int | None = None,
         priority: int = 0,
     ) -> Reading:
-        """A cache of some tokens: what is stored is shared, the rest is computed, and stored too.
+        """A cache of some tokens. The stored prefix is shared; the rest is computed and stored.
 
         Args:
+            model: of a library that kvkeep knows; see `kvkeep.host.host_of`.
             tokens: int64 (n,) or (1, n).
-            prompt: the whole prompt, of which they are the beginning: an activated adapter takes
-                over at the last invocation in it. None: there is no more of it.
+            prompt: the whole prompt that begins with `tokens`; None: `tokens`. An activated adapter
+                computes from its last invocation in the prompt on.
             spec: of the cache; caches of other codecs have entries of their own.
-            namespace: entries of another one are never found.
+            namespace: only entries of the same namespace are found.
             chunk: compute so many tokens at once; None: all.
             capacity: see `kvkeep.Cache`.
             priority: see `insert`.
 
         Raises:
-            UnsupportedError: a spec or a model whose slots cannot serve other prompts.
+            UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
@@ -218,12 +221,12 @@ class PrefixStore:
         namespace: str = "",
         priority: int = 0,
     ) -> int:
-        """Store what a model's cache was fed, such as a prompt and its answer, unless it has
-        evicted some of it. Where an activated adapter takes part, it must be a cache that the store
-        filled.
+        """Store everything that a model's cache was fed, such as a prompt and its answer. A cache
+        that evicted tokens is not stored. If an activated adapter is active, the cache must come
+        from `read` or `prefill`.
 
         Args:
-            tokens: all of them, int64 (n,).
+            tokens: all tokens that were fed, int64 (n,).
 
         Returns:
             How many of the tokens are stored.
@@ -231,7 +234,7 @@ class PrefixStore:
         host = host_of(model)
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
-            self._refused += 1  # nobody knows which tokens the adapter computed
+            self._refused += 1  # it is not known which tokens the adapter computed
             return 0
         text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
         return self.offer(*text, cache, priority=priority)
@@ -239,26 +242,26 @@ class PrefixStore:
     def offer(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
     ) -> int:
-        """`insert`, if the cache still holds all tokens; if not, that is counted as refused."""
+        """`insert` if the cache still holds all tokens; otherwise count it as refused, return 0."""
         if any(map(why_not_kept, cache.layers)):
             self._refused += 1
             return 0
         return self.insert(identity, tokens, cache, row=row, priority=priority)
 
     def clear(self) -> None:
-        """Forget all entries that are not locked."""
+        """Remove all entries that are not locked."""
         with self._lock:
             self._make_room(None)
 
     def check(self) -> None:
-        """Raise StateError if the store is not what it should be."""
+        """Raise StateError if the store is inconsistent."""
         with self._lock:
             held = 0
             for tree in self._trees.values():
                 tree.check()
                 held += sum(node.kept.nbytes for node in tree.nodes())
             if held != self.nbytes or held > (self.budget or held):
-                raise StateError(f"{held} bytes held, {self.nbytes} counted, of {self.budget}")
+                raise StateError(f"{held} bytes held, {self.nbytes} counted, budget {self.budget}")
 
     def stats(self) -> StoreStats:
         """All figures at once."""
@@ -287,8 +290,8 @@ class PrefixStore:
     def known(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> int:
-        """How many first tokens of a text are stored, which counts as no hit or miss; of a
-        backend's blocks as `match` says."""
+        """The length of the longest stored prefix; it is not counted as a hit or a miss. See
+        `match` for `geometry`."""
         tokens = flat(tokens)
         self._fetch(identity, tokens, geometry)
         with self._lock:
@@ -301,7 +304,7 @@ class PrefixStore:
         content_of: Callable[[int, int], Stretch],
         priority: int = 0,
     ) -> int:
-        """Put tokens into the tree, as far as there is room; how many of them are there then."""
+        """Put tokens into the tree as far as the budget allows; returns how many are in it then."""
         tree, token_bytes = self._trees[identity], self._geometries[identity].token_bytes
         known = tree.match(tokens)
         known.node.locks += 1
@@ -319,8 +322,8 @@ class PrefixStore:
     def _fetch(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
-        """Put what the backend has of tokens, and the tree has not, into the tree. While the
-        backend is asked, other threads go on."""
+        """Copy blocks that the tree lacks from the backend into it. The lock is not held while the
+        backend is read."""
         if self.backend is None or (geometry is None and identity not in self._geometries):
             return
         with self._lock:
@@ -329,7 +332,7 @@ class PrefixStore:
             return
 
         def agreed() -> ModelGeometry:
-            """What the model says, never what the backend does."""
+            """The model's geometry, never that of the backend's blocks."""
             own = self._geometries.get(identity)
             if own is None:
                 assert geometry is not None
@@ -344,11 +347,11 @@ class PrefixStore:
         whole = Stretch.joined([block.stretch for block in blocks]).to(devices)
         with self._lock:
             if self._tree(identity).match(tokens).length < first:
-                return  # evicted meanwhile
+                return  # the prefix was evicted meanwhile
             self._keep(identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first))
 
     def _make_room(self, nbytes: int | None) -> None:
-        """Evict until so many bytes fit, or nothing is left that may go; None: all."""
+        """Evict entries until `nbytes` more fit or none can be evicted; None: evict all."""
         if nbytes is not None and self.budget is None:
             return
         while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
@@ -369,17 +372,17 @@ class PrefixStore:
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
     def _agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
-        """What an identity's entries have in common; the first that was computed here says it.
+        """The geometry of an identity's entries: that of the first one.
 
         Raises:
-            StateError: this one is another.
+            StateError: `geometry` differs from it.
         """
         with self._lock:
             self._tree(identity)
             known = self._geometries.setdefault(identity, geometry)
         if known != geometry:
             raise StateError(
-                f"identity {identity[:60]!r} has entries of another model: {known}; not "
-                f"{geometry}; give each its own identity"
+                f"identity {identity[:60]!r} has entries of another model: {known}, not "
+                f"{geometry}; give each model its own identity"
             )
         return known

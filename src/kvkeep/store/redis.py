@@ -114,7 +114,7 @@ class Redis(Remote):
         with self._clock.running(self._deadline):
             if not self._fits(self._sizes([key])[0]):
                 return None
-            return self._got([key], used)[0]
+            return self._get_blocks([key], used)[0]
 
     def put(self, block: StoredBlock) -> bool:
         with self._clock.running(self._deadline):
@@ -124,12 +124,12 @@ class Redis(Remote):
         return bool(self._sizes([key])[0])
 
     def delete(self, key: str) -> None:
-        self._sent([self._script(DELETE, key)])
+        self._send([self._script(DELETE, key)])
 
     def quarantine(self, key: str) -> None:
         self.damaged += 1
         name = self._quarantined + uuid.uuid4().hex
-        self._sent([self._script(SET_ASIDE, key, name, _QUARANTINE_MS)])
+        self._send([self._script(SET_ASIDE, key, name, _QUARANTINE_MS)])
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         own = prefix.encode(errors="replace")
@@ -137,7 +137,7 @@ class Redis(Remote):
         stop = b"(" + own + b"\xff" if own else b"+"
         before = b""
         for _ in range(_MOST_PAGES):
-            [page] = self._sent([self._script(PAGE, start, stop, _PAGE)]) or [None]
+            [page] = self._send([self._script(PAGE, start, stop, _PAGE)]) or [None]
             if not isinstance(page, list) or not all(isinstance(key, bytes) for key in page):
                 return
             last, *found = page or [b""]
@@ -150,7 +150,7 @@ class Redis(Remote):
         found: list[StoredBlock] = []
         with self._clock.running(self._deadline):
             for batch in _batches(keys, self._readable(keys)):
-                for block in self._got(batch, used=True):
+                for block in self._get_blocks(batch, used=True):
                     if block is None:
                         return found
                     found.append(block)
@@ -192,7 +192,7 @@ class Redis(Remote):
         for start in range(0, len(keys), _LABELS):
             some = keys[start : start + _LABELS]
             asked = [("GETRANGE", self._base + key, 0, LABEL_BYTES - 1) for key in some]
-            answers = self._sent(asked) or [b""] * len(some)
+            answers = self._send(asked) or [b""] * len(some)
             found += [
                 self._label(key, data or None if isinstance(data, bytes) else None)
                 for key, data in zip(some, answers, strict=True)
@@ -202,29 +202,31 @@ class Redis(Remote):
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         require_budget(budget)
         base = self._base.encode()
-        for names in self._walk(self._base):  # the server may have dropped the accounts of some
+        for names in self._scan_names(
+            self._base
+        ):  # the server may have dropped the accounts of some
             keys = [name[len(base) :] for name in names]
-            self._sent([self._script(TOUCH, self._life, 1, *keys)])
+            self._send([self._script(TOUCH, self._life, 1, *keys)])
         freed = 0
-        for names in self._walk(self._quarantined):
+        for names in self._scan_names(self._quarantined):
             for name in names:
-                left, size = self._sent([("PTTL", name), ("STRLEN", name)]) or (None, None)
+                left, size = self._send([("PTTL", name), ("STRLEN", name)]) or (None, None)
                 if type(left) is int and _QUARANTINE_MS - left >= older_than * 1000:
-                    self._sent([("UNLINK", name)])
+                    self._send([("UNLINK", name)])
                     freed += size if _is_count(size) else 0
-        return freed + self._fitted(budget, thorough=True)[0]
+        return freed + self._fit(budget, thorough=True)[0]
 
     def exists(self) -> bool:
-        return self._sent([("EXISTS", self._accounts[2])]) == [1]
+        return self._send([("EXISTS", self._accounts[2])]) == [1]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return self._fitted(None, thorough=False)[1]
+        return self._fit(None, thorough=False)[1]
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Sizes of blocks in bytes; 0 if there is no such block, None if unknown."""
-        answers = self._sent([("STRLEN", self._base + key) for key in keys])
+        answers = self._send([("STRLEN", self._base + key) for key in keys])
         return [
             0 if _is_other_type(answer) else answer if _is_count(answer) else None
             for answer in answers or [None] * len(keys)
@@ -244,11 +246,11 @@ class Redis(Remote):
             return False
         return True
 
-    def _got(self, keys: Sequence[str], used: bool) -> list[StoredBlock | None]:
+    def _get_blocks(self, keys: Sequence[str], used: bool) -> list[StoredBlock | None]:
         asked: list[Command] = [("GET", self._base + key) for key in keys]
         if used:
             asked.append(self._script(TOUCH, self._life, 0, *keys))
-        answers = self._sent(asked)
+        answers = self._send(asked)
         if answers is None:
             return [None] * len(keys)
         return [self._block(key, data) for key, data in zip(keys, answers, strict=False)]
@@ -259,23 +261,23 @@ class Redis(Remote):
         return self._checked(key, data)
 
     def _put(self, commands: Sequence[Command]) -> int:
-        return sum(answer == 1 for answer in (self._sent(commands) or []))
+        return sum(answer == 1 for answer in (self._send(commands) or []))
 
-    def _fitted(self, budget: int | None, *, thorough: bool) -> tuple[int, int]:
+    def _fit(self, budget: int | None, *, thorough: bool) -> tuple[int, int]:
         """Remove blocks until the rest fits a budget; returns the bytes freed and those left."""
         script = self._script(FIT, "" if budget is None else budget, int(thorough))
-        [answer] = self._sent([script]) or [None]
+        [answer] = self._send([script]) or [None]
         if isinstance(answer, list) and len(answer) == 2 and all(map(_is_count, answer)):
             return answer[0], answer[1]
         return 0, 0
 
-    def _walk(self, beginning: str) -> Iterator[list[bytes]]:
+    def _scan_names(self, beginning: str) -> Iterator[list[bytes]]:
         """Yield, in batches, all names in the server that start with `beginning`; some may be
         repeated."""
         cursor: Any = 0
         for _ in range(_MOST_PAGES):
             pattern = ("MATCH", beginning + "*", "COUNT", 1000)
-            [answer] = self._sent([("SCAN", cursor, *pattern)]) or [None]
+            [answer] = self._send([("SCAN", cursor, *pattern)]) or [None]
             if not isinstance(answer, (list, tuple)) or len(answer) != 2:
                 return
             cursor, names = answer
@@ -289,7 +291,7 @@ class Redis(Remote):
     def _script(self, script: str, *arguments: Any) -> Command:
         return ("EVALSHA", _SHA[script], 3, *self._accounts, self._base, *arguments)
 
-    def _sent(self, commands: Sequence[Command]) -> list[Any] | None:
+    def _send(self, commands: Sequence[Command]) -> list[Any] | None:
         """Send commands in one round trip and return their answers, or None if none came. The
         answer to a command that the server refused is an exception."""
         if not commands:
@@ -303,16 +305,16 @@ class Redis(Remote):
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
         with self._clock.running(self._deadline):
-            answers = self._piped(commands)
+            answers = self._pipeline(commands)
             if any(isinstance(answer, self._errors.NoScriptError) for answer in answers):
                 # The server was restarted and has lost the scripts.
-                self._piped([("SCRIPT LOAD", script) for script in _SHA])
-                answers = self._piped(commands)
+                self._pipeline([("SCRIPT LOAD", script) for script in _SHA])
+                answers = self._pipeline(commands)
         if len(answers) != len(commands):
             raise ConnectionError(f"{len(answers)} answers to {len(commands)} commands")
         return answers
 
-    def _piped(self, commands: Sequence[Command]) -> list[Any]:
+    def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
         with self._client.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)

@@ -19,12 +19,12 @@ class Remote(Backend):
     unavailable server costs one timeout, not one per block."""
 
     def __init__(self) -> None:
-        self._rests_until = 0.0
+        self._paused_until = 0.0
 
     @property
     def resting(self) -> bool:
         """Whether calls return a miss at the moment, because one failed shortly before."""
-        return time.monotonic() < self._rests_until
+        return time.monotonic() < self._paused_until
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Return `ask()`, or `otherwise` if it fails or the backend is resting."""
@@ -36,10 +36,10 @@ class Remote(Backend):
             return otherwise
         except Exception as error:  # client libraries may raise any exception
             self._failed(error)
-            if self._is_away(error):
-                self._rests_until = time.monotonic() + REST_S
+            if self._is_unavailable(error):
+                self._paused_until = time.monotonic() + REST_S
             return otherwise
 
-    def _is_away(self, error: Exception) -> bool:
+    def _is_unavailable(self, error: Exception) -> bool:
         """Whether an error means that the next calls would fail too."""
         return True

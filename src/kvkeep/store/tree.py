@@ -1,4 +1,4 @@
-"""RadixTree: runs of tokens and what was computed for them, each shared prefix once."""
+"""RadixTree: token sequences with what was computed for them; a shared prefix is stored once."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvkeep.errors import StateError
 
 
 class Content(Protocol):
-    """What is kept of a run of tokens."""
+    """What is stored for a run of tokens."""
 
     def __len__(self) -> int:
-        """Tokens."""
+        """How many tokens."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are freed with it."""
+        """Bytes that are freed when it is dropped."""
 
     def part(self, start: int, stop: int) -> Self:
-        """That of some of the tokens, in memory of its own."""
+        """A copy of the content for tokens `start` to `stop`."""
 
 
 Kept = TypeVar("Kept", bound=Content)
 
 
 class Node(Generic[Kept]):
-    """Tokens that follow those of the parent, up to where another run of tokens leaves them."""
+    """A run of tokens that follows the parent's, up to the point where stored sequences differ."""
 
     def __init__(self, tokens: Tensor, content: Kept | None, parent: Node[Kept] | None) -> None:
         self.tokens = tokens
@@ -48,7 +48,7 @@ class Node(Generic[Kept]):
         return self.content
 
     def path(self) -> list[Node[Kept]]:
-        """The nodes from the first tokens to this one."""
+        """The nodes from the root's child down to this one."""
         found, node = list[Node[Kept]](), self
         while node.parent is not None:
             found.append(node)
@@ -57,18 +57,18 @@ class Node(Generic[Kept]):
 
 
 class Match(NamedTuple, Generic[Kept]):
-    """The longest prefix that is known: the last of its nodes, and all of its tokens' number."""
+    """The longest stored prefix: its last node, and its length in tokens."""
 
     node: Node[Kept]
     length: int
 
 
 class RadixTree(Generic[Kept]):
-    """A tree over token ids, int64 (n,), in which every stored token is found at its prefix.
+    """A radix tree over token ids, int64 (n,).
 
     Args:
-        clock: numbers that only grow, by which nodes are told that were used lately; trees that
-            share a budget share it.
+        clock: increasing numbers, which record when a node was last used; trees that share a
+            budget share the clock.
 
     Source: the radix tree of SGLang (arXiv 2312.07104).
     """
@@ -78,7 +78,7 @@ class RadixTree(Generic[Kept]):
         self._clock = clock or count(1)
 
     def match(self, tokens: Tensor) -> Match[Kept]:
-        """The longest prefix of `tokens` that is stored; it counts as used."""
+        """The longest stored prefix of `tokens`; its nodes are marked as used."""
         found = self._walk(tokens)
         now = next(self._clock)
         for node in found.node.path():
@@ -88,10 +88,10 @@ class RadixTree(Generic[Kept]):
     def insert(
         self, tokens: Tensor, content_of: Callable[[int, int], Kept], priority: int = 0
     ) -> Node[Kept]:
-        """Store `tokens`, of which `content_of(start, stop)` is asked for those that are new.
+        """Store `tokens`; `content_of(start, stop)` is called for those that are new.
 
         Returns:
-            The node in which they end.
+            The node that holds the last token.
         """
         node, length = self.match(tokens)
         inside = length - sum(len(above.tokens) for above in node.path()[:-1])
@@ -108,7 +108,7 @@ class RadixTree(Generic[Kept]):
         return node
 
     def leaves(self) -> Iterator[Node[Kept]]:
-        """Nodes that nothing follows."""
+        """Nodes without children."""
         return (node for node in self.nodes() if not node.children)
 
     def nodes(self) -> Iterator[Node[Kept]]:
@@ -120,23 +120,23 @@ class RadixTree(Generic[Kept]):
             yield node
 
     def remove(self, leaf: Node[Kept]) -> int:
-        """Forget a leaf; the bytes that this frees.
+        """Remove a leaf; returns the bytes that this frees.
 
         Raises:
-            StateError: it is locked, or something follows it.
+            StateError: it is locked, or has children.
         """
         if leaf.children or leaf.locks or leaf.parent is None:
-            raise StateError("only a leaf that nobody has locked can be removed")
+            raise StateError("only a leaf that is not locked can be removed")
         del leaf.parent.children[int(leaf.tokens[0])]
         leaf.parent = None
         return leaf.kept.nbytes
 
     def check(self) -> None:
-        """Raise StateError if the tree is not what it should be."""
+        """Raise StateError if the tree is inconsistent."""
         for node in self.nodes():
             parent = node.parent
             if parent is None or parent.children.get(int(node.tokens[0])) is not node:
-                raise StateError(f"tokens {node.tokens[:4].tolist()}... are not where they belong")
+                raise StateError(f"tokens {node.tokens[:4].tolist()}... are not under their parent")
             if not len(node.tokens) or len(node.kept) != len(node.tokens) or node.locks < 0:
                 raise StateError(
                     f"{len(node.tokens)} tokens with content of {len(node.kept)}, "
@@ -157,8 +157,8 @@ class RadixTree(Generic[Kept]):
         return Match(node, length)
 
     def _split(self, node: Node[Kept], tokens: int) -> Node[Kept]:
-        """Put the first `tokens` tokens of a node into a new one above it. Whoever has locked the
-        node keeps it."""
+        """Move the first `tokens` tokens of a node into a new parent node. Locks stay with the
+        node."""
         above = Node(node.tokens[:tokens].clone(), node.kept.part(0, tokens), node.parent)
         assert node.parent is not None
         node.parent.children[int(above.tokens[0])] = above
@@ -170,7 +170,7 @@ class RadixTree(Generic[Kept]):
 
 
 def common(a: Tensor, b: Tensor) -> int:
-    """How many first tokens are the same."""
+    """How many leading tokens are equal."""
     most = min(len(a), len(b))
     differ = (a[:most] != b[:most]).nonzero()
     return int(differ[0]) if len(differ) else most

@@ -1,0 +1,78 @@
+"""What the host for transformers answers, beside transformers' own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tiny
+from peft import LoraConfig, get_peft_model
+
+import kvkeep
+from kvkeep.blocks import join
+from kvkeep.errors import UnsupportedError
+from kvkeep.hf.host import TransformersHost
+from kvkeep.host import host_of
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def ids(n, seed=0):
+    return torch.randint(2, 80, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_forward_through_a_cache(attached):
+    model = tiny("llama")
+    host = host_of(model)
+    expected = model(ids(9), use_cache=False).logits
+    if attached:
+        host.attach("keep_all")
+    assert host.attached is attached
+    cache = host.new_cache()
+    host.feed(ids(9)[:, :6], cache)
+    logits = host.forward(ids(9)[:, 6:], cache, last=2)
+    torch.testing.assert_close(logits, expected[:, -2:], atol=1e-5, rtol=1e-4)
+
+
+def test_logits_of_a_model_that_gives_all_of_them(monkeypatch):
+    model = tiny("llama")
+    forward = type(model).forward
+
+    def without_option(self, input_ids, past_key_values=None, use_cache=None):
+        return forward(self, input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(type(model), "forward", without_option)
+    host = host_of(model)
+    logits = host.forward(ids(5), host.new_cache(), last=2)
+    assert logits.shape == (1, 2, host.vocabulary)
+
+
+def test_adapters_belong_to_the_host():
+    model = tiny("llama")
+    plain = host_of(model).fingerprint()
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    host = host_of(adapted)
+    assert type(host) is TransformersHost
+    found = host.fingerprint()
+    assert [part for part in plain if plain[part] != found[part]] == ["adapter"]
+    host.attach()
+    cache = host.new_cache()
+    logits = host.forward(ids(4), cache)
+    assert cache.routed
+    host.detach()
+    torch.testing.assert_close(logits, adapted(ids(4)).logits[:, -1:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_latent_is_not_moved():
+    """Its positions are those of a part of the keys, which a rotation of the whole would break."""
+    model = tiny("deepseek-v3")
+    caches = [kvkeep.Cache(model), kvkeep.Cache(model)]
+    for seed, cache in enumerate(caches):
+        model(ids(4, seed), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="latent, whose positions are not moved"):
+        join(model, caches)
