@@ -17,14 +17,14 @@ from kvkeep.host.cache import ModelCache
 if TYPE_CHECKING:
     from kvkeep.host.contract import Host
 
-_CUT = "\ufffd"
-"""What a tokenizer decodes an incomplete character to."""
+_INCOMPLETE = "\ufffd"
+"""The replacement character, which a tokenizer returns for an incomplete character."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated. Times are in seconds; `ttft_s` is from the call to the first token,
-    `tokens_per_s` counts the tokens after it; `ids` (1, n) are the prompt's and the new ones."""
+    """A generated text. `ttft_s` is the time in seconds from the call to the first token,
+    `tokens_per_s` the speed after it; `ids` (1, n) are the prompt's and the new token ids."""
 
     text: str
     tokens: int
@@ -36,11 +36,11 @@ class Generation:
 
 
 class TextStream:
-    """Turns token ids into text as they come, and notes when.
+    """Passes text on as soon as later tokens cannot change it, in complete characters, and records
+    the time of each token.
 
-    Text is passed to `on_text` as soon as no later token can change it, in whole characters. A
-    tokenizer may decode a token differently at the start of a text, so the text of a token is the
-    difference that it makes to the decoded text of the few tokens before it.
+    A tokenizer may decode a token differently at the start of a text. So the text of a new token is
+    found by decoding it together with the previous piece and removing that piece's text.
     """
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
@@ -48,20 +48,20 @@ class TextStream:
         self.times: list[float] = []
         self._tokenizer, self._on_text = tokenizer, on_text
         self._ids: list[int] = []
-        self._start = self._given = 0  # the ids between them are those of the last piece
+        self._start = self._given = 0  # the previous piece is the ids from start to given
 
     def push(self, ids: list[int]) -> None:
         """Take the next token ids."""
         self.times.append(time.perf_counter())
         self._ids += ids
         text = self._new_text()
-        if text and not text.endswith(_CUT):
+        if text and not text.endswith(_INCOMPLETE):
             self._start, self._given = self._given, len(self._ids)
             self._pass_on(text)
 
     def close(self) -> None:
-        """Pass on what is left after the last token, without an incomplete character."""
-        text = self._new_text().rstrip(_CUT)
+        """Pass on what is left after the last token; an incomplete character is dropped."""
+        text = self._new_text().rstrip(_INCOMPLETE)
         if text:
             self._pass_on(text)
 
