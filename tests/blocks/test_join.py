@@ -9,7 +9,9 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.blocks import join
+from kvkeep.blocks.join import place
 from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
+from kvkeep.store.layer_slices import require_kept
 
 YARN = {
     "rope_type": "yarn",
@@ -130,6 +132,17 @@ def test_what_a_joined_cache_can_do(tmp_path):
         one, two = (model(tail, past_key_values=c).logits for c in (flat, short))
         torch.testing.assert_close(one, two)
         assert all(cache.fed == part.shape[1] for cache, part in zip(caches, parts, strict=True))
+
+
+def test_a_text_behind_a_gap_is_never_stored():
+    """Its tokens have not seen those that will stand before it."""
+    model = tiny("llama")
+    (text,) = texts((9,))
+    with kvkeep.attach(model), torch.inference_mode():
+        moved = place(model, [alone(model, text)], [4], 13)
+        require_kept(join(model, [alone(model, text)]))
+    with pytest.raises(UnsupportedError, match="did not see each other"):
+        require_kept(moved)
 
 
 def test_eviction_from_joined_texts():

@@ -449,7 +449,7 @@ FAULTS = (
         "layer/history.py",
         "self.shown = self.shown.index_select(0, index)",
         "pass",
-        "storage/test_split.py hf/test_generate.py",
+        "storage/test_split.py",
     ),
     Fault(
         "takes-back-after-an-eviction",
@@ -485,7 +485,7 @@ FAULTS = (
         "files/snapshot.py",
         "ledger.apart = header.apart",
         "ledger.apart = False",
-        "test_snapshot.py blocks/test_join.py hf/test_saved.py store/test_apart.py",
+        "blocks/test_prompt.py",
     ),
     Fault(
         "damage-is-loaded",
@@ -592,7 +592,7 @@ FAULTS = (
         "blocks/join.py",
         "ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart",
         "ledger.apart = len(parts) > 1",
-        "blocks/test_join.py store/test_apart.py blocks/test_prefill.py",
+        "blocks/test_join.py",
     ),
     Fault(
         "moved-twice",
