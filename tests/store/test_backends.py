@@ -242,6 +242,12 @@ def _rebuilt(header, body):
     return len(start).to_bytes(8, "little") + start + body
 
 
+def test_a_label_says_the_bytes_that_are_stored():
+    (block,) = blocks_of(TOKENS[:8])
+    data = block.to_bytes()
+    assert Label.of(block).nbytes == Label.read(data, block.key).nbytes == len(data)
+
+
 def test_absurd_headers():
     """Also under a right seal: what cannot be a block raises ValueError, and nothing else."""
     (block,) = blocks_of(TOKENS[:8])

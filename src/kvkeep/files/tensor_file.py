@@ -167,14 +167,24 @@ def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
     return b"".join(_file(tensors, metadata))
 
 
+def size(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """Bytes of the file that `write` would write, header included."""
+    content = sum(x.numel() * x.element_size() for x in tensors.values())
+    return len(_header(tensors, _order(tensors), metadata)) + content
+
+
 def _file(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview[int]]:
-    # Large elements first, so that each tensor is aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    order = _order(tensors)
     yield _header(tensors, order, metadata)
     for name in order:
         yield from _pieces(tensors[name])
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The order of tensors in a file: large elements first, so that each tensor is aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:

@@ -181,7 +181,7 @@ class Label:
         identity, prefix, tokens: see `StoredBlock`.
         layers: number of layers.
         dtype: dtype of the keys before they were encoded.
-        nbytes: size of the whole block as stored, in bytes.
+        nbytes: length of `StoredBlock.to_bytes()`, header included.
     """
 
     identity: str
@@ -201,7 +201,7 @@ class Label:
         """The label of a block."""
         kind = str(block.geometries[0].dtype)
         parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
-        return cls(*parts, kind, sum(x.nbytes for x in block.tensors().values()))
+        return cls(*parts, kind, tensor_file.size(block.tensors(), block.metadata()))
 
     @classmethod
     def read(cls, data: bytes, key: str | None = None) -> Label:
