@@ -112,7 +112,8 @@ def serve(
     prompt_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Most bytes of a prompt, e.g. 500KB; default: 16 per token of the context.",
+            help="Most bytes of a prompt, e.g. 500KB; default: 16 per token of the context, but at "
+            "least 64 KiB and at most 8 MiB.",
             rich_help_panel=_LIMITS,
         ),
     ] = None,
