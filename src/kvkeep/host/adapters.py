@@ -107,11 +107,11 @@ def learns_prompts(model: nn.Module) -> bool:
 
 
 def activate(model: Any, activation: Activation | None, position: Tensor) -> None:
-    """Let an activated adapter compute the tokens at `position`, (n,), in this thread's next
-    forward, from `activation.start` on; None leaves the choice to PEFT.
+    """Set, for this thread's next forward of tokens at `position`, (n,), which of them an activated
+    adapter computes: those from `activation.start` on. None leaves that to PEFT.
 
-    PEFT counts from the end of the tokens it is given, so it does not know about those that a cache
-    holds.
+    PEFT counts from the end of the tokens that it is given, and does not take into account those
+    that a cache holds.
     """
     if activation is None:
         _OFFSET.set(None)
