@@ -18,8 +18,8 @@ DEFAULT_SPEC = "keep_all"
 
 
 class Activation(NamedTuple):
-    """From which position on an activated adapter computes, and a hash of it, hexadecimal, 128
-    bits."""
+    """The position from which an activated adapter computes, and the adapter's 128-bit hash in
+    hexadecimal."""
 
     start: int
     adapter: str
@@ -29,17 +29,18 @@ class ModelCache(Cache):
     """A cache with one layer for each layer of a model.
 
     Args:
-        kinds: of the model's layers.
+        kinds: the type and window of each layer of the model.
         spec: what to keep: for all layers, for each, or for each type of layer.
-        capacity: slots of fixed storage whose spec names none.
-        rotaries: returns each layer's rotary embedding; called where a policy needs it.
+        capacity: slots of fixed storage whose spec gives no number.
+        rotaries: returns each layer's rotary embedding; called only if a policy needs it.
 
     Attributes:
         specs: each layer's spec.
-        activation: of the activated adapter that computed part of what the cache holds, if any.
+        activation: that of the activated adapter that computed some of the tokens held; None if
+            there is none.
 
     Raises:
-        SpecError: a spec that does not exist or does not fit the model.
+        SpecError: a spec does not exist or does not fit the model.
     """
 
     activation: Activation | None = None
@@ -74,16 +75,16 @@ class ModelCache(Cache):
         Cache.__init__(self, layers)
 
     def token_limit(self, layer: int | None = None) -> int | None:
-        """Most tokens that fit, into one layer or all; None where there is no limit."""
+        """Most tokens that fit into one layer, or into every layer; None: no limit."""
         layers = self.layers if layer is None else self.layers[layer : layer + 1]
         limits = [x.limit for x in layers if x.limit is not None and x.policy.budget is None]
         return min(limits, default=None)
 
     def bytes_of(self, geometries: Sequence[Geometry], tokens: int, rows: int = 1) -> int:
-        """What `live_bytes` will be once `tokens` columns have passed.
+        """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            geometries: of each layer's keys and values.
+            geometries: those of each layer's keys and values; their `rows` are not used.
         """
         return sum(
             promised_bytes(
