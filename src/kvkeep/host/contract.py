@@ -24,21 +24,21 @@ from kvkeep.rotary import Rotary
 
 
 class Narrowed(NamedTuple):
-    """The tokens of a forward that later layers get: their indices among the tokens that were fed,
-    and their positions, int64 (m,) each, ascending."""
+    """The tokens of a forward that later layers compute: their indices among the tokens that were
+    fed, and their positions, int64 (m,) each, ascending."""
 
     indices: Tensor
     positions: Tensor
 
 
 class Host(ABC):
-    """A model, as the rest of kvkeep sees it.
+    """One model, as the rest of kvkeep sees it.
 
-    Methods that some libraries cannot offer have a default, which raises UnsupportedError or does
-    nothing.
+    Methods that some libraries cannot implement have a default, which raises UnsupportedError or
+    does nothing.
 
     Args:
-        model: the library's own, perhaps with adapters around it.
+        model: the library's model, perhaps wrapped by adapters.
     """
 
     library: ClassVar[str]
@@ -60,15 +60,15 @@ class Host(ABC):
         """Each layer's type and sliding window.
 
         Raises:
-            UnsupportedError: some layer does not cache keys and values of its own.
+            UnsupportedError: a layer does not cache keys and values of its own.
         """
 
     @abstractmethod
     def geometries(self) -> list[Geometry]:
-        """Heads, widths and dtype of each layer's keys and values, of one row.
+        """Heads, widths and dtype of each layer's keys and values, for one row.
 
         Raises:
-            UnsupportedError: the model's config does not tell.
+            UnsupportedError: the model's config does not give them.
         """
 
     @abstractmethod
@@ -76,13 +76,13 @@ class Host(ABC):
         """How each layer rotates queries and keys; None where it does not.
 
         Raises:
-            UnsupportedError: some layer rotates in an unknown way, or does not cache keys.
+            UnsupportedError: a layer rotates in an unknown way, or does not cache keys.
         """
 
     @property
     def changing_rotary(self) -> str:
-        """The kind of the rotary frequencies if they, and so a token's keys, depend on the length
-        of the text; otherwise empty."""
+        """The type of the rotary embedding if its frequencies, and with them a token's keys, depend
+        on the length of the text; otherwise empty."""
         return ""
 
     @property
@@ -115,8 +115,8 @@ class Host(ABC):
         """What the keys and values of the model depend on, as hashes and text by name.
 
         Args:
-            tokenizer: to be hashed too.
-            glance: weights that appear unchanged need not be read again.
+            tokenizer: the model's tokenizer, to hash too.
+            glance: allow to skip reading weights that appear unchanged.
 
         Raises:
             UnsupportedError: a weight cannot be read.
@@ -130,8 +130,9 @@ class Host(ABC):
         return True
 
     def attach(self, spec: Specs = DEFAULT_SPEC) -> AbstractContextManager[object]:
-        """Let the model's attention run on kvkeep's caches until the returned context manager exits
-        or `detach` is called. By default it always does."""
+        """Route the model's attention through kvkeep's caches until the returned context manager
+        exits or `detach` is called. The default does nothing, for models that are always
+        attached."""
         return nullcontext()
 
     def detach(self) -> None:
@@ -143,10 +144,10 @@ class Host(ABC):
 
         Args:
             spec: what to keep.
-            capacity: slots of fixed storage whose spec names none; None: the model's context.
+            capacity: slots of fixed storage whose spec gives no number; None: the model's context.
 
         Raises:
-            SpecError: a spec that does not exist or does not fit the model.
+            SpecError: a spec does not exist or does not fit the model.
         """
         capacity = self.context if capacity is None else capacity
         return ModelCache(self.kinds, spec, capacity=capacity, rotaries=self.rotaries)
@@ -155,14 +156,14 @@ class Host(ABC):
     def forward(
         self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
     ) -> Tensor:
-        """Feed a chunk to the model, through a cache of its own.
+        """Feed a chunk to the model, through a cache.
 
         Args:
             ids: int64 (B, n), on the model's device.
             cache: from `new_cache`. An activated adapter computes from `cache.activation.start` on.
-            position: int64 (n,), ascending, for all rows; None: the next n. Positions can be given
-                to attached models only.
-            last: of how many last tokens to return logits.
+            position: int64 (n,), ascending, for all rows; None: the next n positions. Only attached
+                models accept other positions.
+            last: how many of the last tokens to return logits for.
 
         Returns:
             Logits (B, last, V).
@@ -192,31 +193,34 @@ class Host(ABC):
     def narrowed(
         self, first: int, tokens: int, chosen: Callable[[], Narrowed]
     ) -> AbstractContextManager[None]:
-        """A context in which layers from `first` on get only some of a forward's tokens. It affects
-        forwards of this thread.
+        """A context in which layers from `first` on compute only some of a forward's tokens. It
+        affects forwards of this thread only.
 
         Args:
             tokens: how many tokens the forward is given.
-            chosen: returns those that the layers get; called after the layers before `first` ran.
+            chosen: returns the tokens to compute; called after the layers before `first` ran.
         """
         raise UnsupportedError(
-            f"{self.library} has no way to let only some tokens pass through {self.name}'s later "
-            "layers; use recompute='boundary:32' or 'all'"
+            f"{self.name} of {self.library} cannot compute only some tokens in its later layers; "
+            "use recompute='boundary:32' or 'all'"
         )
 
     # -- training and generation ------------------------------------------------------------
 
     def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
-        """The model run layer by layer on these texts, to be entered as a context manager.
+        """A context manager that runs the model layer by layer on these texts.
 
         Args:
             input_ids: (B, T).
             attention_mask: (B, T), 0 for padding; None: there is none.
 
         Raises:
-            UnsupportedError: a model whose layers cannot be run by themselves.
+            UnsupportedError: the model's layers cannot be run one by one.
         """
-        raise UnsupportedError(f"there are no gradients through a cache for {self.library} yet")
+        raise UnsupportedError(
+            f"kvkeep computes no gradients through a cache for {self.library}; implement "
+            f"{type(self).__name__}.layerwise"
+        )
 
     def generate(
         self,
@@ -237,11 +241,11 @@ class Host(ABC):
         Args:
             max_new_tokens: most tokens to generate.
             temperature: 0 is greedy.
-            top_p: nucleus sampling, with a temperature.
-            seed: for sampling.
-            prefill_chunk: feed the prompt in chunks of that many tokens.
-            on_text: given each piece of text as it comes.
-            stopped: asked for each token; when it is true, that one is the last.
+            top_p: probability mass of nucleus sampling; used if the temperature is not 0.
+            seed: seed for sampling.
+            prefill_chunk: feed the prompt in chunks of that many tokens; None: at once.
+            on_text: called with each piece of text as it is generated.
+            stopped: called after each token; True ends the text with that token.
         """
         return generate(
             self,
