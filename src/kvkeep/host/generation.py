@@ -36,8 +36,8 @@ class Generation:
 
 
 class TextStream:
-    """Passes text on as soon as later tokens cannot change it, in complete characters, and records
-    the time of each token.
+    """Passes on text, in complete characters, once later tokens cannot change it, and records the
+    time of each token.
 
     A tokenizer may decode a token differently at the start of a text. So the text of a new token is
     found by decoding it together with the previous piece and removing that piece's text.
@@ -66,8 +66,8 @@ class TextStream:
             self._pass_on(text)
 
     def generation(self, start: float, ids: Tensor, prompt: int, cache: CacheStats) -> Generation:
-        """The result, for a call that began at `start` and gave ids (1, n), `prompt` of them the
-        prompt's."""
+        """The result of a call that began at `start` and produced ids (1, n), of which the first
+        `prompt` are the prompt's."""
         tokens = ids.shape[1] - prompt
         first, last = self.times[0], self.times[-1]
         return Generation(
@@ -106,7 +106,11 @@ def generate(
     on_text: Callable[[str], None],
     stopped: Callable[[], bool],
 ) -> Generation:
-    """`Host.generate` by `Host.forward` alone."""
+    """`Host.generate`, for hosts that implement `Host.forward` only.
+
+    Raises:
+        ShapeError: not one row of ids, no new id among them, or `max_new_tokens` below 1.
+    """
     left, prompt = ids[:, cache.fed :], ids.shape[1]
     if len(ids) != 1 or not left.numel():
         raise ShapeError(
@@ -132,8 +136,8 @@ def generate(
 
 
 def chosen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The next token, int64 (B, 1), by logits (B, V): the likeliest at temperature 0, else drawn
-    from the likeliest tokens whose probabilities reach `top_p` together."""
+    """The next token, int64 (B, 1), from logits (B, V): at temperature 0 the likeliest, otherwise
+    sampled from the fewest likeliest tokens whose probabilities sum to at least `top_p`."""
     if not temperature > 0:
         return logits.argmax(dim=-1, keepdim=True)
     sorted_, order = (logits.float() / temperature).softmax(dim=-1).sort(dim=-1, descending=True)
