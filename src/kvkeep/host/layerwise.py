@@ -1,4 +1,4 @@
-"""Layerwise: what training asks of a model library, which is to run a model layer by layer."""
+"""Layerwise: run a model layer by layer, which training asks of a model library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.layer.step import StepInputs
 
 
 class LayerStep(Protocol):
-    """Computes a layer's attention to what came before a chunk, such as a `LayerCache`."""
+    """Computes the attention of one layer for one chunk; a `LayerCache` is one."""
 
     def run(self, inputs: StepInputs) -> Tensor:
         """The output (B, Hq, n, Dv); `position` is int32 (n,) or (B, n) with -1 for padding."""
@@ -24,10 +24,10 @@ class LayerStep(Protocol):
 class Embedded(NamedTuple):
     """What a model computed before its first layer.
 
-    `hidden` (B, n, width) is the first layer's input. `calls` has one entry for each layer: what
-    else the layer is called with, in nested tuples, lists and dicts; no gradients flow through it.
-    `outputs` are further results that must receive a gradient of zero in a backward (FSDP2 waits
-    for one of the whole model's output).
+    `hidden` (B, n, width) is the first layer's input. `calls` has one entry for each layer: its
+    other arguments, in nested tuples, lists and dicts, through which no gradients flow. `outputs`
+    are further results that must receive a gradient of zero in a backward (FSDP2 waits for a
+    gradient of the whole model's output).
     """
 
     hidden: Tensor
@@ -38,17 +38,17 @@ class Embedded(NamedTuple):
 class Layerwise(ABC):
     """A model run layer by layer, for one batch of texts whose columns are fed a chunk at a time.
 
-    A context manager: what it changes of the model is undone on exit.
+    A context manager, which undoes on exit what it changed in the model.
 
     Args:
         model: the module whose parameters are trained.
         input_ids: token ids (B, T).
         attention_mask: (B, T), 0 for padding; None: there is none.
         layers: the model's layers, in order.
-        vocabulary: how many logits a token has.
+        vocabulary: logits per token, V.
 
     Attributes:
-        attention_mask: as it was given; None if it shows no padding.
+        attention_mask: the one given; None if there is no padding.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Layerwise(ABC):
         return [p for p in self.model.parameters() if id(p) not in inside]
 
     def ledger(self, columns: int) -> Ledger:
-        """The ledger of every layer after the first `columns` columns."""
+        """The ledger that every layer has after the first `columns` columns."""
         ledger, mask = Ledger(), self.attention_mask
         ledger.columns = ledger.floor = columns
         ledger.geometry = Geometry(len(self.input_ids), 1, 1, 1, torch.float32)
@@ -112,7 +112,8 @@ class Layerwise(ABC):
 
     @abstractmethod
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
-        """The final norm of the last layer's output for a chunk, (B, n, width) -> the same."""
+        """Apply the final norm to the last layer's output for a chunk, (B, n, width) -> the
+        same."""
 
     @abstractmethod
     def logits(self, columns: slice, output: Tensor) -> Tensor:
