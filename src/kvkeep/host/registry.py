@@ -1,4 +1,4 @@
-"""Which host serves a model: found by the module of one of the classes that the model is of."""
+"""Finds the host of a model, by the classes that the model's type derives from."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.host.contract import Host
 
 _KNOWN = {"transformers.modeling_utils": ("transformers", "kvkeep.hf.host", "TransformersHost")}
-"""Module of a library's base class of models -> the library's name, and the host's module and
-class."""
+"""The module of a library's base class for models -> the library's name, and the module and name of
+the host's class."""
 
 _registered: dict[type, Callable[[Any], Host]] = {}
 
 
 def register(models: type[nn.Module], host: Callable[[Any], Host]) -> None:
-    """Let a host serve the models of a class, and of classes derived from it.
+    """Register a host for the models of a class and of its subclasses.
 
     Args:
-        host: makes a host of a model; a `Host` class, for instance. It replaces what was
-            registered for the class before.
+        host: creates a host from a model, such as a subclass of `Host`. It replaces the one that
+            was registered for the class before.
     """
     _registered[models] = host
 
 
 def host_of(model: Any) -> Host:
-    """The host of a model: an object that answers for it, cheap to make.
+    """The host of a model. Creating one is cheap.
 
     Args:
-        model: of a known library, perhaps with adapters or a DistributedDataParallel around it.
+        model: a model of a known library or a registered class, perhaps wrapped by PEFT,
+            torch.compile or DistributedDataParallel.
 
     Raises:
-        UnsupportedError: the model is of no known library, and nothing is registered for it.
+        UnsupportedError: the library is not known, and no host is registered for the class.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -50,19 +51,19 @@ def host_of(model: Any) -> Host:
                 return host
     known = ", ".join([name for name, _, _ in _KNOWN.values()])
     raise UnsupportedError(
-        f"{type(model).__name__} is not a model of {known}; give one, or tell kvkeep what it asks "
-        "of a model by kvkeep.host.register(type(model), YourHost)"
+        f"{type(model).__name__} is not a model of {known}; give one, or write a subclass of "
+        "kvkeep.host.Host and call kvkeep.host.register(type(model), YourHost)"
     )
 
 
 def load_model(name: str | None, dtype: str = "auto", **options: Any) -> tuple[Any, Any]:
-    """A model by name, with its tokenizer: see `kvkeep.hf.models.load`."""
+    """Load a model and its tokenizer by name; see `kvkeep.hf.models.load`."""
     loaded: tuple[Any, Any] = import_module("kvkeep.hf.models").load(name, dtype, **options)
     return loaded
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:
-    """A model, then what it is wrapped around: by PEFT, by torch.compile."""
+    """A model, then the models inside wrappers of PEFT and torch.compile."""
     yield model
     if hasattr(model, "get_base_model"):
         yield model.get_base_model()
