@@ -1,4 +1,4 @@
-"""Specs for a model: one for all layers, one for each, or one for each type of layer."""
+"""Specs for a model: one for all layers, one for each layer, or one for each type of layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 @dataclass(frozen=True)
 class LayerKind:
     """One layer's attention: the model library's name for its type, and its sliding window in
-    tokens; None where it has none."""
+    tokens (None: it has none)."""
 
     name: str
     window: int | None
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:
-    """`error`, which a spec for all layers caused; where the spec fits layers of some types, the
-    message also says how to give each type a spec of its own."""
+    """The error to raise if a spec for all layers causes `error` in one of them. If the spec fits
+    some types of layers, the message says how to give each type its own."""
     suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
@@ -47,7 +47,7 @@ def per_layer(spec: Specs, kinds: Sequence[LayerKind]) -> list[CacheSpec]:
     """Each layer's spec.
 
     Raises:
-        SpecError: text that is no spec, or specs that do not match the layers.
+        SpecError: the text is not a spec, or the specs do not match the layers.
     """
     if isinstance(spec, str):
         spec = parse_specs(spec)
