@@ -1,4 +1,4 @@
-"""What kvkeep asks of a model library, and which library a model is of."""
+"""What kvkeep asks of a model library, and how the host of a model is found."""
 
 from kvkeep.host.cache import Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
