@@ -28,7 +28,7 @@ _IRRELEVANT_FIELDS = {
     "transformers_version",
     "use_cache",
 }
-"""Fields of a config that do not change what is computed, or that another part of the fingerprint
+"""Config fields that do not affect keys and values, or that another part of the fingerprint
 covers."""
 
 
@@ -58,9 +58,9 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
             kind.
     """
     config = decoder_config(base_config(model))
-    said = {"rope": _rope(config), "config": as_text(_said_by(config))}
+    described = {"rope": _rope(config), "config": as_text(_relevant_fields(config))}
     changing = bool(changing_ropes(config))
-    return fingerprint_of(model, said, tokenizer, glance=glance, changing=changing)
+    return fingerprint_of(model, described, tokenizer, glance=glance, changing=changing)
 
 
 def activation_in(model: nn.Module, prompt: Tensor) -> Activation | None:
@@ -75,20 +75,20 @@ def activation_in(model: nn.Module, prompt: Tensor) -> Activation | None:
     return Activation(found.start(prompt), fingerprint(model, glance=True)["adapter"])
 
 
-def _said_by(config: Any) -> dict[str, Any]:
-    """The fields of a config that may change what is computed: no names, token ids, or ways of
-    computing."""
-    said = {
+def _relevant_fields(config: Any) -> dict[str, Any]:
+    """The config fields that may affect the result; not names, token ids, or implementation
+    choices."""
+    found = {
         name: value
         for name, value in config.to_dict().items()
         if not name.startswith("_")
         and name not in _IRRELEVANT_FIELDS
         and not name.endswith("_token_id")
     }
-    quantization = said.get("quantization_config") or {}
+    quantization = found.get("quantization_config") or {}
     if str(quantization.get("quant_method", "")).lower().endswith("gguf"):
-        del said["quantization_config"]  # a GGUF file's weights are dequantised when it is loaded
-    return said
+        del found["quantization_config"]  # a GGUF file's weights are dequantised when it is loaded
+    return found
 
 
 def _rope(config: Any) -> str:

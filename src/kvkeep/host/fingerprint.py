@@ -42,35 +42,36 @@ _known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDic
 
 def fingerprint_of(
     model: nn.Module,
-    said: Mapping[str, str],
+    described: Mapping[str, str],
     tokenizer: Any = None,
     *,
     glance: bool = False,
     changing: bool = False,
 ) -> dict[str, str]:
-    """What the keys and values of a model depend on, as hashes and as text. Hashes some gigabytes
-    of weights in a second.
+    """Everything that a model's keys and values depend on, as hashes and as text. Hashing reads
+    several gigabytes of weights per second.
 
     Args:
-        said: what the model's config adds, as text by name.
-        tokenizer: the model's tokenizer, to be hashed too.
-        glance: do not read weights again that look as they did: the same tensors, not written to
-            as far as torch knows, and alike in an element of each row of an embedding and in 16 of
-            every other tensor. A write through `.data` elsewhere is missed until a call without
-            `glance`, which reads everything.
-        changing: rotary frequencies follow the length of the text, so their buffers are left out.
+        described: parts to add as text, by name, such as those from the model's config.
+        tokenizer: the model's tokenizer, to hash too.
+        glance: skip reading weights that appear unchanged: the same tensors, with the same version
+            counters in torch, and the same values in one element of each row of an embedding and in
+            16 elements of every other tensor. A write through `.data` to other elements is missed
+            until a call without `glance`, which reads everything.
+        changing: whether rotary frequencies depend on the length of the text; their buffers are
+            then left out.
 
     Returns:
-        `weights` (parameters and what else a state dict has), `buffers` (all others, such as
-        rotary frequencies), `modules` (their kinds and numbers, such as a norm's epsilon), and
-        `adapter` ("none", or of what is active), as hashes; `dtype`, as text; what was `said`; and
-        `tokenizer`, hashes of its parts, if one is given.
+        `weights` (parameters and everything else in the state dict), `buffers` (all others, such as
+        rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
+        epsilon), and `adapter` ("none", or the active adapters), as hashes; `dtype`, as text;
+        `described`; and `tokenizer`, hashes of its parts, if one is given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
             kind.
     """
-    found = {**_of_tensors(model, glance=glance, changing=changing), **said}
+    found = {**_of_tensors(model, glance=glance, changing=changing), **described}
     if tokenizer is not None:
         found["tokenizer"] = as_text(_hashes_of_tokenizer(tokenizer))
     return found
@@ -112,7 +113,7 @@ def _short(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _of_tensors(model: nn.Module, *, glance: bool, changing: bool) -> dict[str, str]:
-    """What a fingerprint says of a model's tensors and modules."""
+    """The parts of a fingerprint that cover a model's tensors and modules."""
     modules = list(model.named_modules())
     buffers = _buffers(modules, changing=changing)
     stamp = _stamp(model, modules, buffers)
@@ -123,7 +124,7 @@ def _of_tensors(model: nn.Module, *, glance: bool, changing: bool) -> dict[str, 
 
 
 def _stamp(model: nn.Module, modules: _Modules, buffers: _Tensors) -> object:
-    """What changes, as far as can be seen at a glance, when something does that is hashed."""
+    """A value that changes if a hashed tensor or module changes, as far as a sample can show."""
     embeddings = {m.weight.data_ptr() for _, m in modules if isinstance(m, nn.Embedding)}
     tensors, samples = [], dict[tuple[torch.device, torch.dtype], list[Tensor]]()
     for name, x in (*_weights(model), *buffers):
@@ -184,7 +185,8 @@ def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _buffers(modules: _Modules, *, changing: bool) -> list[tuple[str, Tensor]]:
-    """Buffers that no state dict has; if frequencies are `changing`, without those."""
+    """Buffers that are not in the state dict; without rotary frequencies if those are
+    `changing`."""
     found = list[tuple[str, Tensor]]()
     for module_name, module in modules:
         for name in sorted(module._non_persistent_buffers_set):
@@ -287,7 +289,7 @@ def _add(to: Any, name: str, x: Tensor) -> None:
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """Fields as JSON, always in the same order."""
+    """Fields as JSON, sorted by name."""
     return json.dumps(fields, sort_keys=True, default=str)
 
 
