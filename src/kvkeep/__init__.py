@@ -62,7 +62,8 @@ _HOME = {
     "fingerprint": "kvkeep.hf.fingerprint",
     "load": "kvkeep.hf.load",
 }
-"""Where each public name comes from, for the first use of it; type checkers read the imports."""
+"""Public name -> the module from which it is imported when it is first used. Type checkers read the
+imports above instead."""
 
 __all__ = list(_HOME)
 
