@@ -1,4 +1,4 @@
-"""Feeding a model through a cache: a context at once or in chunks, then one token at a time."""
+"""Feeds a model through a cache: a context at once or in chunks, then one token at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_COST = 16
 
 
 def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
-    """Feed ids (B, n), in one call or in chunks of `chunk` tokens -> logits (B, V) after the
+    """Feed ids (B, n), at once or in chunks of `chunk` tokens; returns the logits (B, V) after the
     last token."""
     for piece in torch.split(ids, chunk or ids.shape[1], dim=1):
         logits = host.forward(piece, cache)[:, -1]
@@ -29,18 +29,18 @@ def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Ti
 def follow(
     host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick
 ) -> Iterator[Tensor]:
-    """The logits (B, V) that predict each of ids (B, N): `first`, then those after each token of
-    ids but the last. Tokens are fed one at a time, as when a model generates."""
+    """Yield the logits (B, V) that predict each token of ids (B, N): `first`, then those after each
+    token but the last. Tokens are fed one at a time, as in generation."""
     yield first
     for token in torch.split(ids[:, :-1], 1, dim=1):
         yield fill(host, cache, token, None, tick)
 
 
 def require_positions(host: Host, context: int, more: int = 0) -> None:
-    """Require a context that is not empty, and that it and `more` tokens fit the model.
+    """Check that a context is not empty and that it and `more` tokens fit the model's context.
 
     Raises:
-        ShapeError: it is empty, or too long.
+        ShapeError: the context is empty or too long.
     """
     if context < 1:
         raise ShapeError(f"a context of {context} tokens; give at least 1")
