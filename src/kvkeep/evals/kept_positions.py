@@ -34,11 +34,11 @@ def prompt_ids(model: Any, tokenizer: Any, prompt: str, context: int | None = No
 
 @torch.inference_mode()
 def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept:
-    """Feed ids (1, n) to a model that is not attached, and return the positions that are held
-    then.
+    """Feed ids (1, n) to a model that is not attached, and return the positions that its cache
+    holds afterwards.
 
     Args:
-        chunk: feed the tokens in chunks of that many; None: at once.
+        chunk: feed the tokens in chunks of that many; None: all at once.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
@@ -56,7 +56,7 @@ def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept
 
 
 def shares(heads: Sequence[Sequence[int]], tokens: int) -> list[float]:
-    """For each of `tokens` positions, the share of these heads that keep it, 0 to 1."""
+    """For each of `tokens` positions, the share of `heads` that keep it, 0 to 1."""
     counts = [0] * tokens
     for head in heads:
         for position in head:
