@@ -1,4 +1,4 @@
-"""Make a few channels of a model's keys much larger than the rest, as some models have them."""
+"""Make a few channels of a model's keys much larger than the rest, as they are in some models."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from kvkeep.errors import UnsupportedError
 
 @contextmanager
 def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) -> Iterator[None]:
-    """Make one rotary pair of each kv head's keys `times` larger within the context.
+    """A context in which a few channels of each kv head's keys are `times` larger.
 
     `scaled` and `turned` do not change what the model computes in full precision: queries are
     divided by what keys are multiplied by. `bias` does, so compare with the biased model's full
     cache.
 
     Args:
-        model: one whose attention has q_proj, k_proj and `apply_rotary_pos_emb` (Llama, Qwen2).
+        model: its attention must have q_proj, k_proj and `apply_rotary_pos_emb` (Llama, Qwen2).
         kind: `scaled`: the weights of a rotary pair of any frequency, before the rotary embedding;
             `turned`: two single channels, after the rotary embedding; `bias`: a constant added
             before it to a pair in the lowest quarter of frequencies, as in Qwen2.5.
-        times: how much larger than the root mean square of the layer's keys.
+        times: the factor; for `bias`, the bias divided by the root mean square of the layer's
+            keys.
         seed: determines the channels.
 
     Raises:
-        UnsupportedError: an unknown kind, or a model of another structure.
+        UnsupportedError: the kind is unknown, or the model has another structure.
     """
     plant = _PLANTS.get(kind)
     if plant is None:
