@@ -17,7 +17,7 @@ DEPTHS = (10, 30, 50, 70, 90)
 """Where numbers are hidden, in percent of the text before them."""
 
 ANSWER_TOKENS = 12
-"""Most tokens of an answer. Its first words are part of the prompt, so the number comes next."""
+"""Most tokens of an answer. Its first words are in the prompt, so the number should come next."""
 
 _NAMES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dublin", "Athens")
 _SEEK = 100  # most tokens that a sentence is moved back by, to the start of a line
@@ -71,7 +71,7 @@ def recovered(
 
 
 def cost(length: int) -> int:
-    """Most cost of all probes of one text, for prompts of `length` tokens; see `Tick`."""
+    """The highest cost of all probes of one text, for prompts of `length` tokens; see `Tick`."""
     return len(DEPTHS) * (length + ANSWER_TOKENS * STEP_COST)
 
 
