@@ -1,4 +1,4 @@
-"""Cache specs side by side: what each costs in quality, and what it saves."""
+"""Compares cache specs: what each costs in quality, and what it saves."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def run(
     retrieve: bool = True,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
-    """`evaluate` a model by name, with an adapter or without; see `kvkeep.host.load_model`.
+    """Load a model by name, with or without an adapter, and `evaluate` it; see
+    `kvkeep.host.load_model`.
 
     Raises:
-        SpecError: a spec that does not exist; raised before the model is loaded.
+        SpecError: a spec does not exist; raised before the model is loaded.
         ModelError: the model or dtype does not exist or cannot be loaded.
     """
     for spec in specs:
@@ -98,10 +99,10 @@ def evaluate(
             prompts in which numbers are hidden.
         continuation: how many tokens are predicted.
         windows: how many windows of the text the figures are averaged over.
-        chunk: feed the context in chunks of that many tokens; None: at once.
-        text_file: UTF-8 text; None takes the standard library's help texts.
+        chunk: feed the context in chunks of that many tokens; None: all at once.
+        text_file: a file of UTF-8 text; None: the standard library's help texts.
         retrieve: hide numbers and ask for them, which takes five more prefills per window.
-        progress: called with what is being done.
+        progress: called during the evaluation; see `Progress`.
 
     Returns:
         `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
@@ -112,9 +113,9 @@ def evaluate(
         `retrieval_by_depth` (percent of the text -> share).
 
     Raises:
-        SpecError: a spec that does not exist or does not fit the model, or none at all.
-        ShapeError: the text or the model cannot hold what is asked for.
-        CapacityError: a spec's fixed slots cannot.
+        SpecError: a spec does not exist or does not fit the model, or none is given.
+        ShapeError: the text is too short, or the model's context.
+        CapacityError: a spec's fixed slots cannot hold the tokens.
     """
     if not specs:
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
