@@ -1,4 +1,4 @@
-"""Packages that only some features need: one clear error where such a package is missing."""
+"""Optional packages: one clear error if a package that a feature needs is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def needed_by(feature: str, extra: str) -> Iterator[None]:
         extra: the name under `[project.optional-dependencies]` that installs them.
 
     Raises:
-        MissingPackageError: a package is not installed, or cannot be imported.
+        MissingPackageError: a package is not installed or cannot be imported.
     """
     try:
         yield
