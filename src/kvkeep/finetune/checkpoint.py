@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written atomically, verified before they are used, without pickle."""
+"""Checkpoints of a run: written atomically, verified before use, and never unpickled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "kvkeep_finetune.json"
 
 MODEL = "model's "
-"""The prefix of the names of a model's fingerprint among what a run depends on."""
+"""In the options of a run, the prefix of the names that are parts of the model's fingerprint."""
 
 _RANDOM = "random"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
@@ -45,7 +45,7 @@ class CheckpointError(KVKeepError, ValueError):
 class State:
     """The state of a run, besides its weights.
 
-    `options` are those that its weights depend on. `train_loss` has one loss for each step;
+    `options` are everything that the weights depend on. `train_loss` has one loss for each step;
     `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on.
     """
 
@@ -125,7 +125,7 @@ def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, 
             work.rename(target)
             sync_to_disk(out)
         for old in steps_in(out)[:-keep]:
-            with _partial(out) as work:  # renamed first, so that the name is never on a part of it
+            with _partial(out) as work:  # renamed first: no incomplete one has the name
                 (out / f"checkpoint-{old}").rename(work / "old")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -134,7 +134,7 @@ def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, 
 
 
 def save_adapter(out: Path, model: Any) -> None:
-    """Write the adapter for PEFT; the file by which PEFT recognises an adapter comes last.
+    """Write the adapter for PEFT; the file by which PEFT recognises an adapter is written last.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -183,7 +183,7 @@ def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
-    """The model's fingerprint, from all that a run depends on."""
+    """The parts of the model's fingerprint among the options of a run."""
     named = ((name, str(value)) for name, value in options.items() if name.startswith(MODEL))
     return {name.removeprefix(MODEL): value for name, value in named}
 
