@@ -74,10 +74,10 @@ def test_templates_whose_answers_cannot_be_found(tmp_path, template, says):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b"words", "no JSON .*; write one object"),
-        (b"", "no JSON"),
-        (b'{"text": "caf\xe9"}', "no JSON .*utf-8"),
-        (b"[" * 100_000, "no JSON"),
+        (b"words", "not JSON .*; write one object"),
+        (b"", "not JSON"),
+        (b'{"text": "caf\xe9"}', "not JSON .*utf-8"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", r"\[\]; give an object"),
         (b'{"prompt": "a"}', r"an object of \['prompt'\]"),
         (b'{"text": "a", "messages": []}', 'either "text" or "messages"'),

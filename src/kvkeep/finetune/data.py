@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class DataError(KVKeepError, ValueError):
-    """A file of texts that cannot be trained on, or a line of it."""
+    """A file of texts, or a line of it, that cannot be trained on."""
 
 
 class Tokens(NamedTuple):
@@ -85,7 +85,7 @@ def _document(line: bytes, tokenizer: Any) -> Tokens:
         given = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f'no JSON ({error}); write one object, such as {{"text": "..."}}, on each line'
+            f'not JSON ({error}); write one object, such as {{"text": "..."}}, on each line'
         ) from error
     if not isinstance(given, dict) or ("text" in given) == ("messages" in given):
         kind = f"an object of {sorted(given)}" if isinstance(given, dict) else f"{given!r:.40}"
