@@ -39,18 +39,18 @@ def finetune(
 ) -> dict[str, Any]:
     """Train a LoRA adapter on long texts, through the cache that the model will be served with.
 
-    The loss is evaluated before and after training on texts that are not trained on, through the
-    same cache. The result depends only on data, options, model and machine: a run that was
-    interrupted and resumed gives the same weights, on the CPU bit for bit.
+    The loss on other texts is evaluated before and after training, through the same cache. The
+    result depends only on data, options, model and machine: a run that was interrupted and resumed
+    gives the same weights, on the CPU bit for bit.
 
     Args:
-        model: the base model; it keeps the adapter.
-        tokenizer: the model's.
+        model: the base model; the adapter stays in it afterwards.
+        tokenizer: the model's tokenizer.
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
         out: the directory of the adapter and of the checkpoints, `checkpoint-STEP`.
         evaluation: a file like `data`, to evaluate on.
-        holdout: without that file, so many documents at the end of `data` are evaluated on instead
-            of trained on; None: one if there are several. 0: nothing is evaluated.
+        holdout: if there is no such file, the number of documents at the end of `data` to evaluate
+            on instead of training on them; None: one if there are several. 0: no evaluation.
         resume: resume from the newest checkpoint in `out`, if there is one.
         progress: called during and after each step.
 
@@ -70,7 +70,7 @@ def finetune(
     host = host_of(model)
     options = options.checked().for_model(host)
     if evaluation is not None and holdout is not None:
-        raise OptionError("a file to evaluate on and a holdout; give one of them")
+        raise OptionError("an evaluation file and a holdout are both given; give one of them")
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise OptionError(
             "the model is in float16, in which gradients underflow; load it in bfloat16 or float32"
@@ -119,13 +119,13 @@ class _Run:
         self._offload = Offload(options.host_bytes, options.spill)
 
     def begin(self, state: State) -> None:
-        """Start a run: evaluate the model as it was given."""
+        """Start a run, by evaluating the model before it is trained."""
         self.state = state
         with self._timed():
             self._evaluate()
 
     def go_on(self, state: State) -> None:
-        """Resume from a checkpoint whose weights the model has."""
+        """Resume from a checkpoint whose weights are in the model already."""
         self.state = state
         self._say(f"resuming after step {state.step}")
 
@@ -176,8 +176,8 @@ class _Run:
         self._say(f"step {state.step}/{options.steps}, loss {total:.4f}, {rate:,.0f} tokens/s")
 
     def _texts_of(self, step: int) -> list[Tokens]:
-        """The pieces of a step: the next in the order of the epoch, which goes over into the next
-        epoch's."""
+        """The pieces of a step: the next ones in the epoch's order, and after its last piece the
+        first ones of the next epoch."""
         options, count = self._options, len(self._train)
         size = options.batch * options.accumulate
         stop = (step + 1) * size
