@@ -1,4 +1,4 @@
-"""The attention function of attached models: one step of the layer its keys are tagged with."""
+"""The attention function of attached models. It runs a step of the layer that tagged the keys."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 def attention_over(original: str) -> AttentionFunction:
     """An attention function for models whose attention was `original` before they were attached.
 
-    Keys that came from a kvkeep cache run extend, attend and settle; all others, such as those of
-    a training forward or of another cache, go to the original function.
+    For keys from a kvkeep cache it runs a step of their layer. All other keys, such as those of a
+    training forward or of another cache, go to the original function.
     """
 
     def attention(
@@ -90,8 +90,8 @@ def attention_over(original: str) -> AttentionFunction:
 
 
 def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
-    """A layer's step; under autocast, which leaves rotated keys as they are, in the dtype it has
-    for torch's own attention."""
+    """Run a layer's step. Under autocast, which does not cast rotated keys, it runs in the dtype
+    that autocast uses for torch's own attention."""
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -102,8 +102,11 @@ def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
 
 
 def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
-    """Positions (1|B, n) that came without the request they were made for, after seeing that they
-    are what they seem to be."""
+    """Verify positions (1|B, n) that arrived without the mask request they were made for.
+
+    Raises:
+        UnsupportedError: they are not the layer's next positions, so not made by kvkeep.
+    """
     real = position >= 0
     expected = layer.next_positions(position.shape[1], position.device, real)
     if not expected.expand_as(position).equal(position):
@@ -120,9 +123,9 @@ def _unfit(
     asked: MaskRequest | None,
     mask: Tensor | None,
 ) -> str:
-    """Why what came with keys, values and mask is not one step of a layer; empty when it is.
+    """Why keys, values and mask do not form one step of a layer; empty if they do.
 
-    A mask that another device's layer gets is a copy, which lacks the request it was made for.
+    A mask that was moved to a layer's device is a copy, which lacks the request it was made for.
     """
     if handed is None:
         return "changes its keys after the cache"
@@ -138,7 +141,8 @@ def _unfit(
 
 
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
-    """Why these tensors are not those that the cache handed over, once; empty when they are."""
+    """Why these are not the tensors as the cache returned them, used for the first time; empty if
+    they are."""
     if handed.taken:
         return "attends more than once to what it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
@@ -147,7 +151,7 @@ def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
 
 
 def _original(name: str, module: nn.Module) -> AttentionFunction:
-    """The registered function, or the eager one of the module's own file."""
+    """The registered attention function, or the eager one of the module's source file."""
     eager: AttentionFunction = getattr(
         sys.modules[type(module).__module__], "eager_attention_forward", None
     )  # type: ignore[assignment]
