@@ -56,10 +56,10 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         UnsupportedError: some layer of the model caches something other than keys and values.
     """
 
-    _handed: Handed | None = None  # the last keys that were tagged
+    _handed: Handed | None = None  # the last tag that `update` issued
     _start = 0  # columns fed before the current forward
     weights = False  # whether the current forward returns attention weights
-    written_out = False  # whether a `generate()` needs weights or dropout, which graphs lack
+    written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
 
     _feeding: tuple[int, int] | None = None
     """The thread that started the last forward, and the columns that are fed when it ends."""
@@ -151,7 +151,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                 )
 
     def _begin(self, k: Tensor) -> None:
-        """Check what must hold before the first layer of a forward changes, and record its
+        """Check that a forward may begin, before its first layer changes anything, and record its
         start."""
         with self._turn:
             self._require_turn()
