@@ -14,7 +14,7 @@ from kvkeep.layer.step import StepInputs
 
 
 class MaskedLayer(Protocol):
-    """What the mask function asks of a layer: a `LayerCache`, or one that `kvkeep.train` runs."""
+    """What the mask function asks of a layer: a `LayerCache`, or a layer that training runs."""
 
     @property
     def window(self) -> int | None:
@@ -58,7 +58,8 @@ class AttendedLayer(Protocol):
 
 
 class MaskLength(int):
-    """The key length of a mask request, carrying the layer it is for to the mask function."""
+    """The key length of a mask request. It also carries the request's layer to the mask
+    function."""
 
     layer: MaskedLayer
     traced: Traced | None
@@ -68,15 +69,16 @@ class MaskLength(int):
 
 @dataclass(eq=False)
 class Handed:
-    """What `update` tags new keys and values with: the layer whose step the attention function
-    runs on them, once. `versions` are the tensors' own, where torch counts them."""
+    """The tag that `update` puts on new keys and values: the layer whose step the attention
+    function runs on them, and whether it did (`taken`), since it may do so only once. `versions`
+    are the version counters of both tensors, where torch keeps them."""
 
     layer: AttendedLayer
     traced: Traced | None
     versions: tuple[int, int] | None = None
     taken: bool = False
     weights: bool = False
-    """Whether attention is to return its weights."""
+    """Whether the attention function must return attention weights."""
 
 
 def hand_over(k: Tensor, v: Tensor, layer: AttendedLayer, traced: Traced | None) -> Handed:
