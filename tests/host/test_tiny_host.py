@@ -149,7 +149,7 @@ def test_what_a_library_does_not_offer_is_refused(model):
         narrows, narrowed, layerwise = Host.narrows, Host.narrowed, Host.layerwise
 
     host = Bare(model)
-    with pytest.raises(UnsupportedError, match="no gradients through a cache for tiny.*implement"):
+    with pytest.raises(UnsupportedError, match=r"no gradients through a cache for tiny.*implement"):
         host.layerwise(text(4)[None])
     cache = join_at(host, [PrefixStore().read(model, text(4)).cache], [0], 4)
     none = torch.zeros(4, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""TransformersHost: what kvkeep asks of a model library, answered by transformers."""
+"""TransformersHost: the host for models of transformers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TransformersHost(Host):
 
     @cached_property
     def _skips_logits(self) -> bool:
-        """Whether the model can be told how many logits to compute."""
+        """Whether the model's forward takes the number of logits to compute."""
         model = getattr(self.model, "_orig_mod", self.model)
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
@@ -146,13 +146,13 @@ class TransformersHost(Host):
         at = torch.arange(cache.fed, cache.fed + ids.shape[1])
         if position is not None:
             at = position
-            # The mask function of attached models takes positions; this is what it returns.
+            # An attached model takes positions from what its mask function returns, which is this.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
             options["position_ids"] = position[None].to(ids.device)
         try:
             activate(self.model, cache.activation, at)
             return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
-        finally:  # or an adapter would take part in whatever is computed next
+        finally:  # so that the adapter takes no part in later forwards
             activate(self.model, None, at)
 
     # -- adapters ---------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class TransformersHost(Host):
     def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:
         thread = get_ident()
 
-        # torch calls it without kwargs in a forward during which another thread removes it.
+        # If another thread removes the hook during a forward, torch calls it without kwargs.
         def narrow(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
         ) -> Any:
@@ -199,7 +199,7 @@ class TransformersHost(Host):
                 hook.remove()
 
     def _stack(self) -> list[nn.Module]:
-        """The decoder's layers, if it has a list of them."""
+        """The decoder's layers; empty if it has no list of them."""
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 
