@@ -1,7 +1,7 @@
-"""A transformers decoder run layer by layer: what precedes its layers, each layer, what follows.
+"""Runs a transformers decoder layer by layer.
 
-What a model does before and after its layers is found by running it with stubs in place of the
-layers, which also show whether it does anything between them.
+What a model computes before and after its layers is found by running it with stubs in place of the
+layers, which also show whether it computes anything between them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 class Decoder(Layerwise):
-    """A transformers model run layer by layer. It is attached inside the context, if it was not.
+    """A transformers model run layer by layer. Inside the context it is attached.
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one.
@@ -73,7 +73,8 @@ class Decoder(Layerwise):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Put parameters where FSDP2 keeps them between forwards, where it adds gradients too."""
+        """Return parameters to the sharded state that they have between forwards, in which FSDP2
+        adds gradients."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -139,15 +140,15 @@ class Decoder(Layerwise):
         return cast(Tensor, logits)
 
     def _returning(self, output: Tensor) -> Callable[[int, Tensor, Call], Tensor]:
-        """Layers that pass their input on, but for the last, which returns `output`."""
+        """A stand-in for layers: each returns its input, and the last returns `output`."""
         last = len(self.layers) - 1
         return lambda index, given, call: output if index == last else given
 
     def _forward(
         self, columns: slice, layer: Callable[[int, Tensor, Call], Tensor], last: bool = False
     ) -> Any:
-        """The whole model, with `layer` in place of each layer; `last`: the logits of one token
-        are enough."""
+        """Run the whole model with `layer` in place of each layer. `last`: only the last token's
+        logits are needed."""
         options: dict[str, Any] = {}
         if last and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             options["logits_to_keep"] = 1
@@ -164,7 +165,7 @@ class Decoder(Layerwise):
 
 
 def _require_trainable_adapters(model: Any) -> None:
-    """Raise UnsupportedError for adapters of PEFT that are part of its own forward."""
+    """Raise UnsupportedError for PEFT adapters that act in PEFT's own forward, which is not run."""
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
         raise UnsupportedError(
@@ -180,7 +181,8 @@ def _require_trainable_adapters(model: Any) -> None:
 
 
 def _require_layerwise(model: Any) -> None:
-    """Raise UnsupportedError or StateError for what a run layer by layer would leave out."""
+    """Raise UnsupportedError or StateError if the model computes something that running it layer
+    by layer would omit."""
     if is_latent(model.config):
         raise UnsupportedError(
             f"{type(model).__name__} caches a latent, which its own attention expands; "
@@ -207,7 +209,7 @@ def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
 
 
 class _Stub(nn.Module):
-    """Takes a layer's place; other attributes are the layer's, since models read those too."""
+    """Replaces a layer. Other attributes are the layer's own, because models read some of them."""
 
     def __init__(self, layer: nn.Module, run: Callable[[Tensor, Call], Tensor]) -> None:
         super().__init__()
@@ -242,7 +244,8 @@ def _stubs(layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor]) ->
 
 
 class _TextLayer:
-    """A layer without slots, after some columns of a text; a `LayerStep` computes its attention."""
+    """A layer after some columns of a text. It holds no slots; a `LayerStep` computes its
+    attention."""
 
     def __init__(self, text: Layerwise, ledger: Ledger, window: int | None) -> None:
         self._text, self.ledger, self.window = text, ledger, window
@@ -273,8 +276,8 @@ class _TextLayer:
 
 
 class _TextCache(transformers.Cache):
-    """The cache of a model whose layers are run one by one: it answers what the model asks about
-    the columns before a chunk, and hands new keys to the step that computes attention."""
+    """The cache of a model whose layers are run one by one. It answers the model's questions about
+    the columns before a chunk, and tags new keys for the step that computes attention."""
 
     is_compileable = False
 
@@ -284,19 +287,20 @@ class _TextCache(transformers.Cache):
         self.seek(0)
 
     def seek(self, columns: int) -> None:
-        """Answer as after so many columns."""
+        """Set the state to that after `columns` columns."""
         ledger = self._text.ledger(columns)
         self._layers = [_TextLayer(self._text, ledger, window) for window in self._windows]
 
     @contextmanager
     def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
-        """Let `step` compute the attention of one layer; gives what was handed to it so far."""
+        """Let `step` compute the attention of one layer; yields a list of the tags issued so
+        far."""
         layer, handed = self._layers[index], list[Handed]()
         layer.attention, self._running = step, (layer, handed)
         try:
             yield handed
         finally:
-            # Keys in the graph hold the layer, and the step may hold keys.
+            # Break a reference cycle: keys in the graph hold the layer, and the step may hold keys.
             layer.attention = self._running = None
 
     def update(
