@@ -127,7 +127,7 @@ class KVKeepBackend(LocalHFBackend):
         return thunk
 
     def _call(self, action: Span, ctx: Context, options: dict[str, Any], with_tools: bool) -> _Call:
-        """Render the prompt as Mellea will, and find its blocks."""
+        """Render the prompt as Mellea will render it, and find its blocks."""
         spans = [*(ctx.view_for_generation() or []), action]
         wanted = dict.fromkeys(text for span in spans for text in _marked_in(span))
         if not wanted:
@@ -151,7 +151,7 @@ class KVKeepBackend(LocalHFBackend):
             return str(self._tokenizer.apply_chat_template(chat, tools=described, **asked))
 
         text, found = located(render)
-        # A component may read a text more often than it renders it, so some reads have no place.
+        # A component may read a text more often than it renders it; some reads are not in the text.
         read = list(zip(reads[0].texts, found, strict=True))
         placed = {text for text, place in read if isinstance(place, Mark)}
         lost = {text: Refused(text, _LOST) for text in wanted if text not in placed}
