@@ -63,7 +63,7 @@ class Stretch:
 def why_not_kept(layer: LayerCache) -> str:
     """Why a layer's slots cannot be stored for other prompts; empty if they can.
 
-    They can if they are exactly what a forward of all its tokens gives, in order.
+    They can if they are exactly those that one forward of all its tokens computes, in order.
     """
     if layer.ledger.apart:
         return "it joins texts that were computed apart; store each text by itself"
@@ -71,8 +71,7 @@ def why_not_kept(layer: LayerCache) -> str:
 
 
 def why_not_whole(layer: LayerCache) -> str:
-    """Why a layer does not hold the slots of exactly its tokens, all of them, in order; empty if it
-    does."""
+    """Why a layer does not hold the slot of every token it was fed, in order; empty if it does."""
     reason = _why_not_keepable(layer)
     if reason:
         return reason
@@ -104,17 +103,17 @@ def _why_not_keepable(layer: LayerCache) -> str:
 
 
 def require_keepable(cache: Cache) -> None:
-    """Raise UnsupportedError when a cache of these specs can never be stored."""
+    """Raise UnsupportedError if a cache of these specs can never be stored."""
     _require_none(cache, _why_not_keepable)
 
 
 def require_kept(cache: Cache) -> None:
-    """Raise UnsupportedError when what a cache holds now cannot be stored."""
+    """Raise UnsupportedError if the tokens that a cache holds now cannot be stored."""
     _require_none(cache, why_not_kept)
 
 
 def require_whole(cache: Cache) -> None:
-    """Raise UnsupportedError when a cache does not hold exactly the tokens it was fed."""
+    """Raise UnsupportedError if a cache does not hold exactly the tokens it was fed."""
     _require_none(cache, why_not_whole)
 
 
