@@ -59,7 +59,7 @@ class Location(Remote):
 
     Object stores record when an object was written, not when it was last used, so the oldest
     blocks are removed first. With a budget, each put lists all blocks, and several processes may
-    exceed it briefly; where listing is slow, leave the budget to `gc`.
+    exceed it briefly. Where listing is slow, give no budget here, but to `gc`.
 
     Args:
         url: of a filesystem that fsspec supports; the package for it must be installed.
@@ -163,7 +163,7 @@ class Location(Remote):
         return sum(file.nbytes for file in self._files("blocks"))
 
     def _resolved(self) -> tuple[Any, str]:
-        """The filesystem, one of this thread and process, and the path in it. fsspec keeps them."""
+        """The filesystem object for this thread and process, which fsspec caches, and the path."""
         filesystem, path = self._fsspec.url_to_fs(self.url, **self._options)
         return filesystem, path.rstrip("/")
 
@@ -183,7 +183,7 @@ class Location(Remote):
         return self._checked(key, data) if isinstance(data, bytes) else None
 
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        """The first `most` bytes of blocks (None: all), or for each block the error."""
+        """For each block its first `most` bytes (None: all), or the error."""
         absent = FileNotFoundError()
         known = [key for key in keys if is_key(key)]
 
