@@ -34,7 +34,7 @@ SCHEMES = {
     "valkey": "redis",
     "valkeys": "rediss",
 }
-"""URL schemes of such servers, and the client library's name for each."""
+"""URL scheme -> the scheme that the client library knows for such a server."""
 
 _SHA = {
     script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
@@ -73,7 +73,7 @@ class Redis(Remote):
 
     Raises:
         SpecError: an argument is invalid. The server is not contacted here.
-        UnsupportedError: the client library is not installed.
+        MissingPackageError: the client library is not installed.
     """
 
     name: ClassVar[str] = "redis"
@@ -329,7 +329,7 @@ def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
 
     Raises:
         MissingPackageError: the library is not installed.
-        SpecError: the URL cannot be.
+        SpecError: the URL is invalid.
     """
     with needed_by("A store in Redis", "redis"):
         redis, retry = import_module("redis"), import_module("redis.retry")
