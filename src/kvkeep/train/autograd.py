@@ -18,14 +18,14 @@ def accumulate(ends: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
 
 def reduces(module: nn.Module, on: bool, *, recurse: bool = True) -> None:
     """Set whether a backward through an FSDP2 module reduces its gradients over the processes that
-    share it; if not, a later backward does. Other modules are left alone."""
+    share it, or leaves that to a later backward. Other modules are unchanged."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(on, recurse=recurse)
 
 
 def average(model: nn.Module) -> None:
     """Average the gradients of a DistributedDataParallel over its processes, as its own backward
-    does; other models are left alone."""
+    does; other models are unchanged."""
     if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
         return
     for p in model.parameters():
