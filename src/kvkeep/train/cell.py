@@ -18,7 +18,7 @@ from kvkeep.train.slots import HeldSlots
 
 
 class Recorder:
-    """The step of the forward. Records what is evicted, so that `Cell` can compute it again.
+    """The step of the forward. It records evictions, so that the backward can repeat them.
 
     `before` and `after` are the positions that were evicted before and after the chunk's attention,
     int32 (B, 1|H, c) each.
@@ -33,8 +33,8 @@ class Recorder:
         return self._layer.run(inputs, self._attend)
 
     def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-        """The same operations as in `Cell`, for the same result to the last bit; the mass is
-        computed by a call of its own."""
+        """The same operations as in `Cell`, so that both give the same bits; the mass is computed
+        by a separate call."""
         self.after = self._layer.evicted = []
         mass = dispatch(q, view, options)[1] if options.need_mass else None
         plain = options._replace(need_mass=False, observed=None)
@@ -42,7 +42,8 @@ class Recorder:
 
 
 class Captured(Exception):  # noqa: N818 - not an error
-    """Carries the keys and values of a chunk out of a layer, the rest of which need not run."""
+    """Carries the keys and values of a chunk out of a layer, whose remaining operations are
+    skipped."""
 
     def __init__(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Captured(Exception):  # noqa: N818 - not an error
 
 
 class Capture:
-    """Stops a layer before its attention."""
+    """Stops a layer before its attention, by raising `Captured`."""
 
     def __init__(self, layer: LayerCache) -> None:
         self._layer = layer
@@ -62,10 +63,11 @@ class Capture:
 
 
 class Cell:
-    """The step of the backward: attention to the slots held before the chunk and to its own, all
-    with gradients.
+    """The step of the backward: attention to the slots held before the chunk and to the chunk's
+    own, all with gradients.
 
-    After `run`, `keys` and `values` are the chunk's own, as they are read from slots, in the graph.
+    After `run`, `keys` and `values` are those of the chunk, as they will be read from slots; they
+    are part of the autograd graph.
 
     Args:
         past: the slots held before the chunk.
