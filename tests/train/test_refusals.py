@@ -222,4 +222,4 @@ def test_a_disk_that_fills_on_the_way_back(monkeypatch):
     with pytest.raises(kvkeep.StateError, match="spill directory") as raised:
         backward(model, IDS, LABELS, cache="h2o:4", chunk=2, offload=Offload(0))
     assert any(p.grad is not None for p in model.parameters())
-    assert "zero_grad() before going on" in raised.value.__notes__[0]
+    assert "call zero_grad() before you continue" in raised.value.__notes__[0]

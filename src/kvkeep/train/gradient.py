@@ -20,7 +20,7 @@ from kvkeep.train.walk import OnLayer, Walk
 
 
 class Way(TypedDict, total=False):
-    """How texts go through the cache; see `backward`."""
+    """How texts are fed through the cache; see `backward`."""
 
     cache: Specs
     chunk: int | None
@@ -50,16 +50,17 @@ def backward(
     The texts are fed through the cache chunk by chunk, as they will be when the model is served.
     What the policy evicts is decided in the forward and held constant in the backward, where the
     gradient of a slot flows back to the token that was written there. A lossy codec passes
-    gradients through unchanged (straight-through): choosing one here accepts that. `keep_all` gives
-    the gradients of ordinary full attention. One layer's cache is held at a time, so memory depends
-    on the budget and the chunk size; layer inputs wait in host memory or in a file.
+    gradients through unchanged (straight-through estimator). `keep_all` gives the gradients of
+    ordinary full attention. One layer's cache is held at a time, so memory depends on the budget
+    and the chunk size; layer inputs are kept in host memory or in a file.
 
     Source: the gradients through caches of keys_values.
 
     Dropout draws from torch's generator as usual. `torch.autocast` applies as usual.
 
     Args:
-        model: of a model library that kvkeep knows, with adapters or without; attached or not.
+        model: a model of a library that kvkeep has a host for, with or without adapters, attached
+            or not.
         input_ids: token ids (B, T), any T.
         labels: (B, T); see `TokenHead`.
         cache: what is kept; see `kvkeep.Cache`.
@@ -71,17 +72,17 @@ def backward(
         scale: multiplies the gradients, not the returned loss; a GradScaler's, for instance.
         on_layer: called before each layer runs on a chunk.
         decisions: a list to which each layer's evictions are appended; see `replaying`.
-        offload: where layer inputs wait; None: `Offload()`.
+        offload: where layer inputs are kept; None: `Offload()`.
 
     Returns:
         The loss, detached.
 
     Raises:
-        ShapeError: texts, labels, chunk and budget that do not match each other.
+        ShapeError: texts, labels, chunk and budget do not match each other.
         SpecError: the spec does not exist or does not fit the model.
         LossError: the loss is not finite; no gradient was changed.
         StateError: gradient checkpointing or inference mode is on, or attention has dropout.
-        UnsupportedError: a model that cannot be run layer by layer.
+        UnsupportedError: the model cannot be run layer by layer.
     """
     if torch.is_inference_mode_enabled():
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
@@ -99,7 +100,7 @@ def backward(
         try:
             walk.backward(gradients)
         except BaseException as error:
-            error.add_note("some gradients were changed already: zero_grad() before going on")
+            error.add_note("some gradients were changed; call zero_grad() before you continue")
             raise
     average(model)
     return loss
