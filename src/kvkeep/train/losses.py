@@ -1,4 +1,4 @@
-"""From the last layer's outputs to a loss and its gradients, a few tokens at a time."""
+"""Computes a loss and its gradients from the last layer's outputs, a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Head(Protocol):
         """The columns of a chunk that have a loss, in pieces computed one after another."""
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
-        """The share of the loss of some columns, from the last layer's output (B, n, width)."""
+        """The part of the loss that some columns contribute, from the last layer's output
+        (B, n, width); None: nothing."""
 
 
 class TokenHead:
@@ -46,7 +47,7 @@ class TokenHead:
             may have nothing to learn.
 
     Raises:
-        ShapeError: shapes that do not match the texts, or nothing to learn.
+        ShapeError: shapes do not match the texts, or there is nothing to learn.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ def loss_and_gradients(
     Gradients of the head's parameters are added to `.grad`.
 
     Args:
-        outputs: the last layer's output for each chunk, which `store` gives up.
+        outputs: the last layer's output for each chunk; removed from `store`.
         scale: None: no gradients are computed.
 
     Returns:
@@ -184,8 +185,8 @@ def loss_and_gradients(
 
 @contextmanager
 def restored_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Add the gradients that are computed inside to those there were; if it raises, restore those
-    there were."""
+    """Add the gradients computed in this context to the existing ones; if it raises, restore the
+    existing ones."""
     once = {id(p): p for p in parameters if p.requires_grad}
     before = [(p, p.grad) for p in once.values()]
     for p, _ in before:
@@ -202,7 +203,7 @@ def restored_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _within(x: Tensor, columns: slice, piece: slice) -> Tensor:
-    """A piece of x, which holds `columns`."""
+    """The columns `piece` of x, whose columns are `columns`."""
     return x[:, piece.start - columns.start : piece.stop - columns.start]
 
 
