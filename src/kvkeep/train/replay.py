@@ -17,13 +17,13 @@ Decisions = list[list[Tensor]]
 
 
 def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
-    """A cache that autograd can differentiate through, and that evicts what was evicted before when
-    the same chunks are fed: `kvkeep.train.backward` computes the gradients that this cache gives,
-    without holding all activations.
+    """A cache that repeats recorded evictions when the same chunks are fed, and that autograd can
+    differentiate through. The gradients are those of `kvkeep.train.backward`, but all activations
+    are held in memory.
 
     Args:
         model: attached.
-        spec: the one of the run.
+        spec: the spec of the recorded run.
         decisions: what `backward(decisions=...)` collected.
     """
     host = host_of(model)
