@@ -26,9 +26,10 @@ class HeldSlots(NamedTuple):
 class _Undo(NamedTuple):
     """How to undo a push of `tokens` tokens.
 
-    `order` is where each slot came from, int32 (B, 1|H, S), evicted slots last (None: nothing
-    moved), and `position` the positions before that. `gone` are the keys and values of evicted
-    slots; `encoded` those of slots that were encoded in blocks, before they were.
+    `order` is the index that each slot had before, int32 (B, 1|H, S), evicted slots last (None:
+    nothing moved); `position` are the positions in that previous order. `gone` are the keys and
+    values of evicted slots; `encoded` are those of slots that were encoded in blocks, as they were
+    before.
     """
 
     tokens: int
@@ -42,9 +43,9 @@ class Slots:
     """What a layer holds between chunks, in one buffer of slots, with a gradient buffer of the same
     shape.
 
-    Going forward, `push` writes a chunk's tokens and evicts slots, whose keys and values wait in
-    `store`. Going back, `pop` undoes that: evicted slots are restored with a gradient of zero, and
-    the gradients of the chunk's own slots are returned.
+    Going forward, `push` writes a chunk's tokens and evicts slots, whose keys and values are kept
+    in `store`. Going back, `pop` undoes that: evicted slots are restored with a gradient of zero,
+    and the gradients of the chunk's own slots are returned.
     """
 
     def __init__(self, store: Offload, layer: LayerCache) -> None:
