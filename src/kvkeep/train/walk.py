@@ -30,14 +30,14 @@ OnLayer = Callable[[int, Tensor, slice], None]
 class Walk:
     """A forward and a backward of texts through a model: layers outermost, chunks within.
 
-    So one layer's cache is held at a time. Each layer's input for each chunk, and the positions
-    that its policy evicted, wait in `store`; everything else is computed again when it is needed.
+    So one layer's cache is held at a time. Each layer's input for each chunk is kept in `store`,
+    the positions that its policy evicted in host memory; everything else is computed again.
 
     After `forward`, `decisions` are each layer's evictions, call by call, for `replaying`.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
-        ShapeError: a chunk that is not a number of tokens, or larger than a budget.
+        ShapeError: `chunk` is not a number of tokens, or exceeds a budget.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Walk:
         self.outputs = states
 
     def backward(self, gradients: list[Kept]) -> None:
-        """Add the gradients of all parameters, from those of the last layer's outputs by chunk."""
+        """Add the gradients of all parameters, given those of the last layer's outputs by chunk."""
         for index in reversed(range(self._first, len(self._caches))):
             gradients = self._layer_backward(index, gradients)
             give_back()
@@ -111,14 +111,15 @@ class Walk:
                 self._embedding_backward(embedded, gradient, last=c == len(self.chunks) - 1)
 
     def _embedding_backward(self, embedded: Embedded, gradient: Tensor, *, last: bool) -> None:
-        """From the gradient of the first layer's input; `last`: no other chunk follows."""
+        """Add the gradients of the parameters before the first layer, given that of its input.
+        `last`: no other chunk follows."""
         others = embedded.outputs
         reduces(self._decoder.model, last, recurse=False)
         accumulate([embedded.hidden, *others], [gradient, *map(torch.zeros_like, others)])
 
     def _layer_backward(self, index: int, gradients: list[Kept]) -> list[Kept]:
         """Gradients of a layer's outputs -> those of its inputs, by chunk. Adds those of its
-        parameters. `store` gives up both the gradients and the inputs."""
+        parameters. The given gradients and the inputs are removed from `store`."""
         cache, inputs = self._caches[index], self._inputs.pop()
         slots = self._replayed(cache, inputs, self._evicted.pop(), index)
         found: list[Kept] = []
@@ -144,7 +145,8 @@ class Walk:
     def _replayed(
         self, cache: LayerCache, inputs: list[Kept], evicted: list[list[Tensor]], index: int
     ) -> Slots:
-        """What the layer holds before the last chunk, and what is needed to go back from there."""
+        """The slots that the layer holds before the last chunk, with what `pop` needs to undo each
+        chunk before it."""
         slots = Slots(self._store, cache)
         for c in range(len(self.chunks) - 1):
             try:
@@ -172,8 +174,8 @@ class Walk:
 
     @contextmanager
     def _random(self, c: int, layer: int = -1) -> Iterator[None]:
-        """Draw the same random numbers each time this layer runs on this chunk, without changing
-        what is drawn outside."""
+        """A context in which random numbers are the same each time this layer runs on this chunk;
+        the generators outside are unchanged."""
         kind = next((device.type for device in self._devices), None)
         with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
             if self._seed is not None:
@@ -182,10 +184,10 @@ class Walk:
 
 
 def _fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
-    """Tokens of a chunk: `chunk`, or by default at most the least budget.
+    """Tokens per chunk: `chunk`, or by default 1,024 or the smallest budget if that is less.
 
     Raises:
-        ShapeError: it is not a number of tokens, or more than a budget.
+        ShapeError: `chunk` is not a whole number of at least 1, or exceeds a budget.
     """
     one = min(specs, key=lambda one: one.policy.budget or CHUNK)
     budget = one.policy.budget or chunk or CHUNK
