@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
+from support.tiny_models import tiny
 from peft import LoraConfig, get_peft_model
 
 import kvkeep
