@@ -142,7 +142,7 @@ def test_a_text_behind_a_gap_is_never_stored():
     with kvkeep.attach(model), torch.inference_mode():
         moved = join_at(host_of(model), [alone(model, text)], [4], 13)
         require_kept(join(model, [alone(model, text)]))
-    with pytest.raises(UnsupportedError, match="did not see each other"):
+    with pytest.raises(UnsupportedError, match="texts that were computed apart"):
         require_kept(moved)
 
 
