@@ -531,10 +531,10 @@ FAULTS = (
         "store/test_prefix.py",
     ),
     Fault(
-        "split-entry-loses-its-priority",
+        "entry-takes-the-latest-priority",
         "store/tree.py",
-        "above.used, above.priority = node.used, node.priority",
-        "above.used = node.used",
+        "above.priority = max(above.priority, priority)",
+        "above.priority = priority",
         "store/test_prefix.py",
     ),
     Fault(
