@@ -478,7 +478,7 @@ FAULTS = (
         "layer/history.py",
         "return LayerState(self.ledger.fork(), self._each(torch.clone))",
         "return LayerState(self.ledger.fork(), self._each(lambda x: x))",
-        "test_snapshot.py",
+        "test_fork.py",
     ),
     Fault(
         "loaded-texts-saw-each-other",
