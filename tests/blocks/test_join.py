@@ -125,6 +125,8 @@ def test_what_a_joined_cache_can_do(tmp_path):
 
         again = join(model, [cache, caches[0]])  # joined ones can be joined
         flat = join(model, [*caches, caches[0]])
+        for one in (again, flat):
+            assert one.layers[0].positions()[0, 0].tolist() == [*range(45)]
         one, two = (model(tail, past_key_values=c).logits for c in (again, flat))
         torch.testing.assert_close(one, two)
         flat.crop(-4 - 9 - 3)  # into a text that was moved

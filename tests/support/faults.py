@@ -478,7 +478,7 @@ FAULTS = (
         "layer/history.py",
         "return LayerState(self.ledger.fork(), self._each(torch.clone))",
         "return LayerState(self.ledger.fork(), self._each(lambda x: x))",
-        "test_snapshot.py",
+        "test_fork.py",
     ),
     Fault(
         "loaded-texts-saw-each-other",
@@ -499,7 +499,7 @@ FAULTS = (
         "files/snapshot.py",
         "if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:",
         "if False:",
-        "test_mutations.py test_snapshot.py hf/test_saved.py",
+        "test_snapshot.py",
     ),
     Fault(
         "replaced-file-loses-its-mode",
@@ -513,7 +513,7 @@ FAULTS = (
         "files/tensor_file.py",
         "if entry.start != end:",
         "if False:",
-        "test_files.py test_mutations.py test_snapshot.py",
+        "test_files.py",
     ),
     # Stores and backends
     Fault(
@@ -531,10 +531,10 @@ FAULTS = (
         "store/test_prefix.py",
     ),
     Fault(
-        "split-entry-loses-its-priority",
+        "entry-takes-the-latest-priority",
         "store/tree.py",
-        "above.used, above.priority = node.used, node.priority",
-        "above.used = node.used",
+        "above.priority = max(above.priority, priority)",
+        "above.priority = priority",
         "store/test_prefix.py",
     ),
     Fault(
