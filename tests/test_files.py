@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvkeep.files import atomic, snapshot
 from kvkeep.files.atomic import PARTIAL, NoFileError, opened, read_into, whole_file
 from kvkeep.files.headers import typed
 from kvkeep.files.snapshot import Saved
+from kvkeep.files.tensor_file import Layout
 
 
 def write(path, data=b"new", **options):
@@ -173,3 +175,10 @@ def test_headers_hold_no_half_of_a_surrogate_pair():
     for name, note in (("\ud800", "x"), ("x", "\udfff")):
         with pytest.raises(TypeError, match="surrogate"):
             typed(Header, {"name": name, "notes": {"a": note}})
+
+
+def test_tensors_that_overlap_are_refused():
+    one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    text = json.dumps({"a": one, "b": one}).encode()
+    with pytest.raises(ValueError, match="tensor b begins at 0, not 8"):
+        Layout.read(len(text).to_bytes(8, "little") + text + bytes(8), 1 << 16)

@@ -197,6 +197,18 @@ def test_crop_across_what_is_frozen_makes_room(spec):
     assert same(outs[:1], outs[1:])
 
 
+@pytest.mark.parametrize("spec", ["keep_all", "keep_all@fixed", "h2o:8", "adakv(h2o:8)"])
+def test_a_snapshot_is_not_changed_by_what_follows(spec):
+    cache, expected = filled(spec, 3, ragged=False), go_on(filled(spec, 3, ragged=False))
+    snapshot, before = cache.snapshot(), held(cache)
+    if cache.rollback_limit:
+        cache.crop(-4)
+    feed(cache, 4, 700)  # where the newest slots were, or the evicted ones
+    cache.restore(snapshot)
+    assert held(cache) == before
+    assert same(go_on(cache), expected)
+
+
 def test_a_snapshot_that_does_not_fit_changes_nothing():
     large = Cache([CacheSpec.parse("keep_all").layer() for _ in range(2)])
     small = Cache([CacheSpec.parse(f"keep_all@fixed:{n}").layer() for n in (100, 20)])

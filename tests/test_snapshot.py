@@ -210,6 +210,7 @@ def test_tensors_that_do_not_fit_change_nothing(tmp_path):
         {"1.slots.more": scale},
         {"1.slots.position": torch.full((2, 2, 12), 10**6, dtype=torch.int32)},
         {"1.pads": torch.zeros(5, dtype=torch.int64)},
+        {"1.pads": torch.full((2,), 10**6)},
         {f"1.nothing.{name}": x for name, x in planes.items()},
         {f"1.head.0.{name}": x for name, x in planes.items()},
     ):

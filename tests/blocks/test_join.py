@@ -9,8 +9,9 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.blocks import join
-from kvkeep.blocks.join import place
+from kvkeep.blocks.join import join_at
 from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
+from kvkeep.host import host_of
 from kvkeep.store.layer_slices import require_kept
 
 YARN = {
@@ -124,6 +125,8 @@ def test_what_a_joined_cache_can_do(tmp_path):
 
         again = join(model, [cache, caches[0]])  # joined ones can be joined
         flat = join(model, [*caches, caches[0]])
+        for one in (again, flat):
+            assert one.layers[0].positions()[0, 0].tolist() == [*range(45)]
         one, two = (model(tail, past_key_values=c).logits for c in (again, flat))
         torch.testing.assert_close(one, two)
         flat.crop(-4 - 9 - 3)  # into a text that was moved
@@ -139,9 +142,9 @@ def test_a_text_behind_a_gap_is_never_stored():
     model = tiny("llama")
     (text,) = texts((9,))
     with kvkeep.attach(model), torch.inference_mode():
-        moved = place(model, [alone(model, text)], [4], 13)
+        moved = join_at(host_of(model), [alone(model, text)], [4], 13)
         require_kept(join(model, [alone(model, text)]))
-    with pytest.raises(UnsupportedError, match="did not see each other"):
+    with pytest.raises(UnsupportedError, match="texts that were computed apart"):
         require_kept(moved)
 
 
@@ -195,7 +198,7 @@ def test_bad_input():
             join(learned, [alone(learned, parts[0])])
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         dynamic = tiny("llama", rope_parameters=rope)
-        with pytest.raises(UnsupportedError, match="does not find how"):
+        with pytest.raises(UnsupportedError, match="cannot find the rotary embedding"):
             join(dynamic, [alone(dynamic, parts[0])])
         assert join(model, [kvkeep.Cache(model)]).fed == 0
         assert cache.shared_bytes == 0

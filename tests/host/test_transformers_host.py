@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny
 from peft import LoraConfig, get_peft_model
+from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.blocks import join

@@ -106,6 +106,15 @@ def test_priority_and_locks_stay():
     store.check()
 
 
+def test_an_entry_keeps_its_highest_priority():
+    store = PrefixStore(budget=20 * TOKEN_BYTES)
+    first, second, third = (list(range(start, start + 10)) for start in (0, 100, 200))
+    for tokens, priority in ((first, 2), (first, 0), (second, 1), (third, 0)):
+        store.insert("m", torch.tensor(tokens), fed(tokens), priority=priority)
+    lengths = [store.known("m", torch.tensor(tokens)) for tokens in (first, second, third)]
+    assert lengths == [10, 0, 10]
+
+
 def test_a_hit_outlives_its_entry():
     store = PrefixStore()
     tokens = list(range(12))

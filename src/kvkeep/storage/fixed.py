@@ -25,8 +25,8 @@ class Fixed(Buffer):
         super().__init__()
         if not 1 <= capacity < 2**31:
             raise SpecError(
-                f"fixed storage of {capacity} slots: it must have at least 1 and fewer than 2**31; "
-                "use @fixed:4096"
+                f"fixed storage of {capacity} slots: give at least 1 and below 2**31, such as "
+                "@fixed:4096"
             )
         self.limit = capacity
 
