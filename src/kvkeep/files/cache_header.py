@@ -25,7 +25,7 @@ MOST_TOKENS = 1 << 31
 
 @dataclass(frozen=True)
 class LayerHeader:
-    """The state and geometry of one layer; see `kvkeep.layer.history.Ledger`."""
+    """The state and geometry of one layer; see `kvkeep.layer.history.History`."""
 
     kind: str
     columns: int

@@ -27,7 +27,7 @@ from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, Layer
 from kvkeep.files.headers import DTYPES, sealed
 from kvkeep.files.tensor_file import MOST_HEADER, Layout
 from kvkeep.geometry import Geometry
-from kvkeep.layer.history import LayerState, Ledger
+from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
@@ -225,14 +225,14 @@ class Saved:
         dtype = DTYPES.get(header.dtype)
         if dtype is None:
             raise SavedCacheError(f"{self.path}, layer {index}: unknown dtype {header.dtype:.50}")
-        ledger, parts = Ledger(), dict[str, dict[str, Tensor]]()
-        ledger.columns, ledger.floor = header.columns, header.floor
-        ledger.apart = header.apart
-        ledger.geometry = _geometry(header, dtype)
+        history, parts = History(), dict[str, dict[str, Tensor]]()
+        history.columns, history.floor = header.columns, header.floor
+        history.joined = header.apart
+        history.geometry = _geometry(header, dtype)
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
             if name == "pads":
-                ledger.pads = x.clone()
+                history.pads = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
                 if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
                     raise SavedCacheError(
@@ -240,10 +240,10 @@ class Saved:
                         f"{header.columns} columns"
                     )
             elif part == "memory":
-                ledger.memory[plane] = x.clone()
+                history.memory[plane] = x.clone()
             else:
                 parts.setdefault(part, {})[plane] = x
-        reason = layer.policy.why_not_memory(ledger.memory, ledger.geometry)
+        reason = layer.policy.why_not_memory(history.memory, history.geometry)
         if reason:
             raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
         if layer.policy.ragged and header.heads > len(tensors):
@@ -265,13 +265,13 @@ class Saved:
         counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
         held = counts if layer.policy.ragged else [sum(counts)]
         # Whether all tokens are held: nothing was evicted, and no empty slots were freed.
-        whole = not header.floor or (layer.policy.budget is None and ledger.pads is None)
+        whole = not header.floor or (layer.policy.budget is None and history.pads is None)
         if max(held) > header.columns or (whole and min(held) < header.columns):
             raise SavedCacheError(
                 f"{self.path}, layer {index}: holds {held} of {header.columns} tokens fed, which "
                 f"does not fit {layer.kind}"
             )
-        state = LayerState(ledger, parts)
+        state = LayerState(history, parts)
         try:
             layer.require_room(state)
         except CapacityError as error:
@@ -306,26 +306,26 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
     found = {
         f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
     }
-    found |= {f"memory.{name}": x for name, x in state.ledger.memory.items()}
-    if state.ledger.pads is not None:
-        found["pads"] = state.ledger.pads.cpu()
+    found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
+    if state.history.pads is not None:
+        found["pads"] = state.history.pads.cpu()
     return found
 
 
 def _described(layer: LayerCache, state: LayerState) -> LayerHeader:
-    ledger = state.ledger
-    assert ledger.geometry is not None
-    rows, heads, key_width, value_width, dtype, _ = ledger.geometry
+    history = state.history
+    assert history.geometry is not None
+    rows, heads, key_width, value_width, dtype, _ = history.geometry
     return LayerHeader(
         layer.kind,
-        ledger.columns,
-        ledger.floor,
+        history.columns,
+        history.floor,
         rows,
         heads,
         key_width,
         value_width,
         str(dtype),
-        ledger.apart,
+        history.joined,
     )
 
 

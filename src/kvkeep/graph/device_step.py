@@ -78,21 +78,21 @@ class DeviceStep(Step):
             layer.slots.thaw()  # what forks share cannot be evicted
         self._layer, self._columns = layer, cursors.columns
         self._fed, self._held = layer.fed, layer.storage.length
-        self._ledger = layer.ledger
-        self._pads = self._ledger.pads
-        self._whole = dict(unsliced(layer.storage.read()))
+        self._history = layer.history
+        self._pads = self._history.pads
+        self._buffers = dict(unsliced(layer.storage.read()))
         self._slots = _slots_of(layer)
-        self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._whole.items()}
+        self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # in place, whatever mode the planes were made in
             for name, plane in self._planes.items():
                 plane[:, :, self._held :] = -1 if name == POSITION else 0
         with torch.inference_mode(False):
-            self._memory = {name: x.clone() for name, x in self._ledger.memory.items()}
+            self._memory = {name: x.clone() for name, x in self._history.memory.items()}
         used = None
         if self._evicts:
             heads = self._planes[POSITION].shape[1]
             with torch.inference_mode(False):
-                self._hole = self._columns.new_zeros(layer.ledger.rows, heads, 1)
+                self._hole = self._columns.new_zeros(layer.history.rows, heads, 1)
             self._free(Observation())
         else:
             self._hole, used = cursors.at(self._held)
@@ -153,17 +153,17 @@ class DeviceStep(Step):
 
     def close(self) -> None:
         """Give the layer its slots back, with those that are empty freed."""
-        layer, ledger = self._layer, self._ledger
-        ledger.columns, ledger.memory = self._fed, self._memory
+        layer, history = self._layer, self._history
+        history.columns, history.memory = self._fed, self._memory
         if not self._evicts:
-            layer.adopt_planes(ledger, self._whole, self._held)
+            layer.adopt_planes(history, self._buffers, self._held)
             return
-        ledger.floor = self._fed
+        history.floor = self._fed
         count, empty = self._slots - self._held, None
         if count:
             live = (self._planes[POSITION] >= 0).to(torch.uint8)
             empty = live.argsort(dim=2, stable=True)[:, :, :count]
-        layer.adopt_planes(ledger, self._whole, self._slots, empty)
+        layer.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
         """Let the policy look, and empty the slot of the next token: the least valuable one."""

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import INPUTS, ON_HOST, run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.layer.step import StepInputs
@@ -74,7 +74,7 @@ class LayerTensors(nn.Module):
                 f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
                 "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
             )
-        known = like.ledger.geometry
+        known = like.history.geometry
         assert known is not None
         specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
         self.text = json.dumps(asdict(description) | {"planes": list(specs)})
@@ -91,11 +91,11 @@ class LayerTensors(nn.Module):
 
     def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
         """Positions of the next n tokens, int32 (B, n); -1 where `real`, bool (B, n), is False."""
-        ledger: Any = Ledger()  # of symbols
-        ledger.columns, ledger.pads = self.fed(), self.pads
+        history: Any = History()  # of symbols
+        history.columns, history.pads = self.fed(), self.pads
         if real is None:
-            real = torch.ones(len(ledger.pads), n, dtype=torch.bool, device=device)
-        return cast(Tensor, ledger.next_positions(n, device, real))
+            real = torch.ones(len(history.pads), n, dtype=torch.bool, device=device)
+        return cast(Tensor, history.next_positions(n, device, real))
 
     def run(self, inputs: StepInputs) -> Tensor:
         """`LayerCache.run`, with position int32 (B, n)."""
@@ -124,16 +124,16 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     if counts not in _layers:
         _layers[counts] = description.build()
     layer: LayerCache = _layers[counts]
-    ledger = Ledger()
-    ledger.columns, ledger.floor, slots = counts.tolist()
-    ledger.pads = pads.to(asked.k.device) if bool(pads.any()) else None
-    ledger.geometry = Geometry.of(asked.k, asked.v) if ledger.columns else None
-    layer.adopt_planes(ledger, dict(zip(names, planes, strict=True)), slots)
+    history = History()
+    history.columns, history.floor, slots = counts.tolist()
+    history.pads = pads.to(asked.k.device) if bool(pads.any()) else None
+    history.geometry = Geometry.of(asked.k, asked.v) if history.columns else None
+    layer.adopt_planes(history, dict(zip(names, planes, strict=True)), slots)
     out = run(layer, asked)
-    ledger = layer.ledger
-    counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
-    if ledger.pads is not None:
-        pads.copy_(ledger.pads)
+    history = layer.history
+    counts.copy_(torch.tensor([history.columns, history.floor, layer.length]))
+    if history.pads is not None:
+        pads.copy_(history.pads)
     return out
 
 

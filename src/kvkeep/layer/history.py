@@ -1,4 +1,4 @@
-"""Ledger: what has passed through a layer, beside the slots it left."""
+"""History: what was fed to a layer, apart from the slots it holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes
 
 
-class Ledger:
+class History:
     """How many columns all rows were fed, and which of them were padding in a row."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Ledger:
         self.pads: Tensor | None = None  # (B,) padding per row; None while there was none
         self.floor = 0  # the fewest columns to which a crop can return
         self.shown: Tensor | None = None  # which columns were tokens, bool (B, n), if slots moved
-        self.apart = False  # whether texts were joined that had not seen each other
+        self.joined = False  # whether texts were joined that had not seen each other
         self.geometry: Geometry | None = None  # of what was fed
         self.memory: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
 
@@ -37,7 +37,7 @@ class Ledger:
         following = seen + real.cumsum(dim=1) - 1
         return following.masked_fill(~real, -1).to(torch.int32)
 
-    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[Ledger, Tensor]:
+    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[History, Tensor]:
         """What follows a chunk at `position`, (n,) or (B, n) with -1 for padding; and where its
         queries stand. A padding query stands at the row's last token before it, or, unless
         `shows_padding`, at -1, from where it sees nothing."""
@@ -51,7 +51,7 @@ class Ledger:
         after.columns += position.shape[-1]
         return after, position if shows_padding else own.expand_as(position)
 
-    def without(self, newest: Tensor) -> Ledger:
+    def without(self, newest: Tensor) -> History:
         """What preceded the newest n tokens, whose positions are (B, n)."""
         before = copy(self)
         before.columns -= newest.shape[1]
@@ -69,8 +69,8 @@ class Ledger:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
 
-    def fork(self) -> Ledger:
-        """A ledger that goes on from here by itself."""
+    def fork(self) -> History:
+        """A history that goes on from here by itself."""
         other = copy(self)
         other.memory = {name: x.clone() for name, x in self.memory.items()}
         return other
@@ -94,24 +94,24 @@ class Ledger:
 
 
 class LayerState(NamedTuple):
-    """A layer's ledger, and its planes by where they lie."""
+    """A layer's history, and its planes by where they lie."""
 
-    ledger: Ledger
+    history: History
     parts: Mapping[str, Planes]
 
     def copy(self) -> LayerState:
         """The same, in tensors of its own."""
-        return LayerState(self.ledger.fork(), self._each(torch.clone))
+        return LayerState(self.history.fork(), self._each(torch.clone))
 
     def to(self, device: torch.device) -> LayerState:
         """The same, on a device; not copied if it is there."""
-        ledger = self.ledger.fork()
-        ledger.pads = None if ledger.pads is None else ledger.pads.to(device)
-        ledger.shown = None if ledger.shown is None else ledger.shown.to(device)
-        ledger.memory = {name: x.to(device) for name, x in ledger.memory.items()}
-        if ledger.geometry is not None:
-            ledger.geometry = ledger.geometry._replace(device=device)
-        return LayerState(ledger, self._each(lambda x: x.to(device)))
+        history = self.history.fork()
+        history.pads = None if history.pads is None else history.pads.to(device)
+        history.shown = None if history.shown is None else history.shown.to(device)
+        history.memory = {name: x.to(device) for name, x in history.memory.items()}
+        if history.geometry is not None:
+            history.geometry = history.geometry._replace(device=device)
+        return LayerState(history, self._each(lambda x: x.to(device)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Mapping[str, Planes]:
         return {

@@ -15,7 +15,7 @@ from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import Run
-from kvkeep.layer.history import LayerState, Ledger
+from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
@@ -81,12 +81,12 @@ class LayerCache(Readable, Step):
             ragged=policy.ragged,
             budget=None if policy.budget is None else policy.budget + policy.room,
         )
-        self._ledger, self._checks = Ledger(), Checks()
+        self._history, self._checks = History(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
         self.turn = Turn()  # held by the thread that changes the layer
         # What the last chunk was written behind, whether it is being written or taken back, and
         # whether slots are being moved: what an interrupt leaves behind, see `mend`.
-        self._begun: tuple[Ledger, tuple[int, ...]] | None = None
+        self._begun: tuple[History, tuple[int, ...]] | None = None
         self._writing = self._moving = False
 
     # -- the step ---------------------------------------------------------------------------
@@ -115,11 +115,11 @@ class LayerCache(Readable, Step):
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
         self._mend()
-        self._checks.chunk(k, v, position, self._ledger.geometry)
+        self._checks.chunk(k, v, position, self._history.geometry)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if self._ledger.geometry is None:  # a width that a codec cannot take raises here
+        if self._history.geometry is None:  # a width that a codec cannot take raises here
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
@@ -127,21 +127,21 @@ class LayerCache(Readable, Step):
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
         own = self.own_planes(k, v, position)
-        self._begun, self._writing = (self._ledger, self._slots.mark()), True
+        self._begun, self._writing = (self._history, self._slots.mark()), True
         try:
             self._slots.add(k, v, own)
-            if self._ledger.geometry is None:
-                self._ledger.geometry = Geometry.of(k, v)
+            if self._history.geometry is None:
+                self._history.geometry = Geometry.of(k, v)
             self._chunk = position
-            self._ledger, queries = self._ledger.feed(
+            self._history, queries = self._history.feed(
                 position, k.shape[0], shows_padding=self.policy.shows_padding
             )
         except BaseException:
             self._take_back()
             raise
         self._writing = False
-        slots, ledger = self._slots, self._ledger
-        return self.view_of(slots.segments(), queries, ledger, slots.length, slots.frozen.hides)
+        slots, history = self._slots, self._history
+        return self.view_of(slots.segments(), queries, history, slots.length, slots.frozen.hides)
 
     def settle(self, observation: Observation | None = None) -> None:
         """Let the policy look at the step, then evict down to its budget. Without an observation it
@@ -193,7 +193,7 @@ class LayerCache(Readable, Step):
                     self._pack()
             except BaseException:
                 begun = self._begun
-                if begun and not self._moving and self._ledger.floor == begun[0].floor:
+                if begun and not self._moving and self._history.floor == begun[0].floor:
                     self._take_back()  # no eviction has followed
                 raise
             return out
@@ -217,16 +217,16 @@ class LayerCache(Readable, Step):
             )
         if self._writing:
             self._take_back()
-        ledger = self._ledger
-        if not ledger.floor and not ledger.apart and self.length != ledger.columns:
+        history = self._history
+        if not history.floor and not history.joined and self.length != history.columns:
             raise StateError(
-                f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
+                f"the layer holds {self.length} slots of {history.columns} tokens, of which it "
                 "evicted none; it was changed from outside: reset() the cache and feed again"
             )
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """See `Ledger.next_positions`."""
-        return self._ledger.next_positions(n, device, real)
+        """See `History.next_positions`."""
+        return self._history.next_positions(n, device, real)
 
     # -- whole-state changes ----------------------------------------------------------------
 
@@ -238,13 +238,13 @@ class LayerCache(Readable, Step):
     def _forget(self) -> None:
         self._writing, self._moving = False, True
         self._slots = self._slots.reset()
-        self._ledger, self._chunk, self._begun = Ledger(), None, None
+        self._history, self._chunk, self._begun = History(), None, None
         self._moving = False
 
     @property
     def rollback_limit(self) -> int:
         """How many of the newest tokens `crop` can take back exactly."""
-        return self.fed - self._ledger.floor if self.policy.rollback else 0
+        return self.fed - self._history.floor if self.policy.rollback else 0
 
     def require_rollback(self, tokens: int) -> None:
         """Raise RollbackError when the newest `tokens` tokens cannot be taken back."""
@@ -262,7 +262,7 @@ class LayerCache(Readable, Step):
         policy, again = self.policy, "reset() and feed again"
         if not policy.rollback:
             return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
-        if not self._ledger.floor:
+        if not self._history.floor:
             return ""
         if policy.budget is None:
             codec = self.key_codec.name
@@ -282,7 +282,7 @@ class LayerCache(Readable, Step):
         self.require_rollback(-tokens)
         with self.turn:
             if tokens < 0:
-                left = self._ledger.without(self._slots.newest_positions(-tokens))
+                left = self._history.without(self._slots.newest_positions(-tokens))
                 self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
                 self._take_back()
             if self.record_past:
@@ -290,23 +290,23 @@ class LayerCache(Readable, Step):
 
     def take_rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
-        if self._ledger.geometry is None:
+        if self._history.geometry is None:
             return
-        index = index.to(self._ledger.geometry.device)
+        index = index.to(self._history.geometry.device)
         with self.turn, self._moved():
             self._slots = self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
                 self._chunk = self._chunk.index_select(0, index)
-            self._ledger.take_rows(index)
+            self._history.take_rows(index)
 
     @property
-    def ledger(self) -> Ledger:
+    def history(self) -> History:
         """A copy of what has passed through."""
-        return self._ledger.fork()
+        return self._history.fork()
 
     def state(self) -> LayerState:
         """Everything held; views, valid until the next change."""
-        return LayerState(self.ledger, self._slots.parts())
+        return LayerState(self.history, self._slots.parts())
 
     def require_room(self, state: LayerState) -> None:
         """Raise CapacityError when what a layer held does not fit this one's storage."""
@@ -317,28 +317,28 @@ class LayerCache(Readable, Step):
         with self.turn:
             self._forget()
             self._moving = True
-            self._slots = self._slots.load(state.parts, state.ledger.rows)
-            self._ledger = state.ledger.fork()
-            if self.padded and self._ledger.floor and self._packs and self._packed():
-                fresh = self.fed - self._ledger.floor
+            self._slots = self._slots.load(state.parts, state.history.rows)
+            self._history = state.history.fork()
+            if self.padded and self._history.floor and self._packs and self._packed():
+                fresh = self.fed - self._history.floor
                 if not self._slots.ends_with_tokens(fresh):
-                    self._ledger.floor = self.fed
+                    self._history.floor = self.fed
             self._moving = False
 
-    def adopt_frozen(self, ledger: Ledger, runs: Sequence[Run]) -> None:
+    def adopt_frozen(self, history: History, runs: Sequence[Run]) -> None:
         """Hold frozen slots, which others may hold too, behind which new tokens are written."""
         with self.turn, self._moved():
-            self._slots.adopt_frozen(runs, ledger)
-            self._ledger = ledger
+            self._slots.adopt_frozen(runs, history)
+            self._history = history
 
     def adopt_planes(
-        self, ledger: Ledger, planes: Planes, length: int, empty: Tensor | None = None
+        self, history: History, planes: Planes, length: int, empty: Tensor | None = None
     ) -> None:
         """Use these planes, (B, H|1, limit, ...), as fixed storage, of which `length` slots are in
         use. Those at the indices `empty`, int64 (B, H, E), are freed."""
         with self.turn, self._moved():
-            self._slots.adopt_planes(planes, length, ledger.rows)
-            self._ledger = ledger
+            self._slots.adopt_planes(planes, length, history.rows)
+            self._history = history
             if empty is not None:
                 self.storage.evict(empty)
 
@@ -350,7 +350,7 @@ class LayerCache(Readable, Step):
     def fork(self) -> LayerCache:
         """A layer in the same state, which shares this one's frozen slots and copies the others."""
         other = copy(self)
-        other._slots, other._ledger = self._slots.fork(), self._ledger.fork()
+        other._slots, other._history = self._slots.fork(), self._history.fork()
         other._checks, other.evicted, other.turn = Checks(), None, Turn()
         return other
 
@@ -383,17 +383,17 @@ class LayerCache(Readable, Step):
     @property
     def seen(self) -> Tensor:
         """Tokens ever fed, int64 (B,), padding not counted; (0,) before the first."""
-        return self._ledger.seen
+        return self._history.seen
 
     @property
     def fed(self) -> int:
         """Columns ever fed, padding included."""
-        return self._ledger.columns
+        return self._history.columns
 
     @property
     def padded(self) -> bool:
         """Whether a row ever had padding."""
-        return self._ledger.pads is not None
+        return self._history.pads is not None
 
     @property
     def slots(self) -> LayerSlots:
@@ -412,7 +412,7 @@ class LayerCache(Readable, Step):
 
     def positions(self) -> Tensor:
         """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""
-        geometry = self._ledger.geometry
+        geometry = self._history.geometry
         return self._slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     @property
@@ -461,23 +461,23 @@ class LayerCache(Readable, Step):
         self,
         segments: tuple[Segment, ...],
         queries: Tensor,
-        ledger: Ledger,
+        history: History,
         length: int,
         hides: bool = False,
     ) -> View:
-        """What queries see of segments that hold `length` slots, once `ledger` has passed; `hides`:
-        some slots are hidden, where texts were joined."""
-        empty = ledger.pads is not None or self.policy.ragged or hides
-        return view_of(segments, queries, self.policy, self.window, length, ledger.columns, empty)
+        """The view of queries over segments that hold `length` slots, after `history`. `hides`:
+        whether some slots are hidden, because texts were joined."""
+        empty = history.pads is not None or self.policy.ragged or hides
+        return view_of(segments, queries, self.policy, self.window, length, history.columns, empty)
 
     def seeing(self, observation: Observation | None) -> Observation:
         """An observation, with what the layer itself knows."""
         return (observation or Observation())._replace(
             position=self._chunk,
-            newest=self._ledger.newest,
+            newest=self._history.newest,
             window=self.window,
             rotary=self.rotary,
-            state=self._ledger.memory,
+            state=self._history.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
@@ -500,7 +500,7 @@ class LayerCache(Readable, Step):
                 if self.evicted is not None:
                     self.evicted.append(positions_of(victims, planes))
                 self._slots.evict(victims)
-                self._ledger.floor = self.fed
+                self._history.floor = self.fed
 
     def _fit(self, observation: Observation | None = None) -> None:
         """Evict down to the budget, and encode what waited for its block to be full."""
@@ -509,7 +509,7 @@ class LayerCache(Readable, Step):
         if self._slots.waiting:
             with self._moved():
                 self._slots.encode_waiting()
-                self._ledger.floor = self.fed
+                self._history.floor = self.fed
 
     @property
     def _packs(self) -> bool:
@@ -524,12 +524,12 @@ class LayerCache(Readable, Step):
             return
         if self.record_past or not self._packs:
             return
-        shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
+        shown = None if self._history.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():
             if self._packed():
-                self._ledger.floor = self.fed
+                self._history.floor = self.fed
                 if shown is not None:
-                    self._ledger.shown = shown
+                    self._history.shown = shown
 
     def _packed(self) -> bool:
         """Whether rows of very different lengths were moved to storages of their own."""
@@ -559,7 +559,7 @@ class LayerCache(Readable, Step):
         self._writing = True
         before, mark = self._begun
         self._slots.cut(mark)
-        self._ledger = before
+        self._history = before
         if not before.columns:
             self.reset()
         self._writing = False

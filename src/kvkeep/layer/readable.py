@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Held, View
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.policy import Policy
 
@@ -16,20 +16,20 @@ class Readable:
 
     policy: Policy
     _slots: LayerSlots
-    _ledger: Ledger
+    _history: History
 
     def in_order(self, view: View) -> Held:
         """Keys and values of a view in the order of their positions, for attention that masks by
         column. A copy once something was evicted or will be."""
-        assert self._ledger.geometry is not None
-        dtype = self._ledger.geometry.dtype
+        assert self._history.geometry is not None
+        dtype = self._history.geometry.dtype
         return view.in_order(dtype, dtype, moved=self.moved)
 
     @property
     def moved(self) -> bool:
         """Whether slots may lie in another order than that of their positions."""
         length = self._slots.length
-        return bool(self._ledger.floor) or length > (self.policy.budget or length)
+        return bool(self._history.floor) or length > (self.policy.budget or length)
 
     def held(self) -> Held | None:
         """The keys and values that are held, decoded, the oldest first, and their positions; None
@@ -38,9 +38,9 @@ class Readable:
         Valid until the next change; where nothing had to be decoded or moved they are the slots
         themselves: do not write to them.
         """
-        if self._ledger.geometry is None:
+        if self._history.geometry is None:
             return None
-        newest = torch.zeros(1, dtype=torch.int32, device=self._ledger.geometry.device)
+        newest = torch.zeros(1, dtype=torch.int32, device=self._history.geometry.device)
         held = self.in_order(View(self._slots.segments(), newest))
         return held if self._slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
 

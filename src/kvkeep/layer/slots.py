@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec
 from kvkeep.layer.frozen import FrozenRuns, Run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
 from kvkeep.planes import POSITION, Planes, joined, norms, part
 from kvkeep.storage import Storage
@@ -216,9 +216,9 @@ class LayerSlots(ABC):
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
         """Hold copies of the `parts` of a layer like this one, in place of what is held."""
 
-    def adopt_frozen(self, runs: Sequence[Run], ledger: Ledger) -> None:
+    def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
         """Hold frozen slots, which others may hold too, in place of what is held; new tokens are
-        written behind them. `ledger` is of the layer they come from."""
+        written behind them. `history` is of the layer they come from."""
         raise NotImplementedError("slots in parts or blocks cannot follow frozen ones of others")
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment
 from kvkeep.layer.frozen import FrozenRuns, Run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.parted import ByRows
 from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
 from kvkeep.layer.write_tokens import write
@@ -193,10 +193,10 @@ class Undivided(LayerSlots):
                 storage.append(on_one_device(parts[name]))
         return self
 
-    def adopt_frozen(self, runs: Sequence[Run], ledger: Ledger) -> None:
+    def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
         self.reset()
-        self._rows = ledger.rows
-        self.frozen = FrozenRuns(runs, None if ledger.geometry is None else ledger.geometry.dtype)
+        self._rows = history.rows
+        self.frozen = FrozenRuns(runs, None if history.geometry is None else history.geometry.dtype)
         self._storage = self._blank.behind(self.frozen.length)
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
