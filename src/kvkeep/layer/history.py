@@ -14,20 +14,23 @@ from kvkeep.planes import Planes
 
 
 class History:
-    """How many columns all rows were fed, and which of them were padding in a row."""
+    """What was fed to a layer: the number of columns, each row's padding, the geometry; and the
+    policy's state for each row."""
 
     def __init__(self) -> None:
         self.columns = 0
-        self.pads: Tensor | None = None  # (B,) padding per row; None while there was none
-        self.floor = 0  # the fewest columns to which a crop can return
-        self.shown: Tensor | None = None  # which columns were tokens, bool (B, n), if slots moved
-        self.joined = False  # whether texts were joined that had not seen each other
-        self.geometry: Geometry | None = None  # of what was fed
-        self.memory: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
+        self.pads: Tensor | None = None  # (B,) padding columns per row; None: no padding so far
+        self.floor = 0  # a crop can return to this many columns, not to fewer
+        self.shown: Tensor | None = (
+            None  # which columns were tokens, bool (B, n), if rows were packed
+        )
+        self.joined = False  # whether the slots join texts computed without each other
+        self.geometry: Geometry | None = None  # None before the first token
+        self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions that continue every row by n tokens: int32 (n,) while no row ever had padding,
-        else (B, n) with -1 for padding, which is where `real`, bool (B, n), is False."""
+        """Positions of the next n columns: int32 (n,) if no row has had padding and `real` is None,
+        else (B, n). Where `real`, bool (B, n), is False, the column is padding: position -1."""
         if real is None:
             stop = self.columns + n
             following = torch.arange(self.columns, stop, dtype=torch.int32, device=device)
@@ -38,9 +41,14 @@ class History:
         return following.masked_fill(~real, -1).to(torch.int32)
 
     def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[History, Tensor]:
-        """What follows a chunk at `position`, (n,) or (B, n) with -1 for padding; and where its
-        queries stand. A padding query stands at the row's last token before it, or, unless
-        `shows_padding`, at -1, from where it sees nothing."""
+        """The history after a chunk, and the positions of the chunk's queries.
+
+        Args:
+            position: positions of the chunk's tokens, (n,) or (B, n) with -1 for padding.
+            rows: B.
+            shows_padding: give a padding query the position of the last token before it in its row;
+                otherwise -1, where it sees nothing.
+        """
         after, own = copy(self), position
         if position.dim() == 2 or self.pads is not None:
             position = position.expand(rows, -1)
@@ -52,7 +60,7 @@ class History:
         return after, position if shows_padding else own.expand_as(position)
 
     def without(self, newest: Tensor) -> History:
-        """What preceded the newest n tokens, whose positions are (B, n)."""
+        """The history before the newest n columns, whose positions are `newest`, (B, n)."""
         before = copy(self)
         before.columns -= newest.shape[1]
         if self.pads is not None:
@@ -60,7 +68,7 @@ class History:
         return before
 
     def take_rows(self, index: Tensor) -> None:
-        """Make row i a copy of the former row index[i]."""
+        """Row i becomes a copy of row index[i]."""
         if self.pads is not None:
             self.pads = self.pads.index_select(0, index)
         if self.shown is not None:
@@ -70,14 +78,14 @@ class History:
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
 
     def fork(self) -> History:
-        """A history that goes on from here by itself."""
+        """An independent copy."""
         other = copy(self)
         other.memory = {name: x.clone() for name, x in self.memory.items()}
         return other
 
     @property
     def newest(self) -> int | Tensor:
-        """The newest position: of all rows, or (B, 1, 1) where they differ."""
+        """The newest position: one number for all rows, or (B, 1, 1) where rows differ."""
         last = self.columns - 1
         return last if self.pads is None else last - self.pads[:, None, None]
 
@@ -88,23 +96,23 @@ class History:
 
     @property
     def seen(self) -> Tensor:
-        """Tokens ever fed, int64 (B,), padding not counted."""
+        """Tokens fed so far, int64 (B,), without padding."""
         fed = torch.full((self.rows,), self.columns, dtype=torch.int64)
         return fed if self.pads is None else fed - self.pads.cpu()
 
 
 class LayerState(NamedTuple):
-    """A layer's history, and its planes by where they lie."""
+    """A layer's history and slots. `parts` maps a part's name, such as `slots`, to its planes."""
 
     history: History
     parts: Mapping[str, Planes]
 
     def copy(self) -> LayerState:
-        """The same, in tensors of its own."""
+        """A copy that shares no tensor."""
         return LayerState(self.history.fork(), self._each(torch.clone))
 
     def to(self, device: torch.device) -> LayerState:
-        """The same, on a device; not copied if it is there."""
+        """The same state on a device; tensors that are already there are not copied."""
         history = self.history.fork()
         history.pads = None if history.pads is None else history.pads.to(device)
         history.shown = None if history.shown is None else history.shown.to(device)
