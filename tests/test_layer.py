@@ -129,7 +129,7 @@ def test_rollback_limit_is_honest(spec):
     limit = 12 if spec.startswith("keep_all") else 0
     assert layer.rollback_limit == limit
     planes = example_planes(layer)
-    with pytest.raises(RollbackError, match=f"{limit} can be taken back"):
+    with pytest.raises(RollbackError, match=f"{limit} can be removed"):
         layer.crop(-limit - 1)
     with pytest.raises(RollbackError, match=r"crop\(-1\)"):
         layer.crop(1)
@@ -141,7 +141,7 @@ def test_rollback_limit_is_honest(spec):
     [
         ("keep_all", None, 10, "9 were fed$"),
         ("keep_all", 4, 2, "9 were fed, and a sliding window of 4 tokens drops the older ones; "),
-        ("keep_all+kivi:4,together=4,recent=0", None, 2, "kivi encodes them in blocks; .* int8"),
+        ("keep_all+kivi:4,together=4,recent=0", None, 2, "kivi encodes tokens in blocks; .* int8"),
         ("window:4", None, 2, "policy window evicted some; .* keep_all"),
         ("h2o:16", None, 2, "policy h2o cannot undo a step; .* keep_all"),
     ],
@@ -300,8 +300,8 @@ BAD = {
     "three dimensions": (lambda k, v: (k[0], v[0]), "give \\(B, H, n, Dk\\)"),
     "no tokens": (lambda k, v: (k[:, :, :0], v[:, :, :0]), "n of at least 1"),
     "keys and values of other lengths": (lambda k, v: (k, v[:, :, :1]), "give"),
-    "mixed dtypes": (lambda k, v: (k, v.double()), "make them alike"),
-    "mixed devices": (lambda k, v: (k, v.to("meta")), "make them alike"),
+    "mixed dtypes": (lambda k, v: (k, v.double()), "use one dtype and device"),
+    "mixed devices": (lambda k, v: (k, v.to("meta")), "use one dtype and device"),
     "integers": (lambda k, v: (k.int(), v.int()), "floating-point"),
     "another dtype": (lambda k, v: (k.double(), v.double()), "holds torch.float32"),
     "another device": (lambda k, v: (k.to("meta"), v.to("meta")), "holds .* on cpu"),

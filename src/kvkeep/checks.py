@@ -1,4 +1,4 @@
-"""What a chunk's tensors must be like, checked before anything is changed."""
+"""Checks the shapes, dtypes and devices of a chunk's tensors before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from kvkeep.geometry import Geometry
 
 
 def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | None) -> None:
-    """Keys and values fit each other, the positions, and what is held.
+    """Check that keys and values fit each other, the positions, and the tokens already held.
+
+    Args:
+        k, v: (B, H, n, Dk) and (B, H, n, Dv).
+        position: integers (n,) or (B, n), or None.
+        held: the geometry of the tokens already held; None: there are none.
 
     Raises:
-        ShapeError: they do not.
+        ShapeError: they do not fit.
     """
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or 0 in k.shape:
         raise ShapeError(
@@ -22,7 +27,8 @@ def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | 
         )
     if k.dtype != v.dtype or k.device != v.device:
         raise ShapeError(
-            f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}; make them alike"
+            f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}; use one dtype and "
+            "device"
         )
     if not k.is_floating_point():
         raise ShapeError(f"keys and values are {k.dtype}; give a floating-point type")
@@ -39,10 +45,11 @@ def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | 
 
 
 def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
-    """Queries (B, Hq, n, Dk) fit the keys (B, H, n, Dk) of their own tokens, and sinks (Hq,).
+    """Check that queries (B, Hq, n, Dk) fit the keys (B, H, n, Dk) of the same tokens, and the sink
+    logits (Hq,).
 
     Raises:
-        ShapeError: they do not.
+        ShapeError: they do not fit.
     """
     fits = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or q.shape[1] % max(1, k.shape[1]):
@@ -52,14 +59,15 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
         )
     if q.dtype != k.dtype or q.device != k.device:
         raise ShapeError(
-            f"queries are {q.dtype} on {q.device}, keys {k.dtype} on {k.device}; make them alike"
+            f"queries are {q.dtype} on {q.device}, keys {k.dtype} on {k.device}; use one dtype and "
+            "device"
         )
     check_sinks(q, sinks)
 
 
 class Checks:
-    """The checks of one layer. Decoding asks for the same ones again and again, so what passed
-    last passes at once."""
+    """The checks of one layer. While shapes, dtypes and devices are the same as in the last call,
+    which passed, nothing is checked again."""
 
     def __init__(self) -> None:
         self._chunk: tuple[object, ...] = ()
@@ -84,22 +92,24 @@ class Checks:
 
 
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
-    """One sink logit for each query head of q (B, Hq, n, Dk).
+    """Check that there is one sink logit for each query head of q (B, Hq, n, Dk).
 
     Raises:
         ShapeError: there are more or fewer.
     """
     if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ShapeError(f"sinks {tuple(sinks.shape)}: one logit per query head, ({q.shape[1]},)")
+        raise ShapeError(
+            f"sinks {tuple(sinks.shape)}; give one logit per query head, ({q.shape[1]},)"
+        )
 
 
 def wants_gradients(*tensors: Tensor) -> bool:
-    """Whether gradients of any of them are being recorded."""
+    """Whether autograd records operations on any of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check_alike(what: str, new: Tensor, held: Geometry, width: int) -> None:
-    """Rows, heads, width, dtype and device must be those of the tokens already held."""
+    """Check that rows, heads, width, dtype and device are those of the tokens already held."""
     if (new.shape[0], new.shape[1], new.shape[3]) != (held.rows, held.heads, width):
         raise ShapeError(
             f"{what} {tuple(new.shape)} for a cache of {held.rows} rows, {held.heads} heads, width "

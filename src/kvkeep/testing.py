@@ -269,7 +269,7 @@ def _check_rows(
 def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]]]:
     """For each row and head: the positions held, with their keys and values in float64 on the CPU,
     over all segments."""
-    geometry = layer.ledger.geometry
+    geometry = layer.history.geometry
     if geometry is None:
         return []
     rows, heads = geometry.rows, geometry.heads
@@ -296,7 +296,7 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tens
 
 def promised_bytes(layer: LayerCache) -> int:
     """Bytes of a layer's slots, computed from the planes that its codecs and policy declare."""
-    geometry = layer.ledger.geometry
+    geometry = layer.history.geometry
     if geometry is None:
         return 0
     heads, dtype = geometry.heads, geometry.dtype

@@ -92,7 +92,7 @@ for limit in (size - 1, size - 21, size - 300, 20_000):
     try:
         program.save(path)
     except SavedCacheError as error:
-        assert "what was there is as it was" in str(error), limit
+        assert "the previous file is unchanged" in str(error), limit
     else:
         raise AssertionError(f"a full disk was not noticed at {limit} of {size} bytes")
     assert os.listdir(os.path.dirname(path)) == ["a.pt2"], limit

@@ -359,7 +359,7 @@ def test_what_follows_a_reset_is_whole_again():
 
 def test_columns_stay_known_when_rows_are_parted_again():
     layer = filled("keep_all", side="right", chunk=25)
-    shown = layer.ledger.shown
+    shown = layer.history.shown
     assert shown is not None
     assert shown.equal((prompt("right") >= 0)[:, : shown.shape[1]])
     layer.take_rows(torch.tensor([2, 0, 1]))

@@ -112,7 +112,7 @@ def test_a_hit_fits_only_the_heads_it_was_stored_with():
         cache = new_cache()
         hit.fill(cache)
     for layer in cache.layers:
-        assert layer.ledger.geometry[:4] == (1, 1, 4, 4)
+        assert layer.history.geometry[:4] == (1, 1, 4, 4)
         k = torch.zeros(1, 3, 1, 4)
         with pytest.raises(kvkeep.ShapeError):
             layer.extend(k, k)

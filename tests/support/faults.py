@@ -426,8 +426,8 @@ FAULTS = (
     Fault(
         "rollback-beyond-a-policy",
         "layer",
-        "return self.fed - self._ledger.floor if self.policy.rollback else 0",
-        "return self.fed - self._ledger.floor",
+        "return self.fed - self._history.floor if self.policy.rollback else 0",
+        "return self.fed - self._history.floor",
         "test_layer.py",
     ),
     Fault(
@@ -454,7 +454,7 @@ FAULTS = (
     Fault(
         "takes-back-after-an-eviction",
         "layer",
-        "if begun and not self._moving and self._ledger.floor == begun[0].floor:",
+        "if begun and not self._moving and self._history.floor == begun[0].floor:",
         "if begun and not self._moving:",
         "test_layer.py test_interrupts.py",
     ),
@@ -476,15 +476,15 @@ FAULTS = (
     Fault(
         "snapshot-is-no-copy",
         "layer/history.py",
-        "return LayerState(self.ledger.fork(), self._each(torch.clone))",
-        "return LayerState(self.ledger.fork(), self._each(lambda x: x))",
+        "return LayerState(self.history.fork(), self._each(torch.clone))",
+        "return LayerState(self.history.fork(), self._each(lambda x: x))",
         "test_fork.py",
     ),
     Fault(
         "loaded-texts-saw-each-other",
         "files/snapshot.py",
-        "ledger.apart = header.apart",
-        "ledger.apart = False",
+        "history.joined = header.apart",
+        "history.joined = False",
         "blocks/test_prompt.py",
     ),
     Fault(
@@ -590,8 +590,8 @@ FAULTS = (
     Fault(
         "moved-text-passes-for-a-beginning",
         "blocks/join.py",
-        "ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart",
-        "ledger.apart = len(parts) > 1",
+        "history.joined = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].history.joined",
+        "history.joined = len(parts) > 1",
         "blocks/test_join.py",
     ),
     Fault(

@@ -12,7 +12,7 @@ from kvkeep.attention import Rotation
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import Host, ModelCache, host_of
 from kvkeep.layer.frozen import Run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
 from kvkeep.store.layer_slices import require_whole
@@ -62,13 +62,13 @@ def join_at(
         cache.freeze()
     for index, layer in enumerate(result.layers if texts else ()):
         parts = [(cache.layers[index], start) for cache, start in texts]
-        ledger = Ledger()
-        ledger.columns, ledger.geometry = columns, parts[0][0].ledger.geometry
-        ledger.apart = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].ledger.apart
+        history = History()
+        history.columns, history.geometry = columns, parts[0][0].history.geometry
+        history.joined = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].history.joined
         runs = [
             _moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
         ]
-        layer.adopt_frozen(ledger, runs)
+        layer.adopt_frozen(history, runs)
     result.routed = texts[0][0].routed if texts else None
     return result
 

@@ -177,10 +177,10 @@ def compares(host: Host) -> bool:
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:
     """Let tokens at some positions be fed again: their slots in frozen runs are hidden."""
-    ledger = layer.ledger
-    ledger.floor = ledger.columns  # the newest slots are no longer the newest tokens
-    ledger.columns -= len(positions)
-    layer.adopt_frozen(ledger, [run.without(positions) for run in layer.slots.frozen.runs])
+    history = layer.history
+    history.floor = history.columns  # the newest slots are no longer the newest tokens
+    history.columns -= len(positions)
+    layer.adopt_frozen(history, [run.without(positions) for run in layer.slots.frozen.runs])
 
 
 def _feed(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> None:

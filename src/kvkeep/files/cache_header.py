@@ -25,7 +25,8 @@ MOST_TOKENS = 1 << 31
 
 @dataclass(frozen=True)
 class LayerHeader:
-    """The state and geometry of one layer; see `kvkeep.layer.history.Ledger`."""
+    """The state and geometry of one layer; see `kvkeep.layer.history.History`, whose `joined` is
+    saved as `apart`."""
 
     kind: str
     columns: int
@@ -76,7 +77,7 @@ def header_of(metadata: Mapping[str, str], path: Path) -> Header:
         fields: dict[str, Any] = json.loads(metadata[HEADER])
         if fields["format"] != FORMAT:
             raise SavedCacheError(
-                f"{path} is of format {fields['format']}, this kvkeep reads {FORMAT}; install "
+                f"{path} has format {fields['format']}, this kvkeep reads {FORMAT}; install "
                 f"kvkeep {fields.get('version')} or newer"
             )
         header = typed(
@@ -94,9 +95,12 @@ def _require_bounds(header: Header) -> None:
     """Raise ValueError if a number in a header is out of the bounds of any cache."""
     count = len(header.layers)
     if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
-        raise ValueError(f"it has {count} layers and {len(header.specs)} specs")
+        raise ValueError(
+            f"it has {count} layers and {len(header.specs)} specs; both must be the same number, "
+            f"from 1 to {_MOST_LAYERS}"
+        )
     if header.capacity is not None and not 1 <= header.capacity < MOST_TOKENS:
-        raise ValueError(f"its capacity is {header.capacity} slots")
+        raise ValueError(f"its capacity is {header.capacity} slots, not 1 to {MOST_TOKENS - 1}")
     for index, layer in enumerate(header.layers):
         for name, most in _MOST.items():
             if not 1 <= getattr(layer, name) <= most:
@@ -105,5 +109,6 @@ def _require_bounds(header: Header) -> None:
                 )
         if not 0 <= layer.floor <= layer.columns or not 1 <= layer.columns < MOST_TOKENS:
             raise ValueError(
-                f"layer {index} was fed {layer.columns} columns, {layer.floor} by its last eviction"
+                f"layer {index} was fed {layer.columns} columns, not 1 to {MOST_TOKENS - 1}, or "
+                f"has a floor of {layer.floor}, not 0 to its columns"
             )

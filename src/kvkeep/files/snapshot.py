@@ -1,9 +1,9 @@
 """Saves a cache to a safetensors file with a versioned JSON header, and loads it again.
 
-Planes are written in their encoded form, so a loaded cache gives bitwise the same results as one
-that was never saved. Tensors are named `layer.part.plane`. The header is the file's metadata entry
-`kvkeep`: it describes the tensors and has a checksum of each. The entry `kvkeep_checksum` is the
-checksum of the header. Nothing is unpickled.
+Planes are written in their encoded form, so a loaded cache gives the same results, bit for bit, as
+one that was never saved. Tensors are named `layer.part.plane`. The header is the file's metadata
+entry `kvkeep`: it describes the tensors and has a checksum of each. The entry `kvkeep_checksum` is
+the checksum of the header. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, Layer
 from kvkeep.files.headers import DTYPES, sealed
 from kvkeep.files.tensor_file import MOST_HEADER, Layout
 from kvkeep.geometry import Geometry
-from kvkeep.layer.history import LayerState, Ledger
+from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
@@ -51,6 +51,8 @@ def save(
     """Write a cache to a file atomically.
 
     Args:
+        cache: holds at least one token.
+        path: the file to write.
         specs: the spec of each layer, as text.
         fingerprint: what the keys and values depend on, by name.
         capacity: slots of fixed storage, or None.
@@ -60,7 +62,7 @@ def save(
         private: only the owner may read a new file.
 
     Raises:
-        StateError: the cache is empty, or a forward is under way.
+        StateError: the cache is empty, or a forward is running.
         SavedCacheError: the file cannot be written; the previous file is unchanged.
     """
     if not cache.fed:
@@ -93,17 +95,18 @@ def save(
 
 
 class Saved:
-    """A saved cache that was opened and validated. Tensors are read into memory, not mapped, so
-    that a truncation of the file can neither change them nor end the process. `nbytes` is the size
-    of the file.
+    """A saved cache whose header has been validated. Tensors are read into memory, not mapped, so
+    a truncation of the file can neither change them nor end the process. `nbytes` is the size of
+    the file.
 
     Args:
+        path: the file to read.
         verify: compare all checksums, which reads the whole file. Otherwise only the header is read
             until the tensors are needed.
 
     Raises:
-        SavedCacheError: it is not a saved cache, is incomplete or of a newer version; or there is
-            too little memory for it.
+        SavedCacheError: the file is not a saved cache, is incomplete, or has a newer version; or
+            there is not enough memory for it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -116,7 +119,8 @@ class Saved:
             if set(layout.entries) != set(self.header.checksums):
                 odd = sorted(set(layout.entries) ^ set(self.header.checksums))[:3]
                 raise SavedCacheError(
-                    f"{self.path} is incomplete: its header and data differ in {odd}; save it again"
+                    f"{self.path} is incomplete: its header and data name different tensors, such "
+                    f"as {odd}; save it again"
                 )
             if verify:
                 self._tensors = self._read(handle, layout, list(layout.entries))
@@ -129,24 +133,32 @@ class Saved:
         tokens = (self._tensors or self._read_again([_TOKENS]))[_TOKENS]
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             raise SavedCacheError(
-                f"{self.path}: its tokens are {tuple(tokens.shape)} {tokens.dtype}; int64 (B, n) "
-                "was expected"
+                f"{self.path}: its tokens are {tuple(tokens.shape)} {tokens.dtype}, not int64 "
+                "(B, n); save it again"
             )
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < MOST_TOKENS:
-            raise SavedCacheError(f"{self.path}: its tokens are not token ids")
+            raise SavedCacheError(
+                f"{self.path}: its tokens are not token ids, which are 0 to {MOST_TOKENS - 1}; "
+                "save it again"
+            )
         return tokens.clone()
 
     def restore_to(self, cache: Cache, device: torch.device | None = None) -> None:
-        """Load into a cache of the same specs, replacing its contents.
+        """Replace the contents of a cache, which must have the same specs.
+
+        Args:
+            cache: the cache to restore.
+            device: where its tensors go; None: the CPU.
 
         Raises:
             SavedCacheError: the file does not fit the cache; nothing was changed.
         """
         if len(cache.layers) != len(self.header.layers):
             raise SavedCacheError(
-                f"{self.path} holds {len(self.header.layers)} layers, the cache {len(cache.layers)}"
+                f"{self.path} holds {len(self.header.layers)} layers, but the cache has "
+                f"{len(cache.layers)}; load it for the model it was saved with"
             )
-        # Each layer's tensors are freed once they were copied to the cache.
+        # Each layer's tensors are freed as soon as they are copied to the cache.
         tensors = self._tensors or self._read_again(list(self.header.checksums))
         self._tensors = None
         of_layers = _by_layer(tensors, len(cache.layers))
@@ -188,10 +200,10 @@ class Saved:
             raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
 
     def _read_again(self, names: list[str]) -> dict[str, Tensor]:
-        """Read tensors from the file again; it must be unchanged."""
+        """Read tensors from the file again; raise if the file has changed."""
         with self._opened() as (handle, layout):
             if layout.metadata != self._metadata or not set(names) <= set(layout.entries):
-                raise SavedCacheError(f"{self.path} was changed meanwhile; load it again")
+                raise SavedCacheError(f"{self.path} was changed meanwhile; open it again")
             return self._read(handle, layout, names)
 
     def _read(self, handle: int, layout: Layout, names: list[str]) -> dict[str, Tensor]:
@@ -217,22 +229,23 @@ class Saved:
     def _state(
         self, index: int, layer: LayerCache, header: LayerHeader, tensors: Planes
     ) -> LayerState:
-        """A layer's state, built from tensors after checking that they fit the layer."""
+        """Build a layer's state from tensors, after checking that they fit the layer."""
         if header.kind != layer.kind:
             raise SavedCacheError(
-                f"{self.path}, layer {index}: saved as {header.kind}, loaded as {layer.kind}"
+                f"{self.path}, layer {index}: saved as {header.kind}, but the cache has "
+                f"{layer.kind}; load it with the same specs"
             )
         dtype = DTYPES.get(header.dtype)
         if dtype is None:
             raise SavedCacheError(f"{self.path}, layer {index}: unknown dtype {header.dtype:.50}")
-        ledger, parts = Ledger(), dict[str, dict[str, Tensor]]()
-        ledger.columns, ledger.floor = header.columns, header.floor
-        ledger.apart = header.apart
-        ledger.geometry = _geometry(header, dtype)
+        history, parts = History(), dict[str, dict[str, Tensor]]()
+        history.columns, history.floor = header.columns, header.floor
+        history.joined = header.apart  # its name in files
+        history.geometry = _geometry(header, dtype)
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
             if name == "pads":
-                ledger.pads = x.clone()
+                history.pads = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
                 if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
                     raise SavedCacheError(
@@ -240,15 +253,16 @@ class Saved:
                         f"{header.columns} columns"
                     )
             elif part == "memory":
-                ledger.memory[plane] = x.clone()
+                history.memory[plane] = x.clone()
             else:
                 parts.setdefault(part, {})[plane] = x
-        reason = layer.policy.why_not_memory(ledger.memory, ledger.geometry)
+        reason = layer.policy.why_not_memory(history.memory, history.geometry)
         if reason:
             raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
         if layer.policy.ragged and header.heads > len(tensors):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: {header.heads} heads, but only {len(tensors)} tensors"
+                f"{self.path}, layer {index}: {header.heads} heads, but only {len(tensors)} "
+                "tensors; save it again"
             )
         known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
         if (
@@ -264,14 +278,14 @@ class Saved:
         block = {"bulk": layer.key_codec.block}
         counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
         held = counts if layer.policy.ragged else [sum(counts)]
-        # Whether all tokens are held: nothing was evicted, and no empty slots were freed.
-        whole = not header.floor or (layer.policy.budget is None and ledger.pads is None)
+        # Whether all tokens must be held: nothing was evicted, and no empty slots were freed.
+        whole = not header.floor or (layer.policy.budget is None and history.pads is None)
         if max(held) > header.columns or (whole and min(held) < header.columns):
             raise SavedCacheError(
                 f"{self.path}, layer {index}: holds {held} of {header.columns} tokens fed, which "
                 f"does not fit {layer.kind}"
             )
-        state = LayerState(ledger, parts)
+        state = LayerState(history, parts)
         try:
             layer.require_room(state)
         except CapacityError as error:
@@ -306,26 +320,26 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
     found = {
         f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
     }
-    found |= {f"memory.{name}": x for name, x in state.ledger.memory.items()}
-    if state.ledger.pads is not None:
-        found["pads"] = state.ledger.pads.cpu()
+    found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
+    if state.history.pads is not None:
+        found["pads"] = state.history.pads.cpu()
     return found
 
 
 def _described(layer: LayerCache, state: LayerState) -> LayerHeader:
-    ledger = state.ledger
-    assert ledger.geometry is not None
-    rows, heads, key_width, value_width, dtype, _ = ledger.geometry
+    history = state.history
+    assert history.geometry is not None
+    rows, heads, key_width, value_width, dtype, _ = history.geometry
     return LayerHeader(
         layer.kind,
-        ledger.columns,
-        ledger.floor,
+        history.columns,
+        history.floor,
         rows,
         heads,
         key_width,
         value_width,
         str(dtype),
-        ledger.apart,
+        history.joined,
     )
 
 
@@ -336,7 +350,7 @@ def _geometry(header: LayerHeader, dtype: torch.dtype) -> Geometry:
 def _plane_specs(
     layer: LayerCache, part: str, header: LayerHeader, dtype: torch.dtype
 ) -> dict[str, PlaneSpec]:
-    """The planes of a part of a layer."""
+    """The planes that a part of a layer must have."""
     codecs = (layer.key_codec, layer.value_codec)
     if layer.key_codec.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
@@ -344,7 +358,7 @@ def _plane_specs(
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer, with the layer's number removed from their names."""
+    """The tensors of each layer, by their names without the layer's number."""
     found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     numbers = {str(index): index for index in range(layers)}
     for name, x in tensors.items():

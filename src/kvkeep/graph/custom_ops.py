@@ -1,7 +1,8 @@
-"""Steps inside a compiled graph: one opaque operation each, so that nothing of a cache is traced.
+"""Steps inside a compiled graph: each is one opaque operation, so torch traces nothing of a cache.
 
-A graph knows a layer by its ticket, a small tensor that leads to it while it runs. So one graph
-serves any cache of a model, whatever its length, and no Python number of a cache is compiled in.
+A graph refers to a layer by its ticket, a small tensor whose number is looked up when the graph
+runs. So one graph serves all caches of a model, of any length, and no Python number of a cache is
+compiled in.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
-ON_HOST = (torch.Tag.cudagraph_unsafe,)  # what a replay would leave out
+ON_HOST = (torch.Tag.cudagraph_unsafe,)  # their work on the host is not replayed by CUDA graphs
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor position, float scale, float? softcap, Tensor? sinks"
-"""The schema of `StepInputs`, in operators that take it apart."""
-_GONE = "this graph was given a cache that is gone, or from another process"
+"""The schema of the fields of `StepInputs`, for operators that take them as separate arguments."""
+_GONE = (
+    "this graph was given a cache that is gone, or that belongs to another process; give it "
+    "a cache of this process"
+)
 
 
 class Traced(Protocol):
-    """What a graph may ask of a layer; in it, tensors are symbols."""
+    """What traced code may call on a layer. While tracing, tensors are symbolic."""
 
     @property
     def on_device(self) -> bool:
-        """Whether it does so outside of compiled graphs too."""
+        """Whether the state is on the device, so that uncompiled code uses these methods too."""
 
     def fed(self) -> Tensor:
-        """Columns the layer was fed, int64 ()."""
+        """Columns fed to the layer, int64 ()."""
 
     def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-        """Positions of the next n tokens, int32 (1, n); (B, n) with -1 for padding where `real`,
-        bool (B, n), says what is not."""
+        """Positions of the next n tokens: int32 (1, n), or (B, n) with -1 for padding, which is
+        where `real`, bool (B, n), is False."""
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """`LayerCache.run`; position as from `next_positions`."""
+        """Like `LayerCache.run`, with positions as `next_positions` returns them."""
 
 
 class Steps(Protocol):
-    """What a ticket leads to: `in_graph` is the step, the others are as in `Traced`."""
+    """The object that a ticket refers to. `in_graph` is the step; see `Traced` for the others."""
 
     def fed(self) -> int | Tensor:
         """Columns fed."""
@@ -55,7 +59,7 @@ class Steps(Protocol):
 
 
 class OfLayer:
-    """A layer's steps, from a graph, which does not keep it."""
+    """A layer's steps, for a graph. It holds a weak reference to the layer."""
 
     def __init__(self, layer: LayerCache) -> None:
         self._known = ref(layer)
@@ -89,7 +93,7 @@ _numbers = count(1)
 
 
 class Ticket:
-    """Leads to the steps of a layer of this process, as long as they live."""
+    """Refers to a layer's steps in this process, by a number, while they are alive."""
 
     on_device = False
 
@@ -113,7 +117,7 @@ class Ticket:
 
 
 class LayerTicket(Ticket):
-    """Leads to a layer."""
+    """A ticket for a `LayerCache`."""
 
     def __init__(self, layer: LayerCache) -> None:
         self._of = OfLayer(layer)
@@ -129,7 +133,7 @@ def _led_to(ticket: Tensor) -> Steps:
 
 @torch.library.custom_op("kvkeep::fed", mutates_args=("ticket",), tags=ON_HOST)
 def fed(ticket: Tensor) -> Tensor:
-    """`Ticket.fed`. (It is said to change the ticket to keep its place in the graph.)"""
+    """`Ticket.fed`. It is declared to mutate the ticket, so that torch does not reorder it."""
     return torch.as_tensor(_led_to(ticket).fed()).clone()
 
 
@@ -161,11 +165,11 @@ def step(ticket: Tensor, *inputs: Any) -> Tensor:
 
 
 def run(layer: LayerCache, inputs: StepInputs) -> Tensor:
-    """A layer's step where the positions are (1, n) or (B, n); contiguous."""
+    """Run a layer's step with positions (1, n) or (B, n); the output is contiguous."""
     position = inputs.position
     assert position is not None
     if not layer.padded and bool((position >= 0).all()):
-        inputs = inputs._replace(position=position[0])  # the rows are alike
+        inputs = inputs._replace(position=position[0])  # all rows have the same positions
     return layer.run(inputs).contiguous()
 
 

@@ -1,7 +1,8 @@
-"""DeviceStep: a layer's decode step whose whole state is tensors where its slots are.
+"""DeviceStep: a layer's decode step with all of its state in tensors on the device of its slots.
 
-Nothing in a step is known to the host: the cursor, what is held and what goes are tensors, so that
-a CUDA graph of one step serves all that follow. A slot that is freed is the next one written.
+A step reads nothing from the host: the cursor, the slot counts and the victim are tensors, so one
+CUDA graph serves all later steps. With a budget, each token is written to the slot that the step
+before has freed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _CPU = torch.device("cpu")
 
 
 class Cursors:
-    """Where exact layers write their next token. Layers that hold as many share a cursor, so that a
-    step of a model moves it once.
+    """The cursors of layers that evict nothing. Layers that hold equally many slots share one
+    cursor, so that a model's step advances it once.
 
     Args:
-        columns: tokens fed, int64 () on the device.
+        columns: columns fed, int64 () on the device.
     """
 
     def __init__(self, columns: Tensor) -> None:
@@ -36,8 +37,8 @@ class Cursors:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def at(self, held: int) -> tuple[Tensor, Tensor]:
-        """The slot of the next token, int64 (1, 1, 1), and how many slots are in use with it, int32
-        (), of layers that hold `held` slots now."""
+        """The cursor of layers that now hold `held` slots: the slot of the next token, int64
+        (1, 1, 1), and the number of slots in use including it, int32 ()."""
         if held not in self._held:
             device = self.columns.device
             with torch.inference_mode(False):
@@ -48,7 +49,7 @@ class Cursors:
         return self._held[held]
 
     def advance(self) -> None:
-        """All layers were fed one token a row."""
+        """Advance all cursors by one token; call it once after each step of the model."""
         self.columns.add_(1)
         for pair in self._held.values():
             for number in pair:
@@ -56,16 +57,16 @@ class Cursors:
 
 
 class DeviceStep(Step):
-    """Steps of one token a row through a layer that holds a prompt, until they are closed.
+    """Steps of one token per row through a layer that holds a prompt, until `close`.
 
     Args:
-        layer: of fixed storage; it is not to be used in the meantime.
-        cursors: those of the model's layers, which who makes the steps advances.
+        layer: a layer with fixed storage; do not use it before `close`.
+        cursors: shared by all layers; the caller advances them after each step.
 
     Raises:
-        StateError: the layer holds no prompt.
-        SpecError: its storage has no slot for a token beside the budget.
-        UnsupportedError: its state does not fit tensors of a fixed shape.
+        StateError: the layer holds no prompt, or eviction waits for a crop.
+        SpecError: the storage is not fixed, or has no slot for a token beside the budget.
+        UnsupportedError: the policy or codec needs the host, or tensors whose shapes change.
     """
 
     on_device = True
@@ -75,27 +76,27 @@ class DeviceStep(Step):
         self.policy = policy = layer.policy
         self._evicts = policy.budget is not None
         if self._evicts:
-            layer.slots.thaw()  # what forks share cannot be evicted
+            layer.slots.thaw()  # slots that forks share cannot be evicted
         self._layer, self._columns = layer, cursors.columns
         self._fed, self._held = layer.fed, layer.storage.length
-        self._ledger = layer.ledger
-        self._pads = self._ledger.pads
-        self._whole = dict(unsliced(layer.storage.read()))
+        self._history = layer.history
+        self._pads = self._history.pads
+        self._buffers = dict(unsliced(layer.storage.read()))
         self._slots = _slots_of(layer)
-        self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._whole.items()}
-        with torch.inference_mode():  # in place, whatever mode the planes were made in
+        self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
+        with torch.inference_mode():  # allows in-place changes of planes made in any mode
             for name, plane in self._planes.items():
                 plane[:, :, self._held :] = -1 if name == POSITION else 0
         with torch.inference_mode(False):
-            self._memory = {name: x.clone() for name, x in self._ledger.memory.items()}
+            self._memory = {name: x.clone() for name, x in self._history.memory.items()}
         used = None
         if self._evicts:
             heads = self._planes[POSITION].shape[1]
             with torch.inference_mode(False):
-                self._hole = self._columns.new_zeros(layer.ledger.rows, heads, 1)
+                self._cursor = self._columns.new_zeros(layer.history.rows, heads, 1)
             self._free(Observation())
         else:
-            self._hole, used = cursors.at(self._held)
+            self._cursor, used = cursors.at(self._held)
         self._past = layer.slots.segments()[:-1]
         self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
         self._ticket = Ticket(self)
@@ -106,12 +107,12 @@ class DeviceStep(Step):
             self._layer.storage.require(self._held + n)
 
     def count(self, n: int) -> None:
-        """Tell that n tokens were fed, whoever made the steps."""
+        """Update the host's counts after n tokens were fed, for example by replaying a graph."""
         self._fed += n
         self._held = min(self._held + n, self._slots - self._evicts)
 
     def fed(self) -> Tensor:
-        """Columns it was fed, int64 () on the device."""
+        """Columns fed, int64 () on the device."""
         return self._columns
 
     def next_positions(
@@ -124,25 +125,26 @@ class DeviceStep(Step):
         return after.view(-1, n).to(torch.int32)
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """`LayerCache.run` of one token a row, with position int32 (1|B, 1)."""
+        """Like `LayerCache.run`, for one token per row, with position int32 (1|B, 1)."""
         if torch.compiler.is_compiling():
             return cast(Tensor, step(self._ticket.number, *inputs))
         if inputs.k.shape[2] != 1:
             raise UnsupportedError(
-                f"{inputs.k.shape[2]} tokens in a step on the device; feed one, or close() first"
+                f"{inputs.k.shape[2]} tokens in a step on the device, which takes one; feed one "
+                "token, or close() the steps first"
             )
         return self._step(inputs)
 
     def in_graph(self, inputs: StepInputs) -> Tensor:
-        """`run`, for a graph that holds the ticket."""
+        """`run`, called by a graph through the ticket."""
         return self.run(inputs)
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
         assert position is not None
         layer, queries = self._layer, position[0] if self._pads is None else position
         own = layer.own_planes(k, v, queries)
-        write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._hole)
-        # One position for all rows, which says that each was fed one real token.
+        write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._cursor)
+        # One position for all rows: in each, the token is real, not padding.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
         return view_of(segments, queries, self.policy, layer.window, None, 0, True)
@@ -152,21 +154,22 @@ class DeviceStep(Step):
             self._free(observation._replace(position=self._chunk))
 
     def close(self) -> None:
-        """Give the layer its slots back, with those that are empty freed."""
-        layer, ledger = self._layer, self._ledger
-        ledger.columns, ledger.memory = self._fed, self._memory
+        """Give the slots back to the layer, and free the empty ones."""
+        layer, history = self._layer, self._history
+        history.columns, history.memory = self._fed, self._memory
         if not self._evicts:
-            layer.adopt_planes(ledger, self._whole, self._held)
+            layer.adopt_planes(history, self._buffers, self._held)
             return
-        ledger.floor = self._fed
+        history.floor = self._fed
         count, empty = self._slots - self._held, None
         if count:
             live = (self._planes[POSITION] >= 0).to(torch.uint8)
             empty = live.argsort(dim=2, stable=True)[:, :, :count]
-        layer.adopt_planes(ledger, self._whole, self._slots, empty)
+        layer.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
-        """Let the policy look, and empty the slot of the next token: the least valuable one."""
+        """Pass the observation to the policy, and empty the slot of lowest worth. The next token is
+        written there."""
         layer, policy = self._layer, self._layer.policy
         newest = self._columns.to(torch.int64).view(1, 1, 1)
         if observation.position is None:
@@ -184,19 +187,19 @@ class DeviceStep(Step):
                 for name, held in self._memory.items():
                     held.copy_(state[name])
             victims = policy.victims(1, self._planes, seen)
-            self._hole.copy_(victims)
-            self._planes[POSITION].scatter_(2, self._hole, -1)
+            self._cursor.copy_(victims)
+            self._planes[POSITION].scatter_(2, self._cursor, -1)
 
 
 def _slots_of(layer: LayerCache) -> int:
-    """How many slots a step needs: with a budget one for the token that comes, where it is not the
-    policy that says how far a query sees."""
+    """How many slots a step needs. With a budget, that is one more for the next token, unless the
+    policy has a reach: then one slot of the budget is out of reach of the next query."""
     policy, storage = layer.policy, layer.storage
     return storage.capacity if policy.budget is None else policy.budget + (policy.reach is None)
 
 
 def require_fitting(layer: LayerCache) -> None:
-    """Raise what `DeviceStep` raises, before anything is changed."""
+    """Raise the errors that `DeviceStep` documents, before anything is changed."""
     policy: Any = layer.policy
     if not layer.storage.fixed_addresses:
         raise SpecError(
@@ -204,14 +207,17 @@ def require_fitting(layer: LayerCache) -> None:
             "storage, such as keep_all@fixed:4096"
         )
     if not layer.fed or not layer.storage.length:
-        raise StateError("the cache holds no prompt of its own: feed one before")
+        raise StateError("the cache holds no prompt of its own; feed one first")
     if layer.record_past or layer.slots.aside is not None:
-        raise StateError("the cache waits for a crop; crop() or reset() it before")
+        raise StateError(
+            "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "
+            "reset() the cache first"
+        )
     blocks = not layer.key_codec.rewritable
     if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.evicted is not None:
         what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
         raise UnsupportedError(
-            f"{what} needs the host between steps; take another, such as h2o:1024+int8@fixed:2048"
+            f"{what} needs the host between steps; use another, such as h2o:1024+int8@fixed:2048"
         )
     slots = _slots_of(layer)
     if slots > layer.storage.capacity:

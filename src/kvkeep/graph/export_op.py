@@ -1,7 +1,7 @@
-"""Layers whose whole state is tensors, for programs that outlive the process they were traced in.
+"""Layers with all of their state in tensors, for programs that outlive the traced process.
 
-A step is one operation that is given these tensors. It builds the layer they describe around them,
-runs the step that every layer runs, and writes down what has changed.
+A step is one operation on these tensors: it builds a layer around them, runs `LayerCache.run`, and
+writes the changed state back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import INPUTS, ON_HOST, run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.layer.step import StepInputs
@@ -31,13 +31,13 @@ _COUNTS = ("columns", "floor", "slots")
 
 @dataclass(frozen=True)
 class Description:
-    """What a layer is, in words and numbers.
+    """How to build a layer.
 
     Args:
-        spec: what it keeps; of fixed storage.
-        capacity: its slots.
-        index, count: which of how many layers.
-        window: its own sliding window in tokens, if it has one.
+        spec: the spec as text, with fixed storage.
+        capacity: the number of slots.
+        index, count: the layer's index, and the number of layers of the model.
+        window: the layer's own sliding window in tokens; None if it has none.
     """
 
     spec: str
@@ -47,21 +47,22 @@ class Description:
     window: int | None
 
     def build(self) -> LayerCache:
-        """Such a layer, empty."""
+        """Build an empty layer."""
         return CacheSpec.parse(self.spec).layer(
             index=self.index, count=self.count, window=self.window, capacity=self.capacity
         )
 
 
 class LayerTensors(nn.Module):
-    """A layer's state as buffers: its planes, (B, H|1, capacity, ...) each, how many slots and
-    columns there are, int64 (3,), and each row's padding, int64 (B,).
+    """A layer's state as buffers: its planes, (B, H|1, capacity, ...) each; `counts`, int64 (3,):
+    columns, floor and slots; and `pads`, int64 (B,): each row's padding.
 
     Args:
-        like: a layer like it, that was fed something: it says the rows, heads, widths and dtype.
+        description: the layer to hold.
+        like: a layer that was fed at least one token; its geometry is used.
 
     Raises:
-        UnsupportedError: its state does not fit tensors of a fixed shape.
+        UnsupportedError: the state does not fit tensors of a fixed shape.
     """
 
     on_device = False
@@ -71,10 +72,10 @@ class LayerTensors(nn.Module):
         layer = description.build()
         if not layer.storage.fixed_addresses or Need.ROTARY in layer.policy.needs:
             raise UnsupportedError(
-                f"{description.spec} cannot be exported: its slots or what its policy knows grow; "
+                f"{description.spec} cannot be exported: its slots or its policy's state grow; "
                 "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
             )
-        known = like.ledger.geometry
+        known = like.history.geometry
         assert known is not None
         specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
         self.text = json.dumps(asdict(description) | {"planes": list(specs)})
@@ -86,19 +87,19 @@ class LayerTensors(nn.Module):
         self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
 
     def fed(self) -> Tensor:
-        """Columns it was fed, int64 ()."""
+        """Columns fed, int64 ()."""
         return cast(Tensor, self.counts)[0]
 
     def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
         """Positions of the next n tokens, int32 (B, n); -1 where `real`, bool (B, n), is False."""
-        ledger: Any = Ledger()  # of symbols
-        ledger.columns, ledger.pads = self.fed(), self.pads
+        history: Any = History()  # its fields are symbolic tensors
+        history.columns, history.pads = self.fed(), self.pads
         if real is None:
-            real = torch.ones(len(ledger.pads), n, dtype=torch.bool, device=device)
-        return cast(Tensor, ledger.next_positions(n, device, real))
+            real = torch.ones(len(history.pads), n, dtype=torch.bool, device=device)
+        return cast(Tensor, history.next_positions(n, device, real))
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """`LayerCache.run`, with position int32 (B, n)."""
+        """Like `LayerCache.run`, with position int32 (B, n)."""
         return cast(Tensor, step_in(list(self.buffers()), self.text, *inputs))
 
 
@@ -116,28 +117,31 @@ def _described(text: str) -> tuple[Description, list[str]]:
     tags=ON_HOST,
 )
 def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
-    """`LayerTensors.run`: `state` is its buffers in their order, `text` what they describe."""
+    """`LayerTensors.run`: `state` are its buffers in order, `text` is its description as JSON."""
     description, names = _described(text)
     asked, (*planes, counts, pads) = StepInputs(*inputs), state
     if len(planes) != len(names):
-        raise StateError(f"{len(state)} tensors, but a layer has {names}, counts and pads")
+        raise StateError(
+            f"{len(state)} tensors, but a layer has {names}, counts and pads; "
+            "export the model again"
+        )
     if counts not in _layers:
         _layers[counts] = description.build()
     layer: LayerCache = _layers[counts]
-    ledger = Ledger()
-    ledger.columns, ledger.floor, slots = counts.tolist()
-    ledger.pads = pads.to(asked.k.device) if bool(pads.any()) else None
-    ledger.geometry = Geometry.of(asked.k, asked.v) if ledger.columns else None
-    layer.adopt_planes(ledger, dict(zip(names, planes, strict=True)), slots)
+    history = History()
+    history.columns, history.floor, slots = counts.tolist()
+    history.pads = pads.to(asked.k.device) if bool(pads.any()) else None
+    history.geometry = Geometry.of(asked.k, asked.v) if history.columns else None
+    layer.adopt_planes(history, dict(zip(names, planes, strict=True)), slots)
     out = run(layer, asked)
-    ledger = layer.ledger
-    counts.copy_(torch.tensor([ledger.columns, ledger.floor, layer.length]))
-    if ledger.pads is not None:
-        pads.copy_(ledger.pads)
+    history = layer.history
+    counts.copy_(torch.tensor([history.columns, history.floor, layer.length]))
+    if history.pads is not None:
+        pads.copy_(history.pads)
     return out
 
 
-_layers = WeakTensorKeyDictionary()  # by their counts; each step gives them their state
+_layers = WeakTensorKeyDictionary()  # keyed by `counts`; each step sets a layer's state
 
 
 @step_in.register_fake

@@ -1,8 +1,8 @@
-"""Program: a decode step with its cache inside, exported by torch, saved as a .pt2 file.
+"""Program: a decode step and its cache, exported by torch and saved as a .pt2 file.
 
-A program that was loaded needs torch and kvkeep, but neither transformers nor the model's files.
-Loading one runs code: torch makes Python of what is in the file, so load only what you trust.
-Nothing in it is unpickled, and what no export says is refused (see `vetting.py`).
+Running a loaded program needs torch and kvkeep, but neither transformers nor the model's files.
+Loading one runs code: torch compiles text of the file to Python, so load only files you trust.
+Nothing in it is unpickled, and content that no export writes is refused (see `vetting.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvkeep.graph.vetting import why_refused
 from kvkeep.storage.allocate import free_bytes
 
 FORMAT = 1
-"""The version of the format that is written, and the only one that is read."""
+"""The format version that is written, and the only one that can be read."""
 
 _HEADER = "kvkeep.json"
 _MOST_JSON = 1 << 28
@@ -41,18 +41,20 @@ _OURS = re.compile(
     r"|data/weights/(weight_\d+|model_weights_config\.json)"
     r"|data/constants/(tensor_\d+|model_constants_config\.json))"
 )
-"""What `torch.export.save` writes for a program of tensors only."""
+"""Names of the parts that `torch.export.save` writes for a program whose state is only tensors."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a program says of itself.
+    """The metadata of a program.
 
     Args:
-        specs: what each layer keeps, as text.
-        rows: sequences that it serves at once.
-        room: columns that it takes before it is full.
-        vocabulary: token ids that it knows, from 0 on.
+        format: the version of the file format.
+        version: the version of kvkeep that exported it.
+        specs: the spec of each layer, as text.
+        rows: the batch size.
+        room: how many columns fit its cache.
+        vocabulary: the number of token ids; they start at 0.
         fingerprint: what its keys and values depend on, by name.
     """
 
@@ -68,7 +70,7 @@ class Header:
     def now(
         cls, specs: list[str], rows: int, room: int, vocabulary: int, fingerprint: dict[str, str]
     ) -> Header:
-        """That of a program of this kvkeep."""
+        """The header of a program that this version of kvkeep exports."""
         return cls(FORMAT, version("kvkeep"), specs, rows, room, vocabulary, fingerprint)
 
 
@@ -76,8 +78,8 @@ class Program:
     """A decode step and its cache.
 
     Args:
-        traced: as `kvkeep.export` makes it.
-        header: what is said of it.
+        traced: the program that `kvkeep.export` made.
+        header: its metadata.
     """
 
     def __init__(self, traced: ExportedProgram, header: Header) -> None:
@@ -97,10 +99,10 @@ class Program:
 
     @property
     def fed(self) -> int:
-        """Columns it was fed, padding included.
+        """Columns fed, including padding.
 
         Raises:
-            StateError: a step was interrupted, so that its layers disagree.
+            StateError: a step was interrupted, so the counts of its layers differ.
         """
         return self._agreed()
 
@@ -108,28 +110,31 @@ class Program:
         fed = {int(x[0]) for name, x in self._state.items() if name.endswith(".counts")}
         if len(fed) > 1:
             raise StateError(
-                f"layers were fed {sorted(fed)} tokens: a step was interrupted; reset() the program"
+                f"the layers' counts of tokens differ ({sorted(fed)}): a step was interrupted; "
+                "reset() the program"
             )
         return fed.pop()
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Feed new tokens; what they say of the next one.
+        """Feed new tokens and return the logits of the next one.
 
         Args:
-            input_ids: int64 (rows, n), a prompt, a part of one, or the last token.
-            attention_mask: (rows, n), 0 where a new token is padding.
+            input_ids: int64 or int32 (rows, n): a prompt, a part of one, or the newest token.
+            attention_mask: (rows, n), 0 where a new token is padding; None: no padding.
 
         Returns:
-            Logits (rows, V) after the last of them.
+            Logits (rows, V) after the last new token.
 
         Raises:
-            ShapeError: they do not fit the program, and nothing was fed.
-            CapacityError: so many do not fit its cache.
-            StateError: a step was interrupted; reset() it.
+            ShapeError: the tensors do not fit the program; nothing was fed.
+            CapacityError: the tokens do not fit its cache; nothing was fed.
+            StateError: a step was interrupted; `reset` the program.
         """
         rows, room = self.header.rows, self.header.room
         if not all(isinstance(x, Tensor) for x in (input_ids, attention_mask) if x is not None):
-            raise ShapeError(f"{type(input_ids).__name__} for token ids; give tensors")
+            raise ShapeError(
+                f"token ids are {type(input_ids).__name__}; give tensors for them and for the mask"
+            )
         if input_ids.dim() != 2 or len(input_ids) != rows or not input_ids.shape[1]:
             raise ShapeError(
                 f"token ids {tuple(input_ids.shape)} for a program of {rows} rows: give "
@@ -140,13 +145,13 @@ class Program:
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ShapeError(
                 f"attention mask {tuple(attention_mask.shape)} for token ids "
-                f"{tuple(input_ids.shape)}; it covers the new tokens only"
+                f"{tuple(input_ids.shape)}; give one of the same shape, for the new tokens only"
             )
         vocabulary = self.header.vocabulary
         if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
             raise ShapeError(
-                f"token ids from {int(input_ids.min())} to {int(input_ids.max())}; its vocabulary "
-                f"has 0 to {vocabulary - 1}"
+                f"token ids from {int(input_ids.min())} to {int(input_ids.max())}, but its "
+                f"vocabulary has 0 to {vocabulary - 1}; use the tokenizer of the exported model"
             )
         if attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ShapeError("the last token of a row is padding; pad on the left")
@@ -161,21 +166,25 @@ class Program:
             return cast(Tensor, step(input_ids.long(), mask.bool()))
 
     def compile(self, **options: Any) -> None:
-        """Compile the step of a single token, for speed; options as of `torch.compile`. That takes
-        its time when the first such step is made."""
+        """Compile the step of a single token with `torch.compile(**options)`, for speed. The first
+        such step compiles, which takes time."""
         self._single = torch.compile(self._step, **{"fullgraph": True} | options)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Remove all tokens."""
         with torch.inference_mode():
             for tensor in self._state.values():
                 tensor.zero_()
 
     def save(self, path: str | os.PathLike[str], *, sync: bool = True) -> None:
-        """Write it to a .pt2 file, with what its cache holds; replaced as a whole or not at all.
+        """Write the program, with the contents of its cache, to a .pt2 file atomically.
+
+        Args:
+            path: a name that ends in .pt2.
+            sync: flush to disk, so that the file survives a loss of power.
 
         Raises:
-            SavedCacheError: the file cannot be written; what was there before is untouched.
+            SavedCacheError: the file cannot be written; the previous file is unchanged.
             StateError: a step was interrupted.
         """
         named(path)
@@ -189,34 +198,34 @@ class Program:
                     raise whole.error
         except (OSError, RuntimeError) as error:
             raise SavedCacheError(
-                f"cannot save a program to {path}: {error}; what was there is as it was"
+                f"cannot save a program to {path}: {error}; the previous file is unchanged"
             ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """Load a program that was saved. That runs code: torch evaluates expressions that are in
-        the file, and runs its operators. Load only files of those whom you would let write the
-        program that calls this.
+        """Load a saved program. This runs code: torch evaluates expressions from the file and runs
+        the operators it names. Load only files from people whose code you would run.
 
-        The file is read once, into memory, and torch is given what was checked: a new archive of
-        the parts that were read, whose checksums were compared, never the file itself.
+        The file is read once, into memory. Its parts are checked, their checksums included, and
+        copied to a new archive; torch reads that archive, never the file itself.
 
         Raises:
-            SavedCacheError: it is not one, not whole, of another version, holds pickles, or
-                expressions, operators or names that no export of kvkeep has.
+            SavedCacheError: the file is not a program, is incomplete, has another format, or
+                contains pickles, or expressions, operators or names that no export of kvkeep
+                writes.
         """
         header, archive = _checked(named(path))
         try:
             traced = torch.export.load(archive)
             return cls(traced, header)
-        except Exception as error:  # whatever torch makes of a file that only looks like one
+        except Exception as error:  # torch raises errors of many kinds for malformed files
             reason = " ".join(str(error).split())[:200]
             raise SavedCacheError(f"{path} cannot be loaded: {reason}; export it again") from error
 
 
 class _Whole(RawIOBase):
-    """A file as torch wants it: every write is whole, or the first error is kept for the end, since
-    torch's writer ends the process when one is raised."""
+    """A file for torch's writer, which ends the process if `write` raises. Writes are complete; the
+    first error is kept in `error`, and later writes do nothing."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -242,7 +251,7 @@ class _Whole(RawIOBase):
 
 
 def named(path: str | os.PathLike[str]) -> Path:
-    """A path that says what it is.
+    """Return the path, after checking its suffix.
 
     Raises:
         SavedCacheError: it does not end in .pt2.
@@ -253,39 +262,44 @@ def named(path: str | os.PathLike[str]) -> Path:
 
 
 def _checked(path: Path) -> tuple[Header, BytesIO]:
-    """The header of a file that is whole and holds only what an export writes, and a new archive of
-    the parts that were read and checked.
+    """Check that a file is complete and contains only what an export writes. Return its header, and
+    a new archive of the parts that were read and checked.
 
-    Readers of archives disagree about one that is not plain, such as one with another before it, so
-    torch never sees the bytes of the file.
+    ZIP readers disagree about unusual archives, such as two in one file, so torch never reads the
+    file itself.
     """
     try:
         with opened(path) as handle, ZipFile(FileIO(handle, closefd=False)) as archive:
             _require_ours(archive.infolist(), os.fstat(handle).st_size, path)
             return _copied(archive, path)
     except FileNotFoundError as error:
-        raise SavedCacheError(f"no file {path}; see where it was saved") from error
+        raise SavedCacheError(f"no file {path}; check the path it was saved to") from error
     except SavedCacheError:
         raise
-    except Exception as error:  # zipfile raises errors of many kinds for what it cannot read
+    except Exception as error:  # zipfile raises errors of many kinds
         raise SavedCacheError(f"{path} cannot be read: {error}; export it again") from error
 
 
 def _require_ours(members: list[ZipInfo], size: int, path: Path) -> None:
-    """Raise SavedCacheError for parts that no export writes, before any of them is read."""
+    """Raise SavedCacheError for parts that no export writes, before any part is read."""
     if f"archive/extra/{_HEADER}" not in {member.filename for member in members}:
-        raise SavedCacheError(f"{path} is no kvkeep program: it has no {_HEADER}")
+        raise SavedCacheError(
+            f"{path} is no kvkeep program: it has no {_HEADER}; give a file that kvkeep saved"
+        )
     odd = _not_ours(members)
     if odd:
         raise _may_be_pickle(odd, path)
     total = sum(member.file_size for member in members)
-    if total > size:  # parts that lie over each other
+    if total > size:  # the parts overlap
         raise SavedCacheError(
             f"{path} cannot be read: {total} bytes of parts in a file of {size}; export it again"
         )
     free = free_bytes(torch.device("cpu"))
     if free is not None and total > free:
-        raise SavedCacheError(f"{path} needs {total} bytes of memory, of which {free} are free")
+        raise SavedCacheError(
+            f"{path} needs {total} bytes of memory, but {free} are free; load it on a "
+            "larger machine"
+        )
 
 
 def _may_be_pickle(name: str, path: Path) -> SavedCacheError:
@@ -295,7 +309,7 @@ def _may_be_pickle(name: str, path: Path) -> SavedCacheError:
 
 
 def _copied(archive: ZipFile, path: Path) -> tuple[Header, BytesIO]:
-    """The header, and a new archive of all parts, each of which was vetted as it is copied."""
+    """Copy all parts to a new archive, checking each; return the header and the archive."""
     copy = BytesIO()
     header = None
     with ZipFile(copy, "w", ZIP_STORED) as target:
@@ -311,19 +325,19 @@ def _copied(archive: ZipFile, path: Path) -> tuple[Header, BytesIO]:
                 odd = why_refused(json.loads(data))
                 if odd:
                     raise SavedCacheError(
-                        f"{path} says {odd}, of which torch would make code, and which no export "
-                        "of kvkeep says; export it again"
+                        f"{path} contains {odd}, which torch would make code from, and which no "
+                        "export of kvkeep writes; export it again"
                     )
             if name.endswith(_HEADER):
                 header = _header(json.loads(data), path)
             target.writestr(ZipInfo(name), data)
-    assert header is not None  # as `_require_ours` saw
+    assert header is not None  # `_require_ours` checked it
     copy.seek(0)
     return header, copy
 
 
 def _header(fields: Any, path: Path) -> Header:
-    """The header of what a file says."""
+    """The header from its parsed JSON."""
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         found = fields.get("format") if isinstance(fields, dict) else None
         raise SavedCacheError(
@@ -332,19 +346,21 @@ def _header(fields: Any, path: Path) -> Header:
     try:
         return typed(Header, fields)
     except (KeyError, TypeError) as error:
-        raise SavedCacheError(f"{path}: its header is not one of kvkeep's: {error}") from error
+        raise SavedCacheError(
+            f"{path}: its header is not valid: {error}; export it again"
+        ) from error
 
 
 def _not_ours(members: list[ZipInfo]) -> str:
-    """A part that kvkeep would not have written, and that torch might unpickle; empty if none."""
+    """Describe a part that kvkeep does not write, and that torch might unpickle; empty if none."""
     seen = set[str]()
     for member in members:
         name = member.filename
-        # torch takes the first of two names, and those that differ in case only for the same.
+        # torch reads the first of two equal names, and ignores case.
         if name.casefold() in seen or not _OURS.fullmatch(name):
             return name
         if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
-            return f"{name}, compressed"  # which may grow to any size
+            return f"{name}, compressed"  # it may expand to any size
         if member.flag_bits & _ENCRYPTED:
             return f"{name}, encrypted"
         if name.endswith(".json") and member.file_size > _MOST_JSON:

@@ -1,8 +1,9 @@
-"""What torch makes code of when it loads a program: refused unless it is what exports say.
+"""Checks the text that torch turns into code when it loads a program, and refuses all that exports
+of kvkeep do not write.
 
-torch evaluates expressions of shapes, compiles guards and the names of values into Python, looks
-operators up by name, and imports types, so a program's file is code. What is checked here closes
-the ways that are known; it makes no sandbox.
+torch evaluates expressions of shapes, compiles guards and the names of values into Python, looks up
+operators by name, and imports types. So a program's file is code. These checks close the known ways
+to abuse that; they are no sandbox.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
 _TEXTS = {"as_string", "nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"}
-"""What torch keeps as text."""
+"""Fields that torch does not evaluate."""
 
 _OPERATORS = re.compile(
     r"torch\.ops\.(aten|kvkeep|transformers|prims|higher_order)(\.(?!__)\w+){1,2}"
@@ -44,8 +45,8 @@ _PLAIN = (
 
 
 def why_refused(model: Any) -> str:
-    """What in a program, the JSON of `models/model.json`, kvkeep's exports never say; empty if
-    nothing."""
+    """Describe a string in a program, given the parsed JSON of `models/model.json`, that no export
+    of kvkeep writes; empty if there is none."""
     for name, value in _strings(model):
         if not _is_known(name, value):
             return f"{name} {value[:80]!r}"
@@ -53,7 +54,8 @@ def why_refused(model: Any) -> str:
 
 
 def _strings(part: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every text, with what it is of; names of fields too, which may be those of values."""
+    """Every string with the name of its field. Field names are included, as 'the name', because
+    they may be names of values."""
     waiting: list[tuple[Any, str]] = [(part, name)]
     while waiting:
         part, name = waiting.pop()
@@ -82,7 +84,7 @@ def _is_known(name: str, text: str) -> bool:
 
 
 def _parsed(text: str) -> list[ast.AST]:
-    """The parts of an expression of Python; none if it is not one."""
+    """The nodes of a Python expression; empty if the text is not one."""
     try:
         return list(ast.walk(ast.parse(text, mode="eval"))) if len(text) <= _MOST_TEXT else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -90,7 +92,7 @@ def _parsed(text: str) -> list[ast.AST]:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether sympy makes a number of it: constructors by name, symbols, small integers."""
+    """Whether the text is a sympy expression of known functions, symbols and small numbers."""
     parts = _parsed(text)
     named = {part.func for part in parts if isinstance(part, ast.Call)}
     quoted: set[ast.AST] = set()
@@ -122,7 +124,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _is_guard(text: str) -> bool:
-    """Whether it compares sizes of the inputs."""
+    """Whether the text only compares sizes and strides of the inputs."""
     parts = _parsed(text)
     calls = [part for part in parts if isinstance(part, ast.Call)]
     sizes = {part.func for part in calls if not part.args and not part.keywords}
@@ -137,7 +139,7 @@ def _is_guard(text: str) -> bool:
 
 
 def _is_structure(text: str) -> bool:
-    """Whether it is how tuples, lists and dicts lie within each other."""
+    """Whether the text describes nested tuples, lists and dicts."""
     try:
         waiting = [json.loads(text)]
     except (ValueError, RecursionError):
@@ -168,7 +170,7 @@ def _is_symbol(part: ast.AST) -> bool:
 
 
 def _is_base(bases: list[ast.expr]) -> bool:
-    """Whether this is one base without a power in it: powers of powers make numbers of a million
+    """Whether this is a single base that contains no power: nested powers give numbers of a million
     digits, however small each exponent is."""
     calls = (part for each in bases for part in ast.walk(each) if isinstance(part, ast.Call))
     names = (part.func.id for part in calls if isinstance(part.func, ast.Name))
@@ -176,7 +178,7 @@ def _is_base(bases: list[ast.expr]) -> bool:
 
 
 def _is_small(exponents: list[ast.expr]) -> bool:
-    """Whether this is one exponent, which makes no number of a million digits."""
+    """Whether this is a single exponent, too small to give a number of a million digits."""
     numbers = [part.value for part in _numbers(exponents)]
     symbols = any(isinstance(part, ast.Name) for e in exponents for part in ast.walk(e))
     calls = sum(isinstance(part, ast.Call) for e in exponents for part in ast.walk(e))

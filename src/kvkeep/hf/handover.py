@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.graph.custom_ops import Traced
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.step import StepInputs
 
 
@@ -21,7 +21,7 @@ class MaskedLayer(Protocol):
         """The layer's own sliding window, in tokens."""
 
     @property
-    def ledger(self) -> Ledger:
+    def history(self) -> History:
         """What was fed before this chunk."""
 
     @property
@@ -37,7 +37,7 @@ class MaskedLayer(Protocol):
         """Whether some row had padding."""
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions of the next n tokens; see `Ledger.next_positions`."""
+        """Positions of the next n tokens; see `History.next_positions`."""
 
     def positions(self) -> Tensor:
         """Positions of the tokens held, int32 (B, H, S), -1 for an empty slot."""
@@ -51,7 +51,7 @@ class AttendedLayer(Protocol):
         """The layer's own sliding window, in tokens."""
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions of the next n tokens; see `Ledger.next_positions`."""
+        """Positions of the next n tokens; see `History.next_positions`."""
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of one chunk; see `LayerCache.run`."""

@@ -22,7 +22,7 @@ from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.step import StepInputs
 
 
@@ -247,24 +247,24 @@ class _TextLayer:
     """A layer after some columns of a text. It holds no slots; a `LayerStep` computes its
     attention."""
 
-    def __init__(self, text: Layerwise, ledger: Ledger, window: int | None) -> None:
-        self._text, self.ledger, self.window = text, ledger, window
+    def __init__(self, text: Layerwise, history: History, window: int | None) -> None:
+        self._text, self.history, self.window = text, history, window
         self.attention: LayerStep | None = None
 
     @property
     def fed(self) -> int:
-        return self.ledger.columns
+        return self.history.columns
 
     @property
     def seen(self) -> Tensor:
-        return self.ledger.seen
+        return self.history.seen
 
     @property
     def padded(self) -> bool:
-        return self.ledger.pads is not None
+        return self.history.pads is not None
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        return self.ledger.next_positions(n, device, real)
+        return self.history.next_positions(n, device, real)
 
     def positions(self) -> Tensor:
         before = self._text.positions(slice(0, self.fed))
@@ -288,8 +288,8 @@ class _TextCache(transformers.Cache):
 
     def seek(self, columns: int) -> None:
         """Set the state to that after `columns` columns."""
-        ledger = self._text.ledger(columns)
-        self._layers = [_TextLayer(self._text, ledger, window) for window in self._windows]
+        history = self._text.history(columns)
+        self._layers = [_TextLayer(self._text, history, window) for window in self._windows]
 
     @contextmanager
     def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:

@@ -161,10 +161,10 @@ def _was_fed(layer: MaskedLayer, real: Tensor) -> bool:
     """Whether the columns fed so far were padding exactly where `real`, bool (B, fed), is False.
     After an eviction, padding is known only for the columns that were recorded before it; without a
     record the result is True."""
-    shown = layer.ledger.shown
+    shown = layer.history.shown
     if shown is not None:
         return bool(shown.equal(real[:, : shown.shape[1]].to(shown.device)))
-    if not layer.padded or layer.ledger.floor:
+    if not layer.padded or layer.history.floor:
         return True
     position = layer.positions()[:, 0]
     return bool((position >= 0).equal(real.to(position.device)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.geometry import Geometry
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.step import StepInputs
 
 
@@ -77,20 +77,20 @@ class Layerwise(ABC):
         inside = {id(p) for layer in self.layers for p in layer.parameters()}
         return [p for p in self.model.parameters() if id(p) not in inside]
 
-    def ledger(self, columns: int) -> Ledger:
-        """The ledger that every layer has after the first `columns` columns."""
-        ledger, mask = Ledger(), self.attention_mask
-        ledger.columns = ledger.floor = columns
-        ledger.geometry = Geometry(len(self.input_ids), 1, 1, 1, torch.float32)
+    def history(self, columns: int) -> History:
+        """The history that every layer has after the first `columns` columns."""
+        history, mask = History(), self.attention_mask
+        history.columns = history.floor = columns
+        history.geometry = Geometry(len(self.input_ids), 1, 1, 1, torch.float32)
         if mask is not None:
-            ledger.pads = (mask[:, :columns] == 0).sum(dim=1)
-        return ledger
+            history.pads = (mask[:, :columns] == 0).sum(dim=1)
+        return history
 
     def positions(self, columns: slice) -> Tensor:
         """Positions of a chunk's tokens: int32 (n,), or (B, n) with -1 for padding."""
         count, mask = columns.stop - columns.start, self.attention_mask
         real = None if mask is None else mask[:, columns].bool()
-        return self.ledger(columns.start).next_positions(count, self.input_ids.device, real)
+        return self.history(columns.start).next_positions(count, self.input_ids.device, real)
 
     @abstractmethod
     def embed(self, columns: slice) -> Embedded:

@@ -1,4 +1,4 @@
-"""BlockEncoded: tokens that are encoded a block at a time, once and for good."""
+"""BlockEncoded: slots whose tokens are encoded a block at a time, each token once."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from kvkeep.layer.undivided import Undivided
 from kvkeep.planes import POSITION, Planes, take
 from kvkeep.storage import Storage
 
-_BLOCKS = "bulk"  # their name in saved caches
+_BLOCKS = "bulk"  # the name of `blocks` in saved caches
 
 
 @final
 class BlockEncoded(LayerSlots):
-    """`blocks`, whose slots hold `block` tokens each, then a plain `tail` of the newest tokens.
+    """`blocks`, with one encoded block of tokens per slot, and a plain `tail` of the newest tokens.
 
     Args:
-        codecs: of equal block.
-        storage: where the slots of the tail lie; owned from now on. The blocks get another.
+        codecs: both encode the same number of tokens together.
+        storage: holds the tail; this object takes ownership. The blocks get another one like it.
 
     Raises:
-        SpecError: the storage has no room for a prompt that waits to be encoded.
+        SpecError: the storage is fixed, so a prompt may not fit before it is encoded; or only one
+            such storage can be read at a time.
     """
 
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
         names = f"{codecs.key.name}/{codecs.value.name}"
         if storage.limited:
             raise SpecError(
-                f"codecs {names} encode a prompt after it was attended to, for which "
-                f"{storage.name} storage has no room; use @growing"
+                f"codecs {names} encode a prompt after attention, and {storage.name} storage may "
+                "have no room for it until then; use @growing"
             )
         if not storage.lasting:
             raise SpecError(
-                f"codecs {names} keep the newest tokens beside their blocks, and of "
-                f"{storage.name} storage one at a time can be read; use int8, or @growing"
+                f"codecs {names} read two storages together, blocks and a tail, but only one "
+                f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
         self.blocks = Undivided(codecs, (), storage.another())
         storage.bound = max(codec.tail for codec in codecs) + codecs.key.block
@@ -145,7 +146,7 @@ class BlockEncoded(LayerSlots):
         return self
 
     def freeze(self) -> None:
-        """Forks copy the tail."""
+        """Freeze the blocks; forks copy the tail."""
         self.blocks.freeze()
 
     def fork(self) -> BlockEncoded:
@@ -155,14 +156,15 @@ class BlockEncoded(LayerSlots):
 
 
 def whole(tokens: int, *codecs: Codec) -> int:
-    """How many of `tokens` tokens codecs of equal block encode; the rest stays plain."""
+    """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
     block, tail = codecs[0].block, max(codec.tail for codec in codecs)
     return max(0, tokens - tail) // block * block
 
 
 def filled(x: Tensor, position: Tensor, block: int) -> Tensor:
-    """Tokens (B, H, n, D) that are encoded `block` at a time; padding, at position -1 in
-    `position` (B, 1|H, n), gets the last token of its block, so that it widens no block's range."""
+    """Tokens x (B, H, n, D), n a multiple of `block`, with padding replaced by the last token of
+    its block, so that padding does not widen the range of a block's values. Padding has position -1
+    in `position`, (B, 1|H, n)."""
     blocks = x.reshape(*x.shape[:2], -1, block, x.shape[3])
     empty = position.reshape(*position.shape[:2], -1, block, 1) < 0
     return torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)

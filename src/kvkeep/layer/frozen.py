@@ -1,4 +1,4 @@
-"""Frozen slots: what several caches share, because none of them writes to it."""
+"""Frozen slots: several caches share them, because none of them writes to them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kvkeep.planes import (
 
 @final
 class FrozenPlanes(Planes):
-    """Planes that are never written to. Copies of a cache share them, deep copies too.
+    """Planes that are never written to. Copies of a cache share them, including deep copies.
 
-    Their batch size is that of the cache, or 1 where all of its rows share them.
+    Their batch size is that of the cache, or 1 if all of its rows share them.
     """
 
     def __init__(self, planes: Planes) -> None:
@@ -46,7 +46,7 @@ class FrozenPlanes(Planes):
 
     @property
     def batch(self) -> int:
-        """Rows, or 1."""
+        """The batch size: B, or 1 if all rows share the planes."""
         return next(iter(self._planes.values())).shape[0]
 
     def head(self, slots: int) -> FrozenPlanes:
@@ -54,18 +54,18 @@ class FrozenPlanes(Planes):
         return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self._planes.items()})
 
     def rows(self, index: Tensor) -> FrozenPlanes:
-        """Row index[i] as row i; these planes where all rows share them."""
+        """Row i becomes row index[i]; the same planes if all rows share them."""
         if self.batch == 1:
             return self
         return FrozenPlanes({name: p.index_select(0, index) for name, p in self._planes.items()})
 
 
 class Run(NamedTuple):
-    """Frozen slots.
+    """A run of frozen slots.
 
-    `planes` are shared. `own` are the planes that each layer has a copy of: those that a policy
-    changes, and the positions where the slots were moved, or some of them hidden. `rotation` says
-    how far they were moved from the positions that their keys were rotated for.
+    `planes` are shared. Each layer has its own copy of the planes in `own`: those that a policy
+    changes, and the positions if slots were moved or hidden. `rotation` is the distance from the
+    positions for which the keys were rotated to the positions of the slots; None: not moved.
     """
 
     planes: FrozenPlanes
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, planes: Planes, rotation: Rotation | None = None) -> Run:
-        """Slots at the positions they were computed for, or moved by a rotation."""
+        """A run of slots at their own positions, or moved by a rotation."""
         if rotation is None:
             return cls(FrozenPlanes(planes), {})
         place = planes[POSITION]
@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
     @property
     def joined(self) -> Planes:
-        """All planes."""
+        """The planes of both kinds."""
         return {**self.planes, **self.own}
 
     def without(self, positions: Tensor) -> Run:
@@ -97,13 +97,14 @@ class Run(NamedTuple):
         return self._replace(planes=FrozenPlanes(rest), own=own, hides=True)
 
     def merges_with(self, following: Run) -> bool:
-        """Whether this run is less than twice as long as the one behind it, and both can be one."""
+        """Whether this run is less than twice as long as the one after it, and both can be
+        joined."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
         own = POSITION in self.own or POSITION in following.own
         return short and not own and self.planes.batch == following.planes.batch
 
     def followed_by(self, following: Run) -> Run:
-        """Both as one, copied."""
+        """Both runs as one, copied."""
         planes = FrozenPlanes(concatenated(self.planes, following.planes))
         return Run(planes, concatenated(self.own, following.own))
 
@@ -115,11 +116,11 @@ class Run(NamedTuple):
 
 @final
 class FrozenRuns:
-    """A layer's frozen runs, the oldest first. They are not changed, but for planes of their own.
+    """A layer's frozen runs, the oldest first. Only the planes in `Run.own` are changed.
 
     Args:
         runs: the oldest first.
-        key_dtype: what keys are decoded to where they must be rotated; None: no run is rotated.
+        key_dtype: the dtype in which rotated keys are encoded again; None: no run is rotated.
     """
 
     def __init__(self, runs: Iterable[Run] = (), key_dtype: torch.dtype | None = None) -> None:
@@ -130,27 +131,28 @@ class FrozenRuns:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that other caches may hold too; counted once, however many rows share them."""
+        """Bytes that other caches may share; counted once if all rows share them."""
         return sum(plane_bytes(run.planes) for run in self.runs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all, the planes that the layer does not share included."""
+        """All bytes, including the planes that the layer does not share."""
         return self.shared_bytes + sum(plane_bytes(run.own) for run in self.runs)
 
     def followed_by(self, planes: Planes, own: Collection[str]) -> FrozenRuns:
-        """These runs and one of `planes`, of which those named `own` are copied, to be changed."""
+        """These runs and a new one of `planes`. The planes named in `own` are copied, because a
+        policy changes them."""
         mine = {name: planes[name].clone() for name in own}
         shared = {name: planes[name] for name in planes if name not in mine}
         runs = [*self.runs, Run(FrozenPlanes(shared), mine)]
-        # Each run costs attention a little, so short ones are joined: the longest stay in front.
+        # Each run costs attention some time, so short ones are joined: the longest stay in front.
         while len(runs) > 1 and runs[-2].merges_with(runs[-1]):
             last = runs.pop()
             runs[-1] = runs[-1].followed_by(last)
         return FrozenRuns(runs, self._key_dtype)
 
     def placed(self, codec: Codec) -> list[Planes]:
-        """The planes of each run, with keys rotated for where they stand, without hidden slots."""
+        """The planes of each run without hidden slots, with keys rotated for their positions."""
         found: list[Planes] = []
         for run in self.runs:
             planes = run.joined
@@ -175,7 +177,7 @@ class FrozenRuns:
         return FrozenRuns(runs, self._key_dtype)
 
     def rows(self, index: Tensor) -> FrozenRuns:
-        """Row index[i] as row i."""
+        """Row i becomes row index[i]."""
         return self._each(
             lambda run: run._replace(
                 planes=run.planes.rows(index),
@@ -184,7 +186,7 @@ class FrozenRuns:
         )
 
     def fork(self) -> FrozenRuns:
-        """The same runs, with a copy of what is not shared."""
+        """The same runs, with copies of the planes that are not shared."""
         return self._each(lambda run: run._replace(own=deepcopy(run.own)))
 
     def _each(self, change: Callable[[Run], Run]) -> FrozenRuns:

@@ -1,4 +1,4 @@
-"""Ledger: what has passed through a layer, beside the slots it left."""
+"""History: what was fed to a layer, apart from the slots it holds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes
 
 
-class Ledger:
-    """How many columns all rows were fed, and which of them were padding in a row."""
+class History:
+    """What was fed to a layer: the number of columns, each row's padding, the geometry; and the
+    policy's state for each row."""
 
     def __init__(self) -> None:
         self.columns = 0
-        self.pads: Tensor | None = None  # (B,) padding per row; None while there was none
-        self.floor = 0  # the fewest columns to which a crop can return
-        self.shown: Tensor | None = None  # which columns were tokens, bool (B, n), if slots moved
-        self.apart = False  # whether texts were joined that had not seen each other
-        self.geometry: Geometry | None = None  # of what was fed
-        self.memory: dict[str, Tensor] = {}  # what the policy remembers of each row, (B, ...)
+        self.pads: Tensor | None = None  # (B,) padding columns per row; None: no padding so far
+        self.floor = 0  # a crop can return to this many columns, not to fewer
+        self.shown: Tensor | None = (
+            None  # which columns were tokens, bool (B, n), if rows were packed
+        )
+        self.joined = False  # whether the slots join texts computed without each other
+        self.geometry: Geometry | None = None  # None before the first token
+        self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions that continue every row by n tokens: int32 (n,) while no row ever had padding,
-        else (B, n) with -1 for padding, which is where `real`, bool (B, n), is False."""
+        """Positions of the next n columns: int32 (n,) if no row has had padding and `real` is None,
+        else (B, n). Where `real`, bool (B, n), is False, the column is padding: position -1."""
         if real is None:
             stop = self.columns + n
             following = torch.arange(self.columns, stop, dtype=torch.int32, device=device)
@@ -37,10 +40,15 @@ class Ledger:
         following = seen + real.cumsum(dim=1) - 1
         return following.masked_fill(~real, -1).to(torch.int32)
 
-    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[Ledger, Tensor]:
-        """What follows a chunk at `position`, (n,) or (B, n) with -1 for padding; and where its
-        queries stand. A padding query stands at the row's last token before it, or, unless
-        `shows_padding`, at -1, from where it sees nothing."""
+    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[History, Tensor]:
+        """The history after a chunk, and the positions of the chunk's queries.
+
+        Args:
+            position: positions of the chunk's tokens, (n,) or (B, n) with -1 for padding.
+            rows: B.
+            shows_padding: give a padding query the position of the last token before it in its row;
+                otherwise -1, where it sees nothing.
+        """
         after, own = copy(self), position
         if position.dim() == 2 or self.pads is not None:
             position = position.expand(rows, -1)
@@ -51,8 +59,8 @@ class Ledger:
         after.columns += position.shape[-1]
         return after, position if shows_padding else own.expand_as(position)
 
-    def without(self, newest: Tensor) -> Ledger:
-        """What preceded the newest n tokens, whose positions are (B, n)."""
+    def without(self, newest: Tensor) -> History:
+        """The history before the newest n columns, whose positions are `newest`, (B, n)."""
         before = copy(self)
         before.columns -= newest.shape[1]
         if self.pads is not None:
@@ -60,7 +68,7 @@ class Ledger:
         return before
 
     def take_rows(self, index: Tensor) -> None:
-        """Make row i a copy of the former row index[i]."""
+        """Row i becomes a copy of row index[i]."""
         if self.pads is not None:
             self.pads = self.pads.index_select(0, index)
         if self.shown is not None:
@@ -69,15 +77,15 @@ class Ledger:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
 
-    def fork(self) -> Ledger:
-        """A ledger that goes on from here by itself."""
+    def fork(self) -> History:
+        """An independent copy."""
         other = copy(self)
         other.memory = {name: x.clone() for name, x in self.memory.items()}
         return other
 
     @property
     def newest(self) -> int | Tensor:
-        """The newest position: of all rows, or (B, 1, 1) where they differ."""
+        """The newest position: one number for all rows, or (B, 1, 1) where rows differ."""
         last = self.columns - 1
         return last if self.pads is None else last - self.pads[:, None, None]
 
@@ -88,30 +96,30 @@ class Ledger:
 
     @property
     def seen(self) -> Tensor:
-        """Tokens ever fed, int64 (B,), padding not counted."""
+        """Tokens fed so far, int64 (B,), without padding."""
         fed = torch.full((self.rows,), self.columns, dtype=torch.int64)
         return fed if self.pads is None else fed - self.pads.cpu()
 
 
 class LayerState(NamedTuple):
-    """A layer's ledger, and its planes by where they lie."""
+    """A layer's history and slots. `parts` maps a part's name, such as `slots`, to its planes."""
 
-    ledger: Ledger
+    history: History
     parts: Mapping[str, Planes]
 
     def copy(self) -> LayerState:
-        """The same, in tensors of its own."""
-        return LayerState(self.ledger.fork(), self._each(torch.clone))
+        """A copy that shares no tensor."""
+        return LayerState(self.history.fork(), self._each(torch.clone))
 
     def to(self, device: torch.device) -> LayerState:
-        """The same, on a device; not copied if it is there."""
-        ledger = self.ledger.fork()
-        ledger.pads = None if ledger.pads is None else ledger.pads.to(device)
-        ledger.shown = None if ledger.shown is None else ledger.shown.to(device)
-        ledger.memory = {name: x.to(device) for name, x in ledger.memory.items()}
-        if ledger.geometry is not None:
-            ledger.geometry = ledger.geometry._replace(device=device)
-        return LayerState(ledger, self._each(lambda x: x.to(device)))
+        """The same state on a device; tensors that are already there are not copied."""
+        history = self.history.fork()
+        history.pads = None if history.pads is None else history.pads.to(device)
+        history.shown = None if history.shown is None else history.shown.to(device)
+        history.memory = {name: x.to(device) for name, x in history.memory.items()}
+        if history.geometry is not None:
+            history.geometry = history.geometry._replace(device=device)
+        return LayerState(history, self._each(lambda x: x.to(device)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Mapping[str, Planes]:
         return {

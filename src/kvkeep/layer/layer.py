@@ -15,7 +15,7 @@ from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import Run
-from kvkeep.layer.history import LayerState, Ledger
+from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
@@ -29,17 +29,18 @@ from kvkeep.storage import Storage
 
 
 class LayerCache(Readable, Step):
-    """The slots of one layer, and the step: extend, attend, settle.
+    """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
-        policy: which slots stay.
-        key_codec, value_codec: how a slot is encoded.
-        storage: where slots lie; owned from now on.
-        window: the layer's own sliding window in tokens, if it has one.
-        rotary: the model's rotary embedding, for policies that ask; None if keys carry none.
+        policy: chooses the slots to evict.
+        key_codec, value_codec: encode and decode keys and values.
+        storage: holds the slots; the layer takes ownership.
+        window: the layer's own sliding window in tokens; None if it has none.
+        rotary: the model's rotary embedding, for policies that need it; None if keys are not
+            rotated.
 
     Raises:
-        SpecError: the parts cannot work together.
+        SpecError: the policy, codecs and storage cannot be combined.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LayerCache(Readable, Step):
         self.value_codec = value_codec = value_codec.for_values()
         self.window, self.rotary = window, rotary
         self.record_past = False
-        self.evicted: list[Tensor] | None = None  # if someone listens: see `positions_of`
+        self.evicted: list[Tensor] | None = None  # recorded by `positions_of`; None: not recorded
         self._planes_of_policy = tuple(policy.planes)
         self._slots = new_slots(
             key_codec,
@@ -81,33 +82,34 @@ class LayerCache(Readable, Step):
             ragged=policy.ragged,
             budget=None if policy.budget is None else policy.budget + policy.room,
         )
-        self._ledger, self._checks = Ledger(), Checks()
+        self._history, self._checks = History(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
         self.turn = Turn()  # held by the thread that changes the layer
-        # What the last chunk was written behind, whether it is being written or taken back, and
-        # whether slots are being moved: what an interrupt leaves behind, see `mend`.
-        self._begun: tuple[Ledger, tuple[int, ...]] | None = None
+        # `mend` uses these after an interrupt: the state before the last chunk, whether that chunk
+        # is being written or removed, and whether slots are being moved.
+        self._begun: tuple[History, tuple[int, ...]] | None = None
         self._writing = self._moving = False
 
     # -- the step ---------------------------------------------------------------------------
 
     def extend(self, k: Tensor, v: Tensor, position: Tensor | None = None) -> View:
-        """Write n new tokens and return what their queries attend to.
+        """Write n new tokens and return the view that their queries attend to.
 
         Args:
-            k, v: (B, H, n, Dk) and (B, H, n, Dv), of one dtype and device, any strides; copied.
-            position: the tokens' positions, (n,) when the rows are alike, or (B, n) with -1 for
-                padding. None continues every row where it stands. A padding query sees the row's
-                tokens before it, as far as they are kept; a policy's reach does not wait for it.
-                Where the policy needs the mass, it sees nothing.
+            k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
+                are copied.
+            position: the tokens' positions: (n,) if all rows have the same, or (B, n) with -1 for
+                padding. None continues every row. A padding query sees the kept tokens before it in
+                its row; slots beyond the policy's reach may already be gone. If the policy needs
+                the mass, a padding query sees nothing.
 
         Returns:
-            Everything kept and the new tokens; valid until the next change.
+            All kept slots and the new tokens; valid until the next change.
 
         Raises:
-            ShapeError: the tensors do not fit each other or what the layer already holds.
-            CapacityError: the tokens do not fit and the policy evicts nothing.
-            StateError: gradients are wanted but the storage writes in place; another thread is
+            ShapeError: the tensors do not fit each other or the tokens already held.
+            CapacityError: there is no room for the tokens, and the policy evicts nothing.
+            StateError: gradients are required but the storage writes in place; another thread is
                 changing the layer; or an eviction was interrupted.
         """
         with self.turn:
@@ -115,38 +117,38 @@ class LayerCache(Readable, Step):
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
         self._mend()
-        self._checks.chunk(k, v, position, self._ledger.geometry)
+        self._checks.chunk(k, v, position, self._history.geometry)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if self._ledger.geometry is None:  # a width that a codec cannot take raises here
+        if self._history.geometry is None:  # raises if a codec does not support the width
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
-        # What no query from here on can reach makes room first: the ring of a window.
+        # First free the slots that no later query can reach, so a sliding window reuses them.
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
         own = self.own_planes(k, v, position)
-        self._begun, self._writing = (self._ledger, self._slots.mark()), True
+        self._begun, self._writing = (self._history, self._slots.mark()), True
         try:
             self._slots.add(k, v, own)
-            if self._ledger.geometry is None:
-                self._ledger.geometry = Geometry.of(k, v)
+            if self._history.geometry is None:
+                self._history.geometry = Geometry.of(k, v)
             self._chunk = position
-            self._ledger, queries = self._ledger.feed(
+            self._history, queries = self._history.feed(
                 position, k.shape[0], shows_padding=self.policy.shows_padding
             )
         except BaseException:
             self._take_back()
             raise
         self._writing = False
-        slots, ledger = self._slots, self._ledger
-        return self.view_of(slots.segments(), queries, ledger, slots.length, slots.frozen.hides)
+        slots, history = self._slots, self._history
+        return self.view_of(slots.segments(), queries, history, slots.length, slots.frozen.hides)
 
     def settle(self, observation: Observation | None = None) -> None:
-        """Let the policy look at the step, then evict down to its budget. Without an observation it
-        chooses by what it saw before. While `record_past` is set nothing is evicted, so that the
-        next `crop` can take steps back."""
+        """Pass the observation to the policy, then evict down to its budget. Without an observation
+        the policy chooses by what it observed before. While `record_past` is set, nothing is
+        evicted, so that the next `crop` can roll back."""
         with self.turn:
             self._settle(observation)
             self._pack()
@@ -171,39 +173,42 @@ class LayerCache(Readable, Step):
         sinks: Tensor | None = None,
         attend: Attend | None = None,
     ) -> Tensor:
-        """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv). See `attend`, of which
-        another implementation may be given: None takes `dispatch`.
+        """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv).
 
-        Arguments that do not fit raise before anything is changed, as does a lack of memory for
-        more slots; if attention fails or is interrupted, or there is no memory to settle, the new
-        tokens are taken back. Slots that no later query could reach may be gone. After an eviction
-        that failed when it had changed some slots, the layer is refused until `reset`.
+        `attend` replaces the attention function; None uses `dispatch`. The other arguments are
+        those of `extend` and `attend`.
+
+        Invalid arguments, and a lack of memory for more slots, raise before anything is changed. If
+        attention fails or is interrupted, or memory runs out while settling, the new tokens are
+        removed; slots that no later query can reach may be gone. If an eviction fails after it has
+        changed some slots, every later call raises until `reset`.
         """
         return self.run(StepInputs(q, k, v, position, scale, softcap, sinks), attend)
 
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """`step`, of inputs that come as one."""
+        """Like `step`, with the inputs as one record."""
         self._checks.queries(inputs.q, inputs.k, inputs.sinks)
         self.check_gradients(*inputs[:3])
         with self.turn:
             self._begun = None
             try:
                 out = self._step(inputs, attend)
-                if attend is None:  # attention weights refer to all columns, so their slots stay
+                if attend is None:  # attention weights refer to all columns, so all slots stay
                     self._pack()
             except BaseException:
                 begun = self._begun
-                if begun and not self._moving and self._ledger.floor == begun[0].floor:
+                if begun and not self._moving and self._history.floor == begun[0].floor:
                     self._take_back()  # no eviction has followed
                 raise
             return out
 
     def mend(self) -> None:
-        """Take back what an interrupted step wrote, if one was.
+        """Remove the tokens that an interrupted step wrote, if there was one.
 
         Raises:
-            StateError: it was interrupted while slots were moved, so what they hold is not known;
-                or there are not as many slots as tokens were fed.
+            StateError: the step was interrupted while slots were moved, so their contents are
+                unknown; or nothing was evicted, but the number of slots and the number of columns
+                fed differ.
         """
         with self.turn:
             self._mend()
@@ -211,165 +216,170 @@ class LayerCache(Readable, Step):
     def _mend(self) -> None:
         if self._moving:
             raise StateError(
-                "an eviction, or another change of all slots, was interrupted or failed, and what "
-                "the slots hold is not known; reset() the cache and feed again, or go on from a "
-                "snapshot"
+                "an eviction, or another change of all slots, was interrupted or failed, so the "
+                "contents of the slots are unknown; reset() the cache and feed the tokens again, "
+                "or restore a snapshot"
             )
         if self._writing:
             self._take_back()
-        ledger = self._ledger
-        if not ledger.floor and not ledger.apart and self.length != ledger.columns:
+        history = self._history
+        if not history.floor and not history.joined and self.length != history.columns:
             raise StateError(
-                f"the layer holds {self.length} slots of {ledger.columns} tokens, of which it "
-                "evicted none; it was changed from outside: reset() the cache and feed again"
+                f"the layer holds {self.length} slots, but {history.columns} tokens were fed and "
+                "none were evicted; something else changed its slots: reset() the cache and feed "
+                "the tokens again"
             )
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """See `Ledger.next_positions`."""
-        return self._ledger.next_positions(n, device, real)
+        """See `History.next_positions`."""
+        return self._history.next_positions(n, device, real)
 
     # -- whole-state changes ----------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every token; the next one may have other rows, heads, widths and dtype."""
+        """Remove all tokens; those fed next may have another geometry."""
         self._forget()
         self.turn = Turn()
 
     def _forget(self) -> None:
         self._writing, self._moving = False, True
         self._slots = self._slots.reset()
-        self._ledger, self._chunk, self._begun = Ledger(), None, None
+        self._history, self._chunk, self._begun = History(), None, None
         self._moving = False
 
     @property
     def rollback_limit(self) -> int:
-        """How many of the newest tokens `crop` can take back exactly."""
-        return self.fed - self._ledger.floor if self.policy.rollback else 0
+        """How many of the newest tokens `crop` can remove exactly."""
+        return self.fed - self._history.floor if self.policy.rollback else 0
 
     def require_rollback(self, tokens: int) -> None:
-        """Raise RollbackError when the newest `tokens` tokens cannot be taken back."""
+        """Raise RollbackError when the newest `tokens` tokens cannot be removed."""
         if tokens < 0:
-            raise RollbackError(f"crop({-tokens}): to take back {-tokens} tokens, crop({tokens})")
+            raise RollbackError(
+                f"crop({-tokens}) is positive; to remove the newest {-tokens} tokens, call "
+                f"crop({tokens})"
+            )
         if tokens > self.rollback_limit:
             raise RollbackError(
-                f"crop of {tokens} tokens, but {self.rollback_limit} can be taken back exactly: "
+                f"crop of {tokens} tokens, but {self.rollback_limit} can be removed exactly: "
                 f"{self.fed} were fed{self._why_lasting}"
             )
 
     @property
     def _why_lasting(self) -> str:
-        """Why not every token can be taken back, and the remedy; empty if all that were fed can."""
-        policy, again = self.policy, "reset() and feed again"
+        """Why some tokens cannot be removed, and the remedy; empty if all of them can."""
+        policy, again = self.policy, "reset() and feed the tokens again"
         if not policy.rollback:
             return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
-        if not self._ledger.floor:
+        if not self._history.floor:
             return ""
         if policy.budget is None:
             codec = self.key_codec.name
-            return f", and codec {codec} encodes them in blocks; {again}, or use int8"
+            return f", and codec {codec} encodes tokens in blocks; {again}, or use int8"
         if self.window is not None and policy.reach == Reach(self.window):
             return f", and a sliding window of {self.window} tokens drops the older ones; {again}"
         return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def crop(self, tokens: int) -> None:
-        """Take back the newest -`tokens` tokens (tokens <= 0) of every row, padding included. With
-        `record_past` the policy then evicts down to its budget, as transformers expects.
+        """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. While
+        `record_past` is set, the policy then evicts down to its budget, as transformers expects.
 
         Raises:
-            RollbackError: positive, or more than `rollback_limit`.
+            RollbackError: `tokens` is positive, or -`tokens` exceeds `rollback_limit`.
         """
         self.mend()
         self.require_rollback(-tokens)
         with self.turn:
             if tokens < 0:
-                left = self._ledger.without(self._slots.newest_positions(-tokens))
+                left = self._history.without(self._slots.newest_positions(-tokens))
                 self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
                 self._take_back()
             if self.record_past:
                 self._fit()
 
     def take_rows(self, index: Tensor) -> None:
-        """Make row i a copy of the former row index[i]: reorder, repeat or select; int64 (B',)."""
-        if self._ledger.geometry is None:
+        """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
+        if self._history.geometry is None:
             return
-        index = index.to(self._ledger.geometry.device)
+        index = index.to(self._history.geometry.device)
         with self.turn, self._moved():
             self._slots = self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
                 self._chunk = self._chunk.index_select(0, index)
-            self._ledger.take_rows(index)
+            self._history.take_rows(index)
 
     @property
-    def ledger(self) -> Ledger:
-        """A copy of what has passed through."""
-        return self._ledger.fork()
+    def history(self) -> History:
+        """A copy of the record of what was fed."""
+        return self._history.fork()
 
     def state(self) -> LayerState:
-        """Everything held; views, valid until the next change."""
-        return LayerState(self.ledger, self._slots.parts())
+        """The history and all slots; the planes are views, valid until the next change."""
+        return LayerState(self.history, self._slots.parts())
 
     def require_room(self, state: LayerState) -> None:
-        """Raise CapacityError when what a layer held does not fit this one's storage."""
+        """Raise CapacityError when a state does not fit this layer's storage."""
         self._slots.require_room(slot_count(state.parts.get("slots", {})))
 
     def restore(self, state: LayerState) -> None:
-        """Hold copies of what a layer like this one held."""
+        """Replace the contents by a copy of `state`, which a layer of the same kind returned."""
         with self.turn:
             self._forget()
             self._moving = True
-            self._slots = self._slots.load(state.parts, state.ledger.rows)
-            self._ledger = state.ledger.fork()
-            if self.padded and self._ledger.floor and self._packs and self._packed():
-                fresh = self.fed - self._ledger.floor
+            self._slots = self._slots.load(state.parts, state.history.rows)
+            self._history = state.history.fork()
+            if self.padded and self._history.floor and self._packs and self._packed():
+                fresh = self.fed - self._history.floor
                 if not self._slots.ends_with_tokens(fresh):
-                    self._ledger.floor = self.fed
+                    self._history.floor = self.fed
             self._moving = False
 
-    def adopt_frozen(self, ledger: Ledger, runs: Sequence[Run]) -> None:
-        """Hold frozen slots, which others may hold too, behind which new tokens are written."""
+    def adopt_frozen(self, history: History, runs: Sequence[Run]) -> None:
+        """Replace the contents by frozen slots, which other caches may share. New tokens are
+        written to a storage that follows them."""
         with self.turn, self._moved():
-            self._slots.adopt_frozen(runs, ledger)
-            self._ledger = ledger
+            self._slots.adopt_frozen(runs, history)
+            self._history = history
 
     def adopt_planes(
-        self, ledger: Ledger, planes: Planes, length: int, empty: Tensor | None = None
+        self, history: History, planes: Planes, length: int, empty: Tensor | None = None
     ) -> None:
-        """Use these planes, (B, H|1, limit, ...), as fixed storage, of which `length` slots are in
-        use. Those at the indices `empty`, int64 (B, H, E), are freed."""
+        """Use these planes, (B, H|1, limit, ...), as fixed storage, with the first `length` slots
+        in use. The slots at the indices `empty`, int64 (B, H, E), are freed."""
         with self.turn, self._moved():
-            self._slots.adopt_planes(planes, length, ledger.rows)
-            self._ledger = ledger
+            self._slots.adopt_planes(planes, length, history.rows)
+            self._history = history
             if empty is not None:
                 self.storage.evict(empty)
 
     def freeze(self) -> None:
-        """Make the slots held so far immutable, so that forks share them."""
+        """Make the current slots immutable, so that forks share them."""
         with self.turn, self._moved():
             self._slots.freeze()
 
     def fork(self) -> LayerCache:
-        """A layer in the same state, which shares this one's frozen slots and copies the others."""
+        """A layer in the same state, which shares the frozen slots and copies the others."""
         other = copy(self)
-        other._slots, other._ledger = self._slots.fork(), self._ledger.fork()
+        other._slots, other._history = self._slots.fork(), self._history.fork()
         other._checks, other.evicted, other.turn = Checks(), None, Turn()
         return other
 
     @property
     def kind(self) -> str:
-        """What its slots mean: the policy, the codecs and the window."""
+        """The policy, codecs and window as text; states fit only layers of the same kind."""
         return f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
 
     # -- figures ----------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
-        """Slots in use, an empty one of a padded row included; of the longest rows and heads, where
-        they differ."""
+        """Slots in use, including the empty slots of padded rows. Where rows or heads have
+        different lengths, the length of the longest."""
         return self._slots.length
 
     @property
     def reachable(self) -> int:
-        """How many of the slots in use the next query can reach; the others are dropped for it."""
+        """How many of the slots in use the next query can reach; `extend` drops the others."""
         reach = self.policy.reach
         if reach is None or self.record_past:
             return self.length
@@ -382,47 +392,47 @@ class LayerCache(Readable, Step):
 
     @property
     def seen(self) -> Tensor:
-        """Tokens ever fed, int64 (B,), padding not counted; (0,) before the first."""
-        return self._ledger.seen
+        """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first."""
+        return self._history.seen
 
     @property
     def fed(self) -> int:
-        """Columns ever fed, padding included."""
-        return self._ledger.columns
+        """Columns fed so far, including padding."""
+        return self._history.columns
 
     @property
     def padded(self) -> bool:
-        """Whether a row ever had padding."""
-        return self._ledger.pads is not None
+        """Whether any row has had padding."""
+        return self._history.pads is not None
 
     @property
     def slots(self) -> LayerSlots:
-        """What is held, and where it lies."""
+        """The slots, in the object that holds them."""
         return self._slots
 
     @property
     def storage(self) -> Storage:
-        """Where the slots lie that are this layer's own."""
+        """The storage of the slots that are not frozen."""
         return self._slots.storage
 
     @property
     def limit(self) -> int | None:
-        """Most slots that can ever be held; None: as many as memory allows."""
+        """The most slots the layer can hold; None: limited by memory only."""
         return self._slots.limit
 
     def positions(self) -> Tensor:
-        """What is held: int32 (B, H, S) in the order of the slots, -1 where one is empty."""
-        geometry = self._ledger.geometry
+        """Positions of all slots, int32 (B, H, S), in slot order; -1 for an empty slot."""
+        geometry = self._history.geometry
         return self._slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the slots in use, every plane included."""
+        """Bytes of the slots in use, in all planes."""
         return self._slots.live_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; on the CPU those never written take no memory."""
+        """Bytes allocated; on the CPU, bytes that were never written take no memory."""
         return self._slots.nbytes
 
     def stats(self) -> LayerStats:
@@ -432,22 +442,23 @@ class LayerCache(Readable, Step):
     # -- inside -----------------------------------------------------------------------------
 
     def require(self, n: int) -> None:
-        """Raise CapacityError when n more tokens can never fit."""
+        """Raise CapacityError when n more tokens exceed what the layer can ever hold."""
         if self.policy.budget is None:
             self._slots.require(n)
 
     def check_gradients(self, *tensors: Tensor) -> None:
-        """Raise StateError when gradients are wanted of tensors this layer cannot keep them for."""
+        """Raise StateError when these tensors require gradients and the storage or a codec cannot
+        propagate them."""
         if wants_gradients(*tensors):
             for part in (self.storage, self.key_codec, self.value_codec):
                 if not part.differentiable:
                     raise StateError(
-                        f"{part.name} lets no gradients through; use kvkeep.train, "
+                        f"{part.name} does not propagate gradients; use kvkeep.train, "
                         "+plain@concat, or torch.no_grad()"
                     )
 
     def own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
-        """The planes of new tokens beside keys and values."""
+        """The planes of new tokens other than keys and values."""
         policy, (rows, heads, n, _) = self.policy, k.shape
         planes: dict[str, Tensor] = {}
         if self._planes_of_policy:
@@ -461,29 +472,29 @@ class LayerCache(Readable, Step):
         self,
         segments: tuple[Segment, ...],
         queries: Tensor,
-        ledger: Ledger,
+        history: History,
         length: int,
         hides: bool = False,
     ) -> View:
-        """What queries see of segments that hold `length` slots, once `ledger` has passed; `hides`:
-        some slots are hidden, where texts were joined."""
-        empty = ledger.pads is not None or self.policy.ragged or hides
-        return view_of(segments, queries, self.policy, self.window, length, ledger.columns, empty)
+        """The view of queries over segments that hold `length` slots, after `history`. `hides`:
+        whether some slots are hidden, because texts were joined."""
+        empty = history.pads is not None or self.policy.ragged or hides
+        return view_of(segments, queries, self.policy, self.window, length, history.columns, empty)
 
     def seeing(self, observation: Observation | None) -> Observation:
-        """An observation, with what the layer itself knows."""
+        """The observation, completed with the layer's own state."""
         return (observation or Observation())._replace(
             position=self._chunk,
-            newest=self._ledger.newest,
+            newest=self._history.newest,
             window=self.window,
             rotary=self.rotary,
-            state=self._ledger.memory,
+            state=self._history.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
 
     def _evict(self, count: int, observation: Observation | None = None) -> None:
-        """Show the policy what there was to see, if anything, and free `count` slots, if any."""
+        """Pass the observation, if any, to the policy, and free `count` slots, if positive."""
         policy = self.policy
         observes = observation is not None and policy.observes
         if not observes and count <= 0:
@@ -491,7 +502,7 @@ class LayerCache(Readable, Step):
         planes, seen = self._slots.evictable(), self.seeing(observation)
         with self._moved():
             if observes:
-                with torch.inference_mode():  # in place, whatever mode the planes were made in
+                with torch.inference_mode():  # allows in-place changes of planes made in any mode
                     policy.observe(planes, seen)
                     for name in self._planes_of_policy:
                         self._slots.keep(name, planes[name])
@@ -500,39 +511,39 @@ class LayerCache(Readable, Step):
                 if self.evicted is not None:
                     self.evicted.append(positions_of(victims, planes))
                 self._slots.evict(victims)
-                self._ledger.floor = self.fed
+                self._history.floor = self.fed
 
     def _fit(self, observation: Observation | None = None) -> None:
-        """Evict down to the budget, and encode what waited for its block to be full."""
+        """Evict down to the budget, and encode the tokens whose block is now full."""
         budget = self.policy.budget
         self._evict(0 if budget is None else self._slots.surplus(budget), observation)
         if self._slots.waiting:
             with self._moved():
                 self._slots.encode_waiting()
-                self._ledger.floor = self.fed
+                self._history.floor = self.fed
 
     @property
     def _packs(self) -> bool:
-        """Whether empty slots may go: not while decisions are recorded or repeated, which count
-        them."""
+        """Whether empty slots may be freed: not while decisions are recorded or replayed, because
+        those count empty slots."""
         return self.evicted is None and not self.policy.counts_empty
 
     def _pack(self) -> None:
-        """After a chunk with padding, free what it left empty, if that is much."""
+        """After a chunk with padding, free its empty slots if there are many."""
         chunk = self._chunk
         if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1:
             return
         if self.record_past or not self._packs:
             return
-        shown = None if self._ledger.floor else self._slots.positions()[:, 0] >= 0
+        shown = None if self._history.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():
             if self._packed():
-                self._ledger.floor = self.fed
+                self._history.floor = self.fed
                 if shown is not None:
-                    self._ledger.shown = shown
+                    self._history.shown = shown
 
     def _packed(self) -> bool:
-        """Whether rows of very different lengths were moved to storages of their own."""
+        """Move rows of very different lengths to storages of their own; whether that was done."""
         packed = self._slots.pack()
         if packed is not None:
             self._slots = packed
@@ -540,26 +551,26 @@ class LayerCache(Readable, Step):
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
-        """While slots are moved. After an interrupt, or an error in the midst of it, what they hold
-        is not known."""
+        """Mark slots as being moved. If the body is interrupted, or fails after it has changed
+        slots, the mark stays: the contents of the slots are unknown."""
         mark = self._slots.mark()
         self._moving = True
         try:
             yield
         except Exception:
-            # A storage evicts all victims or none, and holds fewer slots afterwards.
+            # A storage evicts all victims or none: with equal lengths, nothing has changed.
             self._moving = self._slots.torn or self._slots.mark() != mark
             raise
         self._moving = False
 
     def _take_back(self) -> None:
-        """Go back to what `_begun` says, which no eviction has followed. May be done again after
-        it was interrupted."""
+        """Truncate to the state in `_begun`, if no eviction has followed it. An interrupted call
+        can be repeated."""
         assert self._begun is not None
         self._writing = True
         before, mark = self._begun
         self._slots.cut(mark)
-        self._ledger = before
+        self._history = before
         if not before.columns:
             self.reset()
         self._writing = False

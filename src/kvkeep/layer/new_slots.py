@@ -1,4 +1,4 @@
-"""Which way of holding slots goes with a layer's codecs, storage and policy."""
+"""Chooses the `LayerSlots` class for a layer's codecs, storage and policy."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ def new_slots(
     ragged: bool = False,
     budget: int | None = None,
 ) -> LayerSlots:
-    """An empty layer's slots, held in the way that these parts need.
+    """Make the slots of an empty layer.
 
     Args:
-        key_codec, value_codec: how a token is encoded, of equal block.
-        storage: where slots lie; owned from now on.
+        key_codec, value_codec: encode keys and values; both encode the same number of tokens
+            together.
+        storage: holds the slots; the result takes ownership.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
-        budget: most slots that stay after a step; None: all.
+        budget: the most slots that stay after a step; None: all of them.
 
     Raises:
-        SpecError: the parts cannot work together.
+        SpecError: the codecs, the storage and ragged heads cannot be combined.
     """
     codecs = Codecs(key_codec, value_codec)
     if key_codec.block != value_codec.block:
         raise SpecError(
             f"codecs {key_codec.name}/{value_codec.name} encode {key_codec.block} and "
-            f"{value_codec.block} tokens together; use one for both, or two that encode each "
-            "token for itself"
+            f"{value_codec.block} tokens together; use one codec for both, or two that encode "
+            "each token separately, such as int8/int4"
         )
     if ragged:
         return ByHead(codecs, storage)

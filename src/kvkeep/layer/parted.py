@@ -1,4 +1,4 @@
-"""Slots in parts: rows or heads of different lengths, each in a storage of its own."""
+"""ByRows, ByHead: slots of rows or heads of different lengths, each part in its own storage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvkeep.storage import Split, Storage, parted
 
 
 class Parted(LayerSlots):
-    """Attention takes one call for each part.
+    """Slots in several parts. Attention takes one call for each part.
 
     Args:
-        codecs: how a token is encoded.
-        split: the parts; owned from now on.
+        codecs: encode keys and values.
+        split: the parts; this object takes ownership.
         blank: an empty storage like that of each part.
     """
 
@@ -56,7 +56,7 @@ class Parted(LayerSlots):
         self._split.append(self.codecs.encode(k, v) | dict(own))
 
     def evictable(self) -> Planes:
-        """A copy."""
+        """The planes of all parts, padded to one set; a copy."""
         return self._split.read()
 
     def keep(self, name: str, plane: Tensor) -> None:
@@ -80,7 +80,8 @@ class Parted(LayerSlots):
             storage.truncate(min(storage.length, length))
 
     def pack(self) -> LayerSlots | None:
-        """Not in storage whose slots must keep their order for gradients."""
+        """As `LayerSlots.pack`. Slots must not move in differentiable storage, because gradients
+        need their order."""
         split = self._split
         if split.differentiable or not split.length or not split.loose:
             return None
@@ -92,7 +93,7 @@ class Parted(LayerSlots):
         return self._holding(self._split)
 
     def _holding(self, split: Split) -> LayerSlots:
-        """Hold these parts."""
+        """Take these parts, and return the object that holds the slots."""
         self._split = split
         return self
 
@@ -108,8 +109,9 @@ class ByHead(Parted):
     """Heads of different lengths, for policies that compare all heads of a layer.
 
     Args:
-        codecs: how a token is encoded.
-        storage: where the slots of a head lie; owned from now on.
+        codecs: encode keys and values.
+        storage: holds the slots of one head, and each other head gets one like it; this object
+            takes ownership.
 
     Raises:
         SpecError: the storage is fixed.
@@ -118,10 +120,10 @@ class ByHead(Parted):
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
         if storage.limited:
             raise SpecError(
-                f"heads of different lengths need storage that grows, and {storage.name} does not; "
+                f"heads of different lengths need storage that grows, but {storage.name} does not; "
                 "use @growing"
             )
-        storage.bound = 0  # a head's share of the budget changes
+        storage.bound = 0  # no fixed bound: a head's share of the budget changes
         super().__init__(codecs, Split(storage, by_head=True), storage.another())
 
     def reset(self) -> ByHead:
@@ -139,14 +141,14 @@ class ByHead(Parted):
 
 @final
 class ByRows(Parted):
-    """Rows of different lengths, as long as there are several.
+    """Rows of different lengths, while there are at least two parts.
 
     Args:
-        codecs: how a token is encoded.
-        split: the parts; owned from now on.
+        codecs: encode keys and values.
+        split: the parts; this object takes ownership.
         blank: an empty storage like that of each part.
-        undivided: makes slots of one storage with so many rows, which holds what is left when all
-            rows are alike or gone.
+        undivided: makes an `Undivided` from a storage and its number of rows; called when a single
+            part is left, or none.
     """
 
     def __init__(

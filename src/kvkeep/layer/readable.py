@@ -1,4 +1,4 @@
-"""What a layer holds, decoded and in order, for those who read it."""
+"""Readable: decodes a layer's keys and values and sorts them by position."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Held, View
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.policy import Policy
 
 
 class Readable:
-    """The part of `LayerCache` that shows keys and values."""
+    """The methods of `LayerCache` that return keys and values."""
 
     policy: Policy
     _slots: LayerSlots
-    _ledger: Ledger
+    _history: History
 
     def in_order(self, view: View) -> Held:
         """Keys and values of a view in the order of their positions, for attention that masks by
-        column. A copy once something was evicted or will be."""
-        assert self._ledger.geometry is not None
-        dtype = self._ledger.geometry.dtype
+        column. They are copied if `moved`."""
+        assert self._history.geometry is not None
+        dtype = self._history.geometry.dtype
         return view.in_order(dtype, dtype, moved=self.moved)
 
     @property
     def moved(self) -> bool:
-        """Whether slots may lie in another order than that of their positions."""
+        """Whether the order of slots may differ from that of positions: after an eviction, or when
+        the layer holds more than its budget."""
         length = self._slots.length
-        return bool(self._ledger.floor) or length > (self.policy.budget or length)
+        return bool(self._history.floor) or length > (self.policy.budget or length)
 
     def held(self) -> Held | None:
-        """The keys and values that are held, decoded, the oldest first, and their positions; None
-        before the first token. Heads of different lengths are padded by empty slots in front.
+        """The decoded keys and values and their positions, the oldest first; None before the first
+        token. Heads of different lengths are padded with empty slots in front.
 
-        Valid until the next change; where nothing had to be decoded or moved they are the slots
-        themselves: do not write to them.
+        Valid until the next change. If nothing had to be decoded or moved, these are views of the
+        slots: do not write to them.
         """
-        if self._ledger.geometry is None:
+        if self._history.geometry is None:
             return None
-        newest = torch.zeros(1, dtype=torch.int32, device=self._ledger.geometry.device)
+        newest = torch.zeros(1, dtype=torch.int32, device=self._history.geometry.device)
         held = self.in_order(View(self._slots.segments(), newest))
         return held if self._slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys of `held`, (B, H, S, Dk), by the name that transformers has for them."""
+        """Keys of `held`, (B, H, S, Dk); transformers uses this name."""
         held = self.held()
         return None if held is None else held.keys
 

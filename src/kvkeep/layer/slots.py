@@ -1,4 +1,4 @@
-"""The contract of what a layer holds: each way of holding slots is a class of its own."""
+"""LayerSlots: the contract for a layer's slots. Each way of holding slots is a class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec
 from kvkeep.layer.frozen import FrozenRuns, Run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
 from kvkeep.planes import POSITION, Planes, joined, norms, part
 from kvkeep.storage import Storage
@@ -29,8 +29,8 @@ class Codecs(NamedTuple):
         return joined(self.key.encode(k), "k") | joined(self.value.encode(v), "v")
 
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        """How much encoding changes each token, fp32 (B, H, n): |k - k'| + |v - v'|, Euclidean
-        norms."""
+        """The encoding error of each token, fp32 (B, H, n): |k - k'| + |v - v'|, with Euclidean
+        norms and k', v' decoded."""
         planes = self.encode(k, v)
         total = torch.zeros(k.shape[:3], device=k.device)
         for x, codec, name in ((k, self.key, "k"), (v, self.value, "v")):
@@ -39,26 +39,26 @@ class Codecs(NamedTuple):
 
 
 class LayerSlots(ABC):
-    """The slots of one layer: written behind each other, read as segments, evicted by a policy.
+    """The slots of one layer: appended, read as segments, and evicted.
 
-    The ways of holding them:
+    The implementations:
 
     - `Undivided`: all rows and heads in one storage, behind frozen runs that forks share.
-    - `ByRows`, `ByHead`: rows or heads of different lengths, in storages of their own.
+    - `ByRows`, `ByHead`: rows or heads of different lengths, each part in its own storage.
     - `BlockEncoded`: tokens that are encoded a block at a time, with a plain tail.
 
-    `pack`, `take_rows`, `load` and `reset` return what holds the slots from then on: this object,
-    or one of another class. Then this one must not be used again.
+    `pack`, `take_rows`, `load` and `reset` return the object that holds the slots afterwards: this
+    one, or one of another class. In the latter case this object must not be used again.
     """
 
     codecs: Codecs
     """How new tokens are encoded."""
     limit: int | None = None
-    """Most slots that can ever be held; None: as many as memory allows."""
+    """The most slots it can hold; None: limited by memory only."""
     frozen: FrozenRuns = FrozenRuns()
     """Runs of older slots that forks share."""
 
-    # -- what is held -----------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -67,17 +67,18 @@ class LayerSlots(ABC):
 
     @property
     def length(self) -> int:
-        """Tokens held, the empty slots of a padded row included; those of the longest part."""
+        """Tokens held, including the empty slots of padded rows; of the longest part, if there are
+        several."""
         return self.storage.length
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit what is allocated."""
+        """Tokens for which slots are allocated."""
         return self.storage.capacity
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the slots in use, every plane included."""
+        """Bytes of the slots in use, in all planes."""
         return self.storage.live_bytes
 
     @property
@@ -87,22 +88,23 @@ class LayerSlots(ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of frozen slots; counted once, however many rows share them."""
+        """Bytes of frozen slots; counted once if all rows share them."""
         return self.frozen.shared_bytes
 
     @property
     def reallocations(self) -> int:
-        """How often slots were copied to make room."""
+        """How often slots were copied to a new allocation."""
         return self.storage.reallocations
 
     @property
     def aside(self) -> Planes | None:
-        """A chunk that did not fit and waits until the policy has evicted; None: there is none."""
+        """The planes of a chunk that did not fit, until the policy has evicted; None: no such
+        chunk."""
         return None
 
     @property
     def torn(self) -> bool:
-        """Whether a change failed after some of the slots were changed."""
+        """Whether a change failed after changing some of the slots."""
         return False
 
     def stats(self) -> LayerStats:
@@ -118,14 +120,15 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def segments(self) -> tuple[Segment, ...]:
-        """Everything held, the newest tokens last; nothing is copied."""
+        """Segments of all slots, the newest tokens last; nothing is copied."""
 
     @abstractmethod
     def positions(self) -> Tensor:
-        """Positions of everything held, int32 (B, 1|H, S); -1 where a slot is empty."""
+        """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot."""
 
     def newest_positions(self, tokens: int) -> Tensor:
-        """Positions (B, tokens) of the newest tokens, if nothing was evicted after them."""
+        """Positions (B, tokens) of the newest tokens; valid if nothing was evicted since they were
+        added."""
         return self._newest(tokens)[:, 0]
 
     def ends_with_tokens(self, count: int) -> bool:
@@ -141,27 +144,29 @@ class LayerSlots(ABC):
     # -- a step -----------------------------------------------------------------------------
 
     def require(self, n: int) -> None:
-        """Raise CapacityError when n more tokens can never fit."""
+        """Raise CapacityError when n more tokens exceed `limit`."""
         self.require_room(self.length + n)
 
     def require_room(self, slots: int) -> None:  # noqa: B027
-        """Raise CapacityError when so many slots can never be held."""
+        """Raise CapacityError when `slots` exceeds the most slots it can hold."""
 
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        """How much encoding changes new tokens, see `Codecs.errors`."""
+        """The encoding errors of new tokens; see `Codecs.errors`."""
         return self.codecs.errors(k, v)
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        """Write new tokens behind all others, with the planes `own` beside keys and values."""
+        """Append new tokens: keys, values, and their other planes `own`."""
 
     @abstractmethod
     def evictable(self) -> Planes:
-        """All slots that can be evicted, as one set; views if they lie in one place."""
+        """The planes of all slots that can be evicted, as one set; views if they are in one
+        storage."""
 
     @abstractmethod
     def keep(self, name: str, plane: Tensor) -> None:
-        """Write plane `name` of `evictable()` back to the slots, if that was a copy."""
+        """Write plane `name` of `evictable()` back to the slots, if `evictable()` returned a
+        copy."""
 
     def surplus(self, budget: int) -> int:
         """Slots held beyond a budget per head."""
@@ -174,72 +179,74 @@ class LayerSlots(ABC):
 
     @property
     def waiting(self) -> int:
-        """Tokens that could be encoded together now."""
+        """How many tokens can be encoded as full blocks now."""
         return 0
 
     def encode_waiting(self) -> None:
-        """Encode the waiting tokens, once and for good."""
+        """Encode the `waiting` oldest plain tokens. They are never encoded again."""
         raise NotImplementedError("no tokens wait to be encoded")
 
-    # -- taking back ------------------------------------------------------------------------
+    # -- truncation -------------------------------------------------------------------------
 
     def mark(self) -> tuple[int, ...]:
-        """How much is held, for `cut`: one length for each part."""
+        """The current lengths, one for each part, to truncate to with `cut`."""
         return (self.length,)
 
     @abstractmethod
     def cut(self, mark: tuple[int, ...]) -> None:
-        """Truncate to a former `mark`; nothing was evicted since. An interrupted call may be
-        repeated."""
+        """Truncate to an earlier `mark`, since which nothing was evicted. An interrupted call can
+        be repeated."""
 
-    # -- changes of everything --------------------------------------------------------------
+    # -- changes of all slots ---------------------------------------------------------------
 
     def pack(self) -> LayerSlots | None:
-        """Move rows of very different numbers of tokens to storages of their own, without their
-        empty slots. None, with nothing changed, if few slots are empty, if there is no memory for
-        it, or if slots cannot move."""
+        """Group rows by their number of tokens, and move each group to a storage of its own without
+        empty slots. Return None, with nothing changed, if few slots are empty, if there is not
+        enough memory, or if slots must not move."""
         return None
 
     @abstractmethod
     def take_rows(self, index: Tensor) -> LayerSlots:
-        """Make row i a copy of the former row index[i], int64 (new B,)."""
+        """Row i becomes a copy of row index[i], int64 (new B,)."""
 
     @abstractmethod
     def reset(self) -> LayerSlots:
-        """Free every slot."""
+        """Free all slots."""
 
     @abstractmethod
     def parts(self) -> dict[str, Planes]:
-        """Everything held, by where it lies: planes to be copied."""
+        """The planes of all slots by the name of their part; the caller copies them."""
 
     @abstractmethod
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
-        """Hold copies of the `parts` of a layer like this one, in place of what is held."""
+        """Replace the contents by copies of the `parts` of a layer of the same kind."""
 
-    def adopt_frozen(self, runs: Sequence[Run], ledger: Ledger) -> None:
-        """Hold frozen slots, which others may hold too, in place of what is held; new tokens are
-        written behind them. `ledger` is of the layer they come from."""
-        raise NotImplementedError("slots in parts or blocks cannot follow frozen ones of others")
+    def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
+        """Replace the contents by frozen slots, which other caches may share. New tokens are
+        appended after them. `history` is the history that the layer will have."""
+        raise NotImplementedError("slots in parts or blocks cannot adopt frozen slots")
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
-        """Use these planes, (B, H|1, limit, ...), as fixed storage; `length` slots are in use."""
-        raise NotImplementedError("slots in parts or blocks cannot stay in planes they are given")
+        """Use these planes, (B, H|1, limit, ...), as fixed storage; the first `length` slots are in
+        use."""
+        raise NotImplementedError("slots in parts or blocks cannot adopt planes")
 
     # -- sharing ----------------------------------------------------------------------------
 
     def freeze(self) -> None:  # noqa: B027
-        """Make what is held immutable, so that forks share it; new tokens go behind it. What stays
-        as it is, forks copy."""
+        """Make slots immutable, so that forks share them; new tokens are appended after them. Slots
+        that cannot be frozen are copied by forks."""
 
     @abstractmethod
     def fork(self) -> LayerSlots:
-        """The same slots; frozen ones are shared, others copied."""
+        """A copy; frozen slots are shared."""
 
     def thaw(self) -> None:  # noqa: B027
-        """Replace shared slots that could be evicted by a copy."""
+        """Replace shared slots that a policy could evict by a copy."""
 
 
 def on_one_device(planes: Planes) -> dict[str, Tensor]:
-    """Planes on the device of their positions: keys and values may have rested on another."""
+    """Move all planes to the device of the position plane: host storage keeps keys and values on
+    the host."""
     device = planes[POSITION].device
     return {name: planes[name].to(device) for name in planes}

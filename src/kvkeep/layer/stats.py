@@ -1,4 +1,4 @@
-"""What a layer holds, in numbers: measured, and promised before anything is fed."""
+"""A layer's memory figures: measured, and computed before anything is fed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvkeep.policy import Policy
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer's figures; bytes over all rows and heads, of which `shared_bytes` lie in frozen
-    slots that other caches may hold too."""
+    """One layer's figures, in slots and bytes over all rows and heads. `shared_bytes` are those of
+    frozen slots, which other caches may share."""
 
     length: int
     capacity: int
@@ -28,7 +28,7 @@ class LayerStats:
 def slot_planes(
     policy: Policy, key_codec: Codec, value_codec: Codec, geometry: Geometry
 ) -> dict[str, PlaneSpec]:
-    """The planes of slots of these codecs, the policy's among them."""
+    """The planes of a slot: keys and values as encoded, position, and the policy's planes."""
     specs = joined(key_codec.planes(geometry.key_width, geometry.dtype), "k")
     specs |= joined(value_codec.planes(geometry.value_width, geometry.dtype), "v")
     tokens = (key_codec.block,) if key_codec.block > 1 else ()
@@ -43,8 +43,8 @@ def promised_bytes(
     tokens: int,
     geometry: Geometry,
 ) -> int:
-    """What a layer's `live_bytes` will be after `tokens` columns; at least that for ragged heads
-    and several rows, for a head frees what no row needs."""
+    """A layer's `live_bytes` after `tokens` columns. With ragged heads and several rows this is a
+    lower bound, because a head frees only the slots that no row needs."""
     kept = tokens if policy.budget is None else min(tokens, policy.budget)
 
     def slot_bytes(key: Codec, value: Codec) -> int:

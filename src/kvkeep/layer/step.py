@@ -1,4 +1,4 @@
-"""The step of a layer, in the one place where its parts are put in order."""
+"""Step: the one implementation of a layer's step, extend, attend and settle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvkeep.policy import Need, Observation, Policy
 
 
 class StepInputs(NamedTuple):
-    """What a model gives to one step of a layer's attention.
+    """The inputs of one step of a layer's attention.
 
     Args:
         q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv); keys after the rotary embedding.
@@ -31,24 +31,24 @@ class StepInputs(NamedTuple):
 
 
 class Step(ABC):
-    """Write new slots, attend to what is held, evict: what every step of every layer does.
+    """A layer's step: write new slots, attend, evict.
 
-    Where the next token goes and what is held are numbers on the host in a `LayerCache`, and
-    tensors on the device in a `DeviceStep`; both give the order to `_step`.
+    `LayerCache` keeps the cursor and the slot counts as numbers on the host, `DeviceStep` keeps
+    them as tensors on the device. Both inherit the order of operations from `_step`.
     """
 
     policy: Policy
 
     @abstractmethod
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
-        """Write n new tokens; what their queries attend to."""
+        """Write n new tokens and return the view that their queries attend to."""
 
     @abstractmethod
     def _settle(self, observation: Observation) -> None:
-        """Let the policy look at what was attended to, and evict."""
+        """Pass the observation to the policy, and evict."""
 
     def _step(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Extend, attend and settle: the output (B, Hq, n, Dv)."""
+        """Extend, attend and settle; return the output (B, Hq, n, Dv)."""
         view = self._extend(inputs.k, inputs.v, inputs.position)
         policy = self.policy
         options = Options(
@@ -73,15 +73,16 @@ def view_of(
     fed: int,
     empty: bool,
 ) -> View:
-    """What queries attend to.
+    """The view that queries attend to.
 
     Args:
-        segments: everything held, the queries' own tokens last.
-        queries: where they stand, (n,) or (B, n).
-        window: the layer's own sliding window in tokens, if it has one.
-        length: slots in use, the longest rows' and heads'; None: the device knows, so that every
-            limit of what a query sees is checked.
-        fed: columns fed, the chunk's own included.
+        segments: all slots, the queries' own tokens last.
+        queries: positions of the queries, (n,) or (B, n).
+        policy: its reach limits what a query sees.
+        window: the layer's own sliding window in tokens; None if it has none.
+        length: slots in use, of the longest row and head. None: only the device knows it, so every
+            limit on what a query sees is applied.
+        fed: columns fed, including the chunk.
         empty: whether some slots are empty.
     """
     reaches = limits(policy.reach, window, queries.shape[-1], length, fed)

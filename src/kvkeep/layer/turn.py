@@ -1,4 +1,4 @@
-"""Turn: one thread at a time."""
+"""Turn: a lock that refuses a second thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvkeep.errors import StateError
 
 
 class Turn:
-    """Held while something is changed. Nobody waits: a second thread is refused.
+    """A reentrant lock, held during a change. It never blocks: a second thread gets a StateError.
 
-    The thread that holds it may take it again. Copies are free.
+    Copies are unlocked.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Turn:
         if not self._lock.acquire(blocking=False):
             raise StateError(
                 "another thread is changing this cache: a cache serves one thread at a time; give "
-                "each a cache of its own, such as a fork, or let them take turns by a lock"
+                "each thread its own cache, such as a fork, or guard the cache with a lock"
             )
 
     def __exit__(

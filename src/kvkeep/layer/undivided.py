@@ -1,4 +1,4 @@
-"""Undivided: slots of all rows and heads in one storage, behind frozen runs."""
+"""Undivided: slots of all rows and heads in one storage, after frozen runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment
 from kvkeep.layer.frozen import FrozenRuns, Run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.parted import ByRows
 from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
 from kvkeep.layer.write_tokens import write
@@ -22,16 +22,16 @@ from kvkeep.storage import Concat, Storage, parted
 
 @final
 class Undivided(LayerSlots):
-    """Frozen runs, then a storage, then a chunk that is set aside while it does not fit.
+    """Frozen runs, then a storage, then a chunk that is set aside because it does not fit.
 
-    Nothing is copied from a frozen run until one of its slots must be evicted. A chunk is set
-    aside only where the storage is fixed, until the policy has chosen the slots that stay.
+    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only if
+    the storage is fixed, and only until the policy has evicted.
 
     Args:
-        codecs: how a token is encoded.
-        own: names of the planes that a policy changes, which forks do not share.
-        storage: where slots lie; owned from now on.
-        rows: of what the storage holds.
+        codecs: encode keys and values.
+        own: names of the planes that a policy changes; forks copy these planes.
+        storage: holds the slots; this object takes ownership.
+        rows: B, if the storage holds slots already.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Undivided(LayerSlots):
             storage.append(codecs.encode(k, v) | dict(own))
 
     def append(self, planes: Planes) -> None:
-        """Write encoded tokens behind all others."""
+        """Append encoded tokens."""
         self._rows = planes[POSITION].shape[0]
         self._storage.append(planes)
 
@@ -146,8 +146,8 @@ class Undivided(LayerSlots):
             self.frozen = self.frozen.head(left)
 
     def pack(self) -> LayerSlots | None:
-        """Not with frozen runs, nor in storage that is fixed, or whose slots must keep their order
-        for gradients."""
+        """As `LayerSlots.pack`. Slots must not move if there are frozen runs, if the storage is
+        fixed, or if it is differentiable, because gradients need the order of slots."""
         steady = self._blank.fixed_addresses or self._blank.differentiable
         if steady or self.frozen.runs or not self._storage.length:
             return None
@@ -161,7 +161,7 @@ class Undivided(LayerSlots):
         return self
 
     def take_rows(self, index: Tensor) -> Undivided:
-        # Either all of them have other rows, or none: there may be no memory for one.
+        # Change all of them or none: memory may run out while one is copied.
         frozen, aside = self.frozen.rows(index), copy(self._aside)
         aside.rows(index)
         self._storage.rows(index)
@@ -193,10 +193,10 @@ class Undivided(LayerSlots):
                 storage.append(on_one_device(parts[name]))
         return self
 
-    def adopt_frozen(self, runs: Sequence[Run], ledger: Ledger) -> None:
+    def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
         self.reset()
-        self._rows = ledger.rows
-        self.frozen = FrozenRuns(runs, None if ledger.geometry is None else ledger.geometry.dtype)
+        self._rows = history.rows
+        self.frozen = FrozenRuns(runs, None if history.geometry is None else history.geometry.dtype)
         self._storage = self._blank.behind(self.frozen.length)
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
@@ -205,14 +205,14 @@ class Undivided(LayerSlots):
         self._storage.adopt(planes, length)
 
     def freeze(self) -> None:
-        """What is set aside, or lies on the host, stays as it is."""
+        """Freeze the storage, unless its slots are on the host. A chunk set aside is not frozen."""
         if self._storage.length and self._storage.lasting:
             self.frozen = self.frozen.followed_by(self._storage.read(), self._own)
             self._storage = self._blank.behind(self.frozen.length)
 
     def fork(self) -> Undivided:
         other = copy(self)
-        mine = (self._storage, self._blank, self._aside)  # which may share something
+        mine = (self._storage, self._blank, self._aside)  # in one copy: they may share buffers
         other._storage, other._blank, other._aside = deepcopy(mine)
         other.frozen = self.frozen.fork()
         return other
@@ -223,14 +223,15 @@ class Undivided(LayerSlots):
         storage = self._blank.another()
         for planes in self._settled:
             storage.append({n: p.expand(self._rows, *p.shape[1:]) for n, p in planes.items()})
-        self._storage, self.frozen = storage, FrozenRuns()  # unless there was no memory for it
+        self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
 
     @property
     def _settled(self) -> list[Planes]:
-        """What is not aside, the oldest first; keys rotated for where they stand."""
+        """The planes of all slots but those set aside, the oldest first. Keys of moved runs are
+        rotated for their new positions."""
         own = [self._storage.read()] if self._storage.length else []
         return [*self.frozen.placed(self.codecs.key), *own]
 
     def _as_one(self, runs: list[Planes]) -> Planes:
-        """Runs as one set; a view, if there is one that is not shared."""
+        """Runs as one set; a single run that is not frozen is returned as it is."""
         return Chain(runs, self._rows) if self.frozen.runs or len(runs) > 1 else runs[0]

@@ -1,5 +1,5 @@
-"""Writes new tokens to their slots; on CUDA one launch encodes and writes them, at a cursor that
-may be a tensor."""
+"""Writes new tokens to their slots. On CUDA one kernel launch encodes and writes them, at a cursor
+that may be a tensor."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def write(
 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
-        own: the planes other than keys and values, (B, H|1, n, ...), including positions.
-        planes: changed in place: the slots of these tokens, (B, H|1, n, ...), or with a `cursor`
-            all slots.
+        own: the new tokens' planes other than keys and values, (B, H|1, n, ...), including
+            positions.
+        planes: the slots to write, changed in place: those of the new tokens, (B, H|1, n, ...), or
+            with a `cursor` all slots, (B, H|1, S, ...).
+        key_codec, value_codec: encode keys and values.
         cursor: the slot of a single token, int64 (B|1, H|1, 1).
     """
     if k.device.type in _DEVICES and able(k, v, key_codec, value_codec) and _side_by_side(planes):
@@ -73,14 +75,15 @@ def append(
     key_codec: Codec,
     value_codec: Codec,
 ) -> None:
-    """Write n tokens and their positions by the Triton kernel, which must know the codecs' layouts.
+    """Write n tokens and their positions with the Triton kernel; `able` says whether it can.
 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
         position: int32 (n,) or (B, n), or expanded over heads (B, 1|H, n).
         planes: (B, H|1, S, ...), changed in place.
         cursor: the slot of the first token: an int, or int64 (B|1, H|1, 1) on the device if it
-            differs between rows or changes in a captured graph.
+            differs between rows or heads or changes in a captured graph.
+        key_codec, value_codec: encode keys and values.
     """
     from kvkeep.kernels.append import append as kernel  # noqa: PLC0415 - Triton may be missing
 
@@ -109,7 +112,8 @@ def append(
 
 
 def _side_by_side(planes: Planes) -> bool:
-    """Whether zeros have the strides of their scales, and the elements of a slot a stride of 1."""
+    """Whether the elements of a slot are contiguous, and zeros have the strides of their scales, as
+    the kernel requires."""
     return all(
         plane.stride(-1) == 1 or plane.shape[-1] == 1
         for name, plane in planes.items()
@@ -122,7 +126,7 @@ def _side_by_side(planes: Planes) -> bool:
 
 
 class _Plane(NamedTuple):
-    """The planes of one encoded tensor, as the kernel takes them."""
+    """The planes of keys or values, and their encoding, as the kernel's arguments."""
 
     code: Tensor
     scale: Tensor
@@ -139,7 +143,7 @@ class _Plane(NamedTuple):
         codes = planes[name]
         scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
         layout = codec.layout
-        assert layout is not None  # `able` has seen to that
+        assert layout is not None  # `able` checked it
         packing, group = CODES[layout.packing], layout.group or width
         own = scale if zero is None else zero
         rotation = _rotation(codec, width, codes.device)
@@ -164,7 +168,7 @@ class _Plane(NamedTuple):
         }  # fmt: skip
 
 
-@cache  # never freed: CUDA graphs hold its address
+@cache  # never freed, because CUDA graphs hold its address
 def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor | None:
     """The rotation matrix of a codec, float32 (D, D); None if it does not rotate."""
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Storage in parts of different lengths: each holds some of the rows, or one head, or both."""
+"""Split: storage in parts of different lengths, each for some of the rows, one head, or both."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvkeep.storage.allocate import SHORTAGE
 from kvkeep.storage.base import Storage
 
 MOST_EMPTY = 1.15
-"""Slots per token above which rows that lie together are parted."""
+"""Rows that share a storage are parted when it has more slots per token than this."""
 
 
 class Part(NamedTuple):
-    """A storage, and what it holds: the rows `rows`, int64 (b,), and the kv head `head`. None
-    stands for all of them."""
+    """A storage for some rows and heads: the rows `rows`, int64 (b,), ascending, and the kv head
+    `head`. None means all of them."""
 
     storage: Storage
     rows: Tensor | None = None
     head: int | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """The rows and head of this part, of x (B|1, H|1, ...)."""
+        """Select this part's rows and head from x (B|1, H|1, ...)."""
         if self.rows is not None and x.shape[0] > 1:
             x = x.index_select(0, self.rows)
         if self.head is not None and x.shape[1] > 1:
@@ -34,8 +34,8 @@ class Part(NamedTuple):
         return x
 
     def put(self, x: Tensor, whole: Tensor, start: int = 0) -> None:
-        """Write x, (b, h, n, ...), to these rows and this head of `whole` (B, H, S, ...), from slot
-        `start` on."""
+        """Write x, (b, h, n, ...), to this part's rows and head of `whole`, (B, H, S, ...),
+        starting at slot `start`."""
         if self.head is not None and whole.shape[1] > 1:
             whole = whole.narrow(1, self.head, 1)
         whole = whole.narrow(2, start, x.shape[2])
@@ -47,15 +47,16 @@ class Part(NamedTuple):
 
 @final
 class Padded(Planes):
-    """The planes of all parts as one set (B, H, S, ...), copied when a plane is first read.
+    """The planes of all parts as one set (B, H, S, ...). A plane is copied when it is first read.
 
-    Shorter parts are padded to the longest with zeros, and with -1 in the position plane.
+    Shorter parts are padded to the length of the longest: with zeros, and with -1 in the position
+    plane.
 
     Args:
         parts: at least one.
         rows: B.
-        before: whether the padding is in front of a part's slots, not behind them.
-        resting: whether to copy from where the slots rest, see `Storage.resting`.
+        before: put the padding before a part's slots, not after them.
+        resting: copy from `Storage.resting`, not from `Storage.read`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Padded(Planes):
             longest = max(slot_count(planes) for _, planes in self._parts)
             shape = (self._rows, heads, longest, *first.shape[3:])
             whole = first.new_full(shape, -1 if name == POSITION else 0)
-            for part, planes in self._parts:  # one by one: host storage shows one at a time
+            for part, planes in self._parts:  # one at a time, because of host storage
                 part.put(planes[name], whole, (longest - slot_count(planes)) * self._before)
             self._whole[name] = whole
         return self._whole[name]
@@ -89,13 +90,13 @@ class Padded(Planes):
 
 @final
 class Split(Storage):
-    """Storages for rows of like lengths, for each kv head, or both. `length` is that of the longest
-    part.
+    """One storage for each group of rows of similar lengths, for each kv head, or both. `length` is
+    that of the longest part.
 
-    New slots are appended to all parts; slots are freed in each part by itself.
+    New slots are appended to all parts; each part frees slots independently.
 
     Args:
-        each: an empty storage; the parts are others like it.
+        each: an empty storage; each part gets a new one like it.
         by_head: whether each head has parts of its own.
     """
 
@@ -106,7 +107,7 @@ class Split(Storage):
         self._each, self.by_head = each, by_head
         self.differentiable = each.differentiable  # type: ignore[misc]
         self.parts: tuple[Part, ...] = ()
-        self.torn = False  # whether a change failed after it had changed some parts
+        self.torn = False  # whether a change failed after changing some parts
         self.batch = 0  # B
 
     @property
@@ -137,7 +138,7 @@ class Split(Storage):
         try:
             for part in self.parts:
                 part.storage.append({name: part.of(plane) for name, plane in planes.items()})
-        except OutOfMemoryError:  # all of them or none
+        except OutOfMemoryError:  # append to all parts or to none
             for storage, length in zip(self.storages, before, strict=True):
                 storage.truncate(min(storage.length, length))
             self.parts = former
@@ -150,19 +151,20 @@ class Split(Storage):
             part.storage.write(part.of(slots), own)
 
     def read(self) -> Planes:
-        """Copies, with shorter parts padded behind their slots."""
+        """Copies of all parts, the shorter ones padded at the end."""
         return Padded(self.parts, self.batch)
 
     def newest_last(self) -> Planes:
-        """Copies, with shorter parts padded in front, so that the newest slots are at the end."""
+        """Copies of all parts, the shorter ones padded in front, so that the newest slots are
+        last."""
         return Padded(self.parts, self.batch, before=True)
 
     def resting(self) -> Planes:
-        """Like `newest_last`, from where the slots rest."""
+        """Like `newest_last`, copied from `Storage.resting` of each part."""
         return Padded(self.parts, self.batch, before=True, resting=True)
 
     def resting_head(self, head: int) -> Planes:
-        """`resting` for one head; not copied if one part holds it."""
+        """`resting` for one head; not copied if a single part holds all of its rows."""
         own = [part for part in self.parts if part.head == head]
         if len(own) == 1 and own[0].rows is None:
             return own[0].storage.resting()
@@ -171,18 +173,19 @@ class Split(Storage):
 
     @property
     def heads(self) -> range:
-        """Heads that have parts of their own."""
+        """The heads that have parts of their own."""
         return range(max((part.head or 0 for part in self.parts), default=-1) + 1)
 
     def load(self, heads: Sequence[Planes]) -> None:
-        """Hold copies of these slots, one set for each head."""
+        """Replace the contents by copies of these planes, one set for each head."""
         self.parts = tuple(Part(self._each.another(), None, i) for i in range(len(heads)))
         for storage, planes in zip(self.storages, heads, strict=True):
             storage.append(planes)
             self.batch = planes[POSITION].shape[0]
 
     def copied_to(self, each: Storage) -> Split:
-        """Copies of the slots in storages like `each`, through which gradients flow."""
+        """A copy of all parts in new storages like `each`. If `each` is differentiable, gradients
+        flow through the copy."""
         other = Split(each, by_head=self.by_head)
         other.batch = self.batch
         other.parts = tuple(part._replace(storage=each.another()) for part in self.parts)
@@ -195,8 +198,8 @@ class Split(Storage):
             part.storage.keep(name, part.of(plane)[:, :, : part.storage.length])
 
     def drop(self, dropped: Tensor) -> None:
-        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True, then free as many of each
-        part as are empty in all its rows and heads."""
+        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True. Then each part frees as
+        many slots as are empty in each of its rows and heads."""
         self.torn = True
         for part in self.parts:
             storage = part.storage
@@ -212,20 +215,20 @@ class Split(Storage):
 
     @property
     def loose(self) -> bool:
-        """Whether many of the slots are empty."""
+        """Whether there are more than `MOST_EMPTY` slots per token."""
         places = [storage.read()[POSITION] for storage in self.storages]
         live = sum(int((place >= 0).sum()) for place in places)
         return sum(place.numel() for place in places) > MOST_EMPTY * live
 
     @property
     def whole(self) -> Storage | None:
-        """The one part, if it holds all rows and heads."""
+        """The storage of the only part, if that part holds all rows and heads; otherwise None."""
         one = len(self.parts) == 1 and not self.by_head
         return self.parts[0].storage if one else None
 
     def surplus(self, budget: int) -> int:
-        """Slots held beyond a budget per head, those of all heads that have parts of their own
-        together."""
+        """Slots beyond `budget` per head, in the longest part of each head. The counts of heads
+        that have parts of their own are added up."""
         longest: dict[int | None, int] = {}
         for part in self.parts:
             longest[part.head] = max(longest.get(part.head, 0), part.storage.length)
@@ -253,7 +256,7 @@ class Split(Storage):
                 own = place[index[mine]]
                 part = part._replace(rows=_some(mine, len(index)))
             part.storage.rows(own)
-            self.torn = True  # until all parts have their new rows
+            self.torn = True  # True until all parts have their new rows
             parts.append(part)
         self.parts, self.batch, self.torn = tuple(parts), len(index), False
 
@@ -276,21 +279,22 @@ class Split(Storage):
 
 
 def _some(rows: Tensor, count: int) -> Tensor | None:
-    """Ascending rows of `count`; None if they are all of them."""
+    """`rows`, ascending indices below `count`; None if they are all indices."""
     return None if len(rows) == count else rows
 
 
 def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
-    """Copies of slots in parts of rows with about as many tokens. A part is as long as its longest
-    row has tokens; shorter rows have their empty slots in front. Tokens keep their order.
+    """Copy slots to parts, each for rows with similar numbers of tokens. A part is as long as the
+    row with most tokens in it; shorter rows have their empty slots in front. Tokens keep their
+    order.
 
     Args:
         planes: (B, H|1, S, ...).
-        each: an empty storage; the parts are others like it.
-        by_head: whether to part each head by itself.
+        each: an empty storage; each part gets a new one like it.
+        by_head: whether to group the rows of each head separately.
 
     Returns:
-        None where few slots are empty, or where there is no memory for the copies.
+        The parts; None if few slots are empty, or if there is not enough memory for the copies.
     """
     try:
         return _parted(planes, each, by_head)
@@ -322,8 +326,9 @@ def _parted(planes: Planes, each: Storage, by_head: bool) -> Split | None:
 
 
 def alike(counts: Sequence[int]) -> list[list[int]]:
-    """Indices of `counts` in as few groups as keep what they take, each its longest count for every
-    index in it, at most `MOST_EMPTY` times the sum of counts."""
+    """Group the indices of `counts`. A group takes as many slots for each of its indices as its
+    largest count. Groups are split until together they take at most `MOST_EMPTY` times the sum of
+    `counts`."""
     order = sorted(range(len(counts)), key=lambda index: -counts[index])
     groups, need = [order], sum(counts)
 

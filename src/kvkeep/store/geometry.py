@@ -54,7 +54,7 @@ class ModelGeometry:
     @classmethod
     def of_cache(cls, cache: Cache) -> ModelGeometry:
         """The geometry of a cache that was fed something."""
-        geometries = [layer.ledger.geometry for layer in cache.layers]
+        geometries = [layer.history.geometry for layer in cache.layers]
         return cls.of(cache.layers, list(filter(None, geometries)), cache.routed)
 
     @property

@@ -8,7 +8,7 @@ from types import TracebackType
 from kvkeep.cache import Cache
 from kvkeep.errors import StateError
 from kvkeep.layer.frozen import Run
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Match, Node
@@ -63,9 +63,9 @@ class Hit:
                 f"{cache.layers[0].kind}; build the cache with the specs of the stored entry"
             )
         for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
-            ledger = Ledger()
-            ledger.columns, ledger.geometry = self.length, own
-            layer.adopt_frozen(ledger, [Run.of(one.layers[index]) for one in self._stretches])
+            history = History()
+            history.columns, history.geometry = self.length, own
+            layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self._stretches])
         cache.routed = geometry.routed
 
     def release(self) -> None:

@@ -65,7 +65,7 @@ def why_not_kept(layer: LayerCache) -> str:
 
     They can if they are exactly those that one forward of all its tokens computes, in order.
     """
-    if layer.ledger.apart:
+    if layer.history.joined:
         return "it joins texts that were computed apart; store each text by itself"
     return why_not_whole(layer)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.codec import Plain
-from kvkeep.layer.history import Ledger
+from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
@@ -71,10 +71,10 @@ class Cell:
 
     Args:
         past: the slots held before the chunk.
-        before: the ledger before the chunk.
+        before: the history before the chunk.
     """
 
-    def __init__(self, layer: LayerCache, past: HeldSlots | None, before: Ledger) -> None:
+    def __init__(self, layer: LayerCache, past: HeldSlots | None, before: History) -> None:
         self._layer, self._before = layer, before
         self.past = past and past._replace(
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()

@@ -126,7 +126,7 @@ class Walk:
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
         for c in reversed(range(len(self.chunks))):
             hidden = self._store.take(inputs[c]).detach().requires_grad_()
-            before = self._decoder.ledger(self.chunks[c].start)
+            before = self._decoder.history(self.chunks[c].start)
             cell = Cell(cache, slots.past if c else None, before)
             with torch.enable_grad():
                 out = self._layer(index, c, hidden, cell)
