@@ -195,8 +195,8 @@ def test_gaps(tmp_path, capsys, lengths):
         {"method": "kvkeep", "tokens": length} | dict.fromkeys(names, 1.5) for length in lengths
     ]
     rows += [{"method": "backprop", "tokens": length} | dict.fromkeys(names) for length in lengths]
-    plot("Gaps", rows, tmp_path / "gaps.svg")
-    plot("Nothing", rows[len(lengths) :], tmp_path / "nothing.svg")
+    plot("Gaps", {"": rows}, tmp_path / "gaps.svg")
+    plot("Nothing", {"": rows[len(lengths) :]}, tmp_path / "nothing.svg")
     assert (tmp_path / "gaps.svg").exists()
     print_table("Gaps", rows)
     assert "None" not in capsys.readouterr().out

@@ -26,7 +26,7 @@ def test_a_step_that_fails_is_seen(monkeypatch):
     def fail(*_, **__):
         raise ValueError("no step")
 
-    monkeypatch.setattr(kvkeep.LayerCache, "step", fail)
+    monkeypatch.setattr(kvkeep.LayerCache, "run", fail)
     assert outcome_of("llama") == (FAILS, "logits: ValueError: no step")
 
 

@@ -363,7 +363,7 @@ def test_columns_stay_known_when_rows_are_parted_again():
     assert shown is not None
     assert shown.equal((prompt("right") >= 0)[:, : shown.shape[1]])
     layer.take_rows(torch.tensor([2, 0, 1]))
-    assert layer.ledger.shown.equal(shown[[2, 0, 1]])
+    assert layer.history.shown.equal(shown[[2, 0, 1]])
 
 
 def test_adakv_crops_padding_where_the_first_head_is_not_the_longest():
