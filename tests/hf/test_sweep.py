@@ -7,6 +7,7 @@ from support import sweep_models
 from support.sweep_models import FAILS, REFUSED, TYPES, WORKS, WRONG, outcome_of, sweep
 
 import kvkeep.hf.attention
+import kvkeep.layer.step
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_a_step_that_fails_is_seen(monkeypatch):
     def fail(*_, **__):
         raise ValueError("no step")
 
-    monkeypatch.setattr(kvkeep.LayerCache, "run", fail)
+    monkeypatch.setattr(kvkeep.layer.step, "dispatch", fail)
     assert outcome_of("llama") == (FAILS, "logits: ValueError: no step")
 
 
