@@ -82,6 +82,7 @@ def test_rows(model):
     json.dumps(result)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_full_attention_is_compared_with_backprop(model):
     doing = []
@@ -101,6 +102,7 @@ def test_nothing_to_compare_with(model, method):
     assert row["seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_no_check(model):
     rows = train.run(model, tokens=(48,), cache="h2o:16", chunk=16, check=False)["rows"]
@@ -108,6 +110,7 @@ def test_no_check(model):
     assert all(row["seconds"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_what_does_not_fit(model):
     """Logits of 1500 tokens are 280 MiB, and there are several; kvkeep computes some at a time."""

@@ -61,7 +61,8 @@ def test_memory_of_specs_for_types_of_layers(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
-@pytest.mark.parametrize("size", ["small", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "real"])
 def test_memory(tmp_path, monkeypatch, size):
     layers, heads, width = 30, 3, 64
     if size == "small":  # but its slots outweigh what else comes and goes
@@ -120,6 +121,7 @@ def test_fork():
     assert all(row["step_ms"] > row["attention_ms"] > 0 for row in result["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_model")
 def test_reuse():
     sizes = ("--documents", "3", "--shortest", "20", "--longest", "40", "--answer", "5")
@@ -211,6 +213,7 @@ def test_decode():
     assert result["bandwidth_floor_us_per_token"] == pytest.approx(floor)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_model")
 def test_decode_of_several_specs():
     specs = ("--specs", "h2o:8+int8;keep_all", "--device", "cpu")

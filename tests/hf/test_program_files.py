@@ -100,6 +100,7 @@ for limit in (size - 1, size - 21, size - 300, 20_000):
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """A file that may grow no larger: by the last bytes, or in the middle."""
     command = [sys.executable, "-c", FULL, tmp_path / "a.pt2"]

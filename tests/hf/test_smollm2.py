@@ -22,10 +22,10 @@ INPUTS = (*range(len(PROMPTS)), "left")
 CASES = [
     ("keep_all@growing", "left"),
     ("keep_all@fixed", 0),
-    ("keep_all@concat", 1),
-    ("dynamic", 2),
 ]
 MORE = [
+    ("keep_all@concat", 1),
+    ("dynamic", 2),
     *(("keep_all@growing", which) for which in INPUTS if which != "left"),
     *((name, "left") for name in ("keep_all@fixed", "keep_all@concat", "dynamic")),
     ("keep_all@growing", "right"),
@@ -72,7 +72,10 @@ def test_attached(smollm2, name, which):
     assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
 
 
-@pytest.mark.parametrize(("name", "which"), [("keep_all@growing", 0), ("keep_all@fixed", "left")])
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("keep_all@growing", 0), pytest.param("keep_all@fixed", "left", marks=pytest.mark.slow)],
+)
 def test_unattached(smollm2, name, which):
     model, tokenizer = smollm2
     inputs = encode(tokenizer, which)

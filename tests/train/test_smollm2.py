@@ -13,7 +13,8 @@ from kvkeep.bench.text import tokens_of_text
 from kvkeep.train import backward
 
 
-@pytest.mark.parametrize("spec", [pytest.param("keep_all", marks=pytest.mark.slow), "h2o:64+int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:64+int8"])
 def test_equals_plain_autograd(smollm2, spec):
     model, tokenizer = smollm2
     torch.manual_seed(0)
