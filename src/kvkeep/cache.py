@@ -58,7 +58,7 @@ class Cache:
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self._layers: list[LayerCache] = list(layers)
-        self.lent = ""  # to whom, and how to get it back; empty: it is not
+        self.lent = ""  # why the layers cannot be used now, and the remedy; empty: they can
         self._changing = False  # the rows of all layers, which an interrupt leaves different
         self._share()
 
