@@ -11,7 +11,7 @@ from support.tiny_host import TinyHost, TinyModel, tiny_model
 from kvkeep import PrefixStore
 from kvkeep.errors import ShapeError
 from kvkeep.host import host_of, register
-from kvkeep.host.generation import chosen
+from kvkeep.host.generation import GenerationOptions, chosen
 from kvkeep.serve.engine import Engine, Piece, Used
 from kvkeep.serve.requests import read
 
@@ -49,7 +49,7 @@ def generated(model, cache=None, **options):
     host = host_of(model)
     cache = host.new_cache() if cache is None else cache
     options = {"max_new_tokens": 12} | options
-    return host.generate(Letters(), PROMPT, cache, **options)
+    return host.generate(Letters(), PROMPT, cache, GenerationOptions(**options))
 
 
 @pytest.mark.parametrize("chunk", [None, 7])

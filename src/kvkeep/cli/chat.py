@@ -13,6 +13,8 @@ from kvkeep.cli.output import (
     JsonFlag,
     ModelDtype,
     ModelName,
+    Temperature,
+    TopP,
     Working,
     model_for,
     print_json,
@@ -44,12 +46,8 @@ def chat(
     cache: Annotated[str | None, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message for the start.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     reread: Annotated[

@@ -13,6 +13,8 @@ from kvkeep.cli.output import (
     JsonFlag,
     ModelDtype,
     ModelName,
+    Temperature,
+    TopP,
     Working,
     model_for,
     print_json,
@@ -31,12 +33,8 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
     prefill_chunk: Annotated[
         int | None,

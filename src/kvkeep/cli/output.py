@@ -40,6 +40,8 @@ AdapterName = Annotated[
     ),
 ]
 ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")
 ]

@@ -20,7 +20,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.host import Generation, Specs
-from kvkeep.host.generation import TextStream
+from kvkeep.host.generation import GenerationOptions, TextStream
 
 
 class PromptError(KVKeepError, ValueError):
@@ -98,12 +98,7 @@ def generate(
         tokenizer,
         inputs["input_ids"],
         kept,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        prefill_chunk=prefill_chunk,
-        on_text=on_text,
+        GenerationOptions(max_new_tokens, temperature, top_p, seed, prefill_chunk, on_text),
     )
 
 
@@ -112,27 +107,16 @@ def follow(
     tokenizer: PreTrainedTokenizerBase,
     ids: Tensor,
     cache: Cache,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    prefill_chunk: int | None = None,
-    on_text: Callable[[str], None] = lambda _: None,
-    stopped: Callable[[], bool] = lambda: False,
+    options: GenerationOptions,
 ) -> Generation:
-    """Continue token ids (1, n) with an attached model. The cache may hold the first of them.
-
-    Args:
-        stopped: called after each token; True ends the text with that token.
-    """
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_p": top_p}
-    if seed is not None:
-        torch.manual_seed(seed)
+    """Continue token ids (1, n) with an attached model. The cache may hold the first of them."""
+    sampling: dict[str, Any] = {"do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        sampling |= {"temperature": options.temperature, "top_p": options.top_p}
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
     prompt_tokens = ids.shape[1]
-    stream = TextStream(tokenizer, on_text)
+    stream = TextStream(tokenizer, options.on_text)
     start = time.perf_counter()
     run: Any = model.generate
     output = run(
@@ -140,10 +124,10 @@ def follow(
         attention_mask=torch.ones_like(ids),
         **sampling,
         past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        prefill_chunk_size=prefill_chunk,
+        max_new_tokens=options.max_new_tokens,
+        prefill_chunk_size=options.prefill_chunk,
         streamer=_Streamer(stream),
-        stopping_criteria=StoppingCriteriaList([_Stopped(stopped)]),
+        stopping_criteria=StoppingCriteriaList([_Stopped(options.stopped)]),
     )
     return stream.generation(start, output, prompt_tokens, cache.stats())
 

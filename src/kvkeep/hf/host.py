@@ -33,6 +33,7 @@ from kvkeep.hf.rotary import rotaries_of
 from kvkeep.host import (
     Activation,
     Generation,
+    GenerationOptions,
     Host,
     LayerKind,
     Layerwise,
@@ -209,6 +210,6 @@ class TransformersHost(Host):
         return Decoder(self.model, input_ids, attention_mask)
 
     def generate(
-        self, tokenizer: Any, ids: Tensor, cache: ModelCache, **options: Any
+        self, tokenizer: Any, ids: Tensor, cache: ModelCache, options: GenerationOptions
     ) -> Generation:
-        return follow(self.model, tokenizer, ids, cast(Cache, cache), **options)
+        return follow(self.model, tokenizer, ids, cast(Cache, cache), options)

@@ -28,7 +28,7 @@ from kvkeep.hf.generate import PromptError, follow
 from kvkeep.hf.load import load
 from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
-from kvkeep.host import Generation, Specs
+from kvkeep.host import Generation, GenerationOptions, Specs
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 with needed_by("A session", "cli"):
@@ -278,10 +278,7 @@ class Session:
                 self.tokenizer,
                 torch.tensor([ids], device=self.model.device),
                 self.cache,
-                max_new_tokens=room,
-                temperature=temperature,
-                top_p=top_p,
-                on_text=on_text,
+                GenerationOptions(room, temperature, top_p, on_text=on_text),
             )
         except BaseException:  # an interrupt may come at any time, even during a forward
             self._return_to(self._marks.pop())

@@ -2,7 +2,7 @@
 
 from kvkeep.host.cache import Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
-from kvkeep.host.generation import Generation
+from kvkeep.host.generation import Generation, GenerationOptions
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
@@ -11,6 +11,7 @@ __all__ = [
     "Activation",
     "Embedded",
     "Generation",
+    "GenerationOptions",
     "Host",
     "LayerKind",
     "LayerStep",

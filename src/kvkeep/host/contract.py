@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
-from kvkeep.host.generation import Generation, generate
+from kvkeep.host.generation import Generation, GenerationOptions, generate
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.rotary import Rotary
@@ -223,40 +223,7 @@ class Host(ABC):
         )
 
     def generate(
-        self,
-        tokenizer: Any,
-        ids: Tensor,
-        cache: ModelCache,
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        prefill_chunk: int | None = None,
-        on_text: Callable[[str], None] = lambda _: None,
-        stopped: Callable[[], bool] = lambda: False,
+        self, tokenizer: Any, ids: Tensor, cache: ModelCache, options: GenerationOptions
     ) -> Generation:
-        """Continue ids (1, n), of which the cache may hold the first ones.
-
-        Args:
-            max_new_tokens: most tokens to generate.
-            temperature: 0 is greedy.
-            top_p: probability mass of nucleus sampling; used if the temperature is not 0.
-            seed: seed for sampling.
-            prefill_chunk: feed the prompt in chunks of that many tokens; None: at once.
-            on_text: called with each piece of text as it is generated.
-            stopped: called after each token; True ends the text with that token.
-        """
-        return generate(
-            self,
-            tokenizer,
-            ids,
-            cache,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            prefill_chunk=prefill_chunk,
-            on_text=on_text,
-            stopped=stopped,
-        )
+        """Continue ids (1, n), of which the cache may hold the first ones."""
+        return generate(self, tokenizer, ids, cache, options)

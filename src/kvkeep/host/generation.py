@@ -22,6 +22,29 @@ _INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True)
+class GenerationOptions:
+    """How to continue a prompt.
+
+    Args:
+        max_new_tokens: most tokens to generate.
+        temperature: 0 is greedy.
+        top_p: probability mass of nucleus sampling; used if the temperature is not 0.
+        seed: seed for sampling.
+        prefill_chunk: feed the prompt in chunks of that many tokens; None: at once.
+        on_text: called with each piece of text as it is generated.
+        stopped: called after each token; True ends the text with that token.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    prefill_chunk: int | None = None
+    on_text: Callable[[str], None] = lambda _: None
+    stopped: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
 class Generation:
     """A generated text. `ttft_s` is the time in seconds from the call to the first token,
     `tokens_per_s` the speed after it; `ids` (1, n) are the prompt's and the new token ids."""
@@ -97,38 +120,32 @@ def generate(
     tokenizer: Any,
     ids: Tensor,
     cache: ModelCache,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int | None,
-    prefill_chunk: int | None,
-    on_text: Callable[[str], None],
-    stopped: Callable[[], bool],
+    options: GenerationOptions,
 ) -> Generation:
     """`Host.generate`, for hosts that implement `Host.forward` only.
 
     Raises:
         ShapeError: not one row of ids, no new id among them, or `max_new_tokens` below 1.
     """
-    left, prompt = ids[:, cache.fed :], ids.shape[1]
+    left, prompt, most = ids[:, cache.fed :], ids.shape[1], options.max_new_tokens
     if len(ids) != 1 or not left.numel():
         raise ShapeError(
             f"prompt {tuple(ids.shape)}, of which the cache holds {cache.fed} tokens; give one "
             "row, and at least one token that the cache does not hold"
         )
-    if max_new_tokens < 1:
-        raise ShapeError(f"max_new_tokens is {max_new_tokens}; give at least 1")
-    if seed is not None:
-        torch.manual_seed(seed)
-    start, stream, ends = time.perf_counter(), TextStream(tokenizer, on_text), host.end_tokens()
-    for chunk in torch.split(left, prefill_chunk or left.shape[1], dim=1):
+    if most < 1:
+        raise ShapeError(f"max_new_tokens is {most}; give at least 1")
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    start, ends = time.perf_counter(), host.end_tokens()
+    stream = TextStream(tokenizer, options.on_text)
+    for chunk in torch.split(left, options.prefill_chunk or left.shape[1], dim=1):
         logits = host.forward(chunk, cache)[:, -1]
     while True:
-        token = chosen(logits, temperature, top_p)
+        token = chosen(logits, options.temperature, options.top_p)
         ids = torch.cat([ids, token], dim=1)
         stream.push([int(token)])
-        if stopped() or int(token) in ends or ids.shape[1] - prompt == max_new_tokens:
+        if options.stopped() or int(token) in ends or ids.shape[1] - prompt == most:
             break
         logits = host.forward(token, cache)[:, -1]
     stream.close()

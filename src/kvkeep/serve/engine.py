@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host import GenerationOptions, ModelCache, Specs, host_of
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.serve.stops import Stops
@@ -284,12 +284,14 @@ class Engine:
                 self.tokenizer,
                 ids[None].to(self._host.device),
                 cache,
-                max_new_tokens=most,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                seed=None if index else seed,
-                on_text=give,
-                stopped=ended,
+                GenerationOptions(
+                    most,
+                    asked.temperature,
+                    asked.top_p,
+                    seed=None if index else seed,
+                    on_text=give,
+                    stopped=ended,
+                ),
             )
             cached += 0 if index else found
             completion += result.tokens
