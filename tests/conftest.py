@@ -41,3 +41,13 @@ def smollm2() -> tuple[Any, Any]:
     from kvkeep.hf.models import load
 
     return load("smollm2-135m", "float32", "cpu")
+
+
+@pytest.fixture(scope="session")
+def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A KVKEEP_HOME whose demo model is random, narrow and fast; its cache has the real shape."""
+    from support.demo_stand_in import stand_in
+
+    shape = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    home = tmp_path_factory.mktemp("home")
+    return stand_in(home, num_hidden_layers=30, **shape)["KVKEEP_HOME"]

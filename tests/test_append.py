@@ -41,7 +41,7 @@ def alike(found, expected, name, codec):
     assert (apart > 0).float().mean() < 0.01
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     codecs=st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)),

@@ -35,7 +35,7 @@ GEOMETRIES = [(1, DIM), (3, DIM), (2, 5)]
 
 
 def cases():
-    """Every spec with ragged rows, and with single tokens or other widths; with every two of
+    """Every spec, with ragged rows, single tokens or other widths in turns; with every two of
     backends, chunks, padding and geometry for the exact policies in plain and growing storage."""
     for index, spec in enumerate(SPECS):
         exact = spec.policy.budget is None or spec.policy.reach is not None
@@ -44,11 +44,13 @@ def cases():
             names = [b.name for b in backends()]
             yield from pairwise([spec], names, (1, 7, TOKENS), list(PADDING), GEOMETRIES)
             continue
-        yield spec, "native", 7, "middle", (3, DIM)
-        yield spec, "native", *[(1, "left", (2, 5)), (TOKENS, "none", (2, 5))][index % 2]
+        turns = [(7, "middle", (3, DIM)), (1, "left", (2, 5)), (7, "middle", (3, DIM))]
+        yield spec, "native", *[*turns, (TOKENS, "none", (2, 5))][index % 4]
         if growing:
-            yield spec, "reference", 7, "left", (3, DIM)
-            yield spec, "sdpa", 7, "none", (1, DIM)
+            yield (
+                spec,
+                *[("reference", 7, "left", (3, DIM)), ("sdpa", 7, "none", (1, DIM))][index % 2],
+            )
 
 
 def test_every_policy_and_codec_has_an_example():

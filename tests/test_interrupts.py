@@ -106,7 +106,7 @@ def interrupt_each(spec, schedule, every):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_interrupt_at_some_lines(spec, schedule):
-    interrupt_each(spec, schedule, 37)
+    interrupt_each(spec, schedule, 89)
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "window:8", "h2o:8", "tova:8@fixed"])

@@ -58,7 +58,7 @@ def written_out(q, segments, query_position, *, scale, reaches=(), softcap=None,
     return out, mass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     rows=st.integers(1, 3),

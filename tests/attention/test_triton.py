@@ -62,7 +62,7 @@ LESS = {
 
 
 # The interpreter is slow, and on a GPU nearly every example compiles kernels of its own.
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(**FEATURES | LESS)
 def test_every_feature(**features):
     q, view, options = call(**features)
@@ -88,18 +88,19 @@ def test_codes(key, value, group, width, dtype):
     check(q, dense(k, v, 1, key=key, value=value), Options(width**-0.5))
 
 
-@pytest.mark.parametrize(("key", "value"), KINDS)
+@pytest.mark.parametrize(("key", "value"), [KINDS[0], *KINDS[2:5]])
 def test_where_slots_lie(key, value):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
-    n = 1 if key == value else 20
+    n = 1 if key == value else 5
     q, k, v = qkv(rows=2, slots=40, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
     for placed in everywhere(whole):
         check(q, View((placed,), torch.arange(40)[-n:], False), Options(0.2))
 
 
-@pytest.mark.parametrize(("key", "value"), KINDS)
-@pytest.mark.parametrize("plane", ["k", "v"])
+@pytest.mark.parametrize(
+    ("key", "value", "plane"), [(*kind, "kv"[i % 2]) for i, kind in enumerate(KINDS)]
+)
 def test_a_scale_that_is_not_a_number(key, value, plane):
     codec = key if plane == "k" else value
     q, k, v = qkv(rows=2, slots=140, n=2)
@@ -135,8 +136,8 @@ def test_splits(monkeypatch, splits, need_mass):
 )
 def test_mass_of_a_long_chunk(observed, ragged, kind):
     key, value = kind
-    q, k, v = qkv(rows=2, group=4, slots=120, n=50, width=32)
-    view = dense(k, v, 50, key=key, value=value)._replace(ragged=ragged)
+    q, k, v = qkv(rows=2, group=4, slots=80, n=20, width=32)
+    view = dense(k, v, 20, key=key, value=value)._replace(ragged=ragged)
     check(q, view, Options(0.2, need_mass=True, observed=observed))
 
 

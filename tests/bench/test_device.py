@@ -394,6 +394,7 @@ def test_the_environment_names_the_accelerator(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="a script for bash")
+@pytest.mark.slow
 def test_the_script(tmp_path):
     script = REPOSITORY / "benchmarks" / "cuda.sh"
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0

@@ -163,6 +163,7 @@ def test_the_reference(family, spec, one_thread):
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_a_command(model, tmp_path):
     picture = tmp_path / "train.png"
     options = ("--model", model, "--tokens", "48", "--cache", "h2o:16", "--chunk", "16")

@@ -296,5 +296,5 @@ def test_any_parts(tokenizer, parts, shortest):
                 used[slice(*segment.span)] += 1
                 assert segment.span.stop - segment.span.start >= shortest
                 said = tokenizer.decode(ids[slice(*segment.span)])
-                assert said in segment.text or segment.text.startswith(said.strip("\ufffd"))
+                assert said.strip("\ufffd") in segment.text  # its ends may be parts of characters
         assert not len(ids) or int(used.max()) <= 1

@@ -87,6 +87,7 @@ def test_eval_gives_the_loss_of_the_adapter(base, adapter, tmp_path):
     assert rows[1]["perplexity"] < 0.9 * rows[0]["perplexity"]
 
 
+@pytest.mark.slow
 def test_inspect_and_export(adapter, tmp_path):
     result = last_line(run("inspect", "Hello there", "--adapter", adapter, "--json"))
     assert (result["model"], result["adapter"]) == (None, str(adapter))

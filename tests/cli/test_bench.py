@@ -31,9 +31,10 @@ def last_line(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def _model(smollm2):
-    """The model is fetched."""
+@pytest.fixture
+def _model(stand_in_home, monkeypatch):
+    """A fast demo model."""
+    monkeypatch.setenv("KVKEEP_HOME", stand_in_home)
 
 
 def test_append():
@@ -49,6 +50,7 @@ def test_append():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
+@pytest.mark.slow
 def test_memory_of_specs_for_types_of_layers(tmp_path, monkeypatch):
     finetune_inputs.model("gemma3").save_pretrained(tmp_path)
     finetune_inputs.tokenizer().save_pretrained(tmp_path)
@@ -230,7 +232,7 @@ def test_prefill():
     assert theirs["ratio"] == 1
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_a_plot(tmp_path, suffix):
     picture = tmp_path / f"append.{suffix}"
     options = ("--device", "cpu", "--turns", "1", "--plot", str(picture))

@@ -55,7 +55,8 @@ def test_generate_json():
 
 
 @pytest.mark.usefixtures("_model")
-def test_sampling_repeats_with_a_seed(tmp_path):
+def test_sampling_repeats_with_a_seed(tmp_path, monkeypatch, stand_in_home):
+    monkeypatch.setenv("KVKEEP_HOME", stand_in_home)
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Write a line about rain.")
     options = ("--temperature", "0.9", "--seed", "7", "--max-new-tokens", "8", "--json")

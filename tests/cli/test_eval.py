@@ -24,9 +24,10 @@ def last_line(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def _model(smollm2):
-    """The model is fetched."""
+@pytest.fixture
+def _model(stand_in_home, monkeypatch):
+    """A fast demo model."""
+    monkeypatch.setenv("KVKEEP_HOME", stand_in_home)
 
 
 @pytest.mark.usefixtures("_model")

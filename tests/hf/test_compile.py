@@ -48,8 +48,10 @@ def said(model, step, spec, ids, steps):
     return torch.cat(found, dim=1), cache
 
 
-CASES = [("llama", spec) for spec in SPECS]
-CASES += [("mistral", SPECS[3]), ("gemma3", SPECS[2]), ("gemma3", SPECS[4])]
+ALL = [("llama", spec) for spec in SPECS]
+ALL += [("mistral", SPECS[3]), ("gemma3", SPECS[2]), ("gemma3", SPECS[4])]
+QUICK = {("llama", SPECS[0]), ("mistral", SPECS[3]), ("gemma3", SPECS[4]), ("llama", SPECS[5])}
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 
 
 @pytest.mark.parametrize(("family", "spec"), CASES)
@@ -90,10 +92,16 @@ def test_one_graph_for_caches_of_all_specs_in_turns(family):
 @pytest.mark.parametrize(
     ("family", "spec"),
     [
-        *(("llama", spec) for spec in (*SPECS[:4], "h2o:40@fixed")),
-        ("mistral", SPECS[0]),
-        ("gemma3", SPECS[3]),
+        ("llama", SPECS[3]),
         ("gemma3", "h2o:40@fixed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("llama", spec) for spec in (*SPECS[:3], "h2o:40@fixed")),
+                ("mistral", SPECS[0]),
+                ("gemma3", SPECS[3]),
+            )
+        ),
     ],
 )
 def test_generate_compiles(family, spec):
@@ -121,6 +129,7 @@ def test_generate_compiles(family, spec):
     assert not kvkeep.Cache(model, spec).is_compileable
 
 
+@pytest.mark.slow
 def test_inductor():
     model = tiny("llama")
     ids = prompt(model)

@@ -58,10 +58,10 @@ def skip_if_windowed(model, padding):
 @pytest.mark.parametrize(
     ("spec", "padding"),
     [
-        ("keep_all", "left"),
-        ("keep_all@fixed", "left"),
         ("keep_all@concat", "right"),
         ("window:100,sinks=2", "single"),
+        pytest.param("keep_all", "left", marks=pytest.mark.slow),  # also below
+        pytest.param("keep_all@fixed", "left", marks=pytest.mark.slow),
     ],
 )
 def test_attached(model, uncached, padding, spec):
@@ -74,7 +74,9 @@ def test_attached(model, uncached, padding, spec):
     assert cache.fed == PROMPT + NEW - 1
 
 
-@pytest.mark.parametrize("padding", ["single", "left", "right"])
+@pytest.mark.parametrize(
+    "padding", ["left", *(pytest.param(x, marks=pytest.mark.slow) for x in ("single", "right"))]
+)
 def test_attached_default_and_foreign_cache(model, uncached, padding):
     skip_if_windowed(model, padding)
     with kvkeep.attach(model):
@@ -111,7 +113,14 @@ def test_right_padded_rows_equal_rows_alone(model):
 
 
 @pytest.mark.parametrize(
-    ("storage", "padding"), [("growing", "single"), ("fixed", "left"), ("concat", "right")]
+    ("storage", "padding"),
+    [
+        ("fixed", "left"),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("growing", "single"), ("concat", "right"))
+        ),
+    ],
 )
 def test_unattached(model, uncached, storage, padding):
     cache = kvkeep.Cache(model, f"keep_all@{storage}")

@@ -319,7 +319,8 @@ def test_a_copied_cache_goes_on_alone(attached):
     assert prompt.fed == PROMPT
 
 
-def test_compiled_training_of_an_attached_model(model):
+def test_compiled_training_of_an_attached_model():
+    model = tiny("llama")
     with kvkeep.attach(model):
         eager = model(ids(), use_cache=False).logits
         compiled = torch.compile(model, backend="eager")(ids(), use_cache=False).logits

@@ -280,7 +280,7 @@ def by_kernels(monkeypatch):
     [
         ("llama", "keep_all@fixed:20"),
         ("llama", "h2o:6+int8@fixed:20"),
-        ("gpt-oss", "keep_all+int4@fixed:20"),
+        pytest.param("gpt-oss", "keep_all+int4@fixed:20", marks=pytest.mark.slow),
     ],
 )
 def test_by_the_kernels(request, family, spec):

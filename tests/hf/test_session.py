@@ -9,6 +9,7 @@ import kvkeep
 from kvkeep.errors import SavedCacheError, SpecError, StateError
 from kvkeep.hf import session as module
 from kvkeep.hf.generate import PromptError
+from kvkeep.hf.models import load
 from kvkeep.hf.session import Session, delete, info, sessions
 
 SPECS = ["keep_all", "window:48,sinks=4+int8", "h2o:64@fixed"]
@@ -21,14 +22,20 @@ def _home(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "home", lambda: tmp_path)
 
 
+@pytest.fixture(scope="module")
+def demo(stand_in_home):
+    """A fast model with the demo model's tokenizer."""
+    return load(f"{stand_in_home}/models/smollm2-135m", "float32", "cpu")
+
+
 @pytest.fixture
-def talk(smollm2):
+def talk(demo):
     opened = []
 
     def begin(name=None, **options):
         for other in opened:
             other.close()
-        opened.append(Session(*smollm2, name=name, model_name="smollm2-135m", **options))
+        opened.append(Session(*demo, name=name, model_name="smollm2-135m", **options))
         return opened[-1]
 
     yield begin
@@ -50,7 +57,7 @@ def fed(monkeypatch):
     return lengths
 
 
-def test_a_turn_feeds_what_is_new_and_equals_reading_it_all(talk, smollm2, monkeypatch):
+def test_a_turn_feeds_what_is_new_and_equals_reading_it_all(talk, demo, monkeypatch):
     chat = talk()
     lengths = fed(monkeypatch)
     chat.ask("Name a colour.", **SHORT)
@@ -61,10 +68,10 @@ def test_a_turn_feeds_what_is_new_and_equals_reading_it_all(talk, smollm2, monke
     ids = torch.tensor([chat._ids])
     chat.close()
     with torch.no_grad():
-        said = smollm2[0](ids).logits[0, -7:-1].argmax(dim=-1)
+        said = demo[0](ids).logits[0, -7:-1].argmax(dim=-1)
     assert said.tolist() == ids[0, -6:].tolist()
-    whole = smollm2[1].apply_chat_template(chat.messages, tokenize=False)
-    assert smollm2[1].decode(ids[0, : first - 6]) in whole
+    whole = demo[1].apply_chat_template(chat.messages, tokenize=False)
+    assert demo[1].decode(ids[0, : first - 6]) in whole
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -157,7 +164,7 @@ def test_what_cannot_be_rolled_back_is_read_again_and_saved(talk):
     assert talk("a").ask("One more.", **SHORT).text
 
 
-def test_saving_that_was_interrupted_can_be_done_again(talk, smollm2):
+def test_saving_that_was_interrupted_can_be_done_again(talk, demo):
     chat = talk("a", cache="h2o:24")
     for question in ("Name a colour.", "And another."):
         chat.ask(question, **SHORT)
@@ -168,7 +175,7 @@ def test_saving_that_was_interrupted_can_be_done_again(talk, smollm2):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    hook = smollm2[0].model.layers[2].register_forward_pre_hook(interrupt)
+    hook = demo[0].model.layers[2].register_forward_pre_hook(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             chat.save()
@@ -197,7 +204,7 @@ def test_a_fork_overwrites_no_session_that_came_meanwhile(talk, monkeypatch):
     monkeypatch.undo()
 
 
-def test_failing_leaves_nothing_behind(talk, smollm2):
+def test_failing_leaves_nothing_behind(talk, demo):
     chat = talk("a")
     with pytest.raises(StateError, match="empty"):
         chat.fork("b")
@@ -205,11 +212,11 @@ def test_failing_leaves_nothing_behind(talk, smollm2):
     chat.ask("Hello.", **SHORT)
     chat.save()
     chat.close()
-    weight = smollm2[0].lm_head.weight.data
+    weight = demo[0].lm_head.weight.data
     weight[0, 0] += 1
     try:
         with pytest.raises(SavedCacheError, match="another model"):
-            Session(*smollm2, name="a")
+            Session(*demo, name="a")
         assert talk("a", reread=True).messages == chat.messages
     finally:
         weight[0, 0] -= 1
@@ -236,7 +243,7 @@ def test_fork_list_and_delete(talk, tmp_path):
         delete("a")
 
 
-def test_bad_input(talk, smollm2):
+def test_bad_input(talk, demo):
     chat = talk("a")
     with pytest.raises(PromptError, match="nothing to answer"):
         chat.ask("  ")
@@ -247,7 +254,7 @@ def test_bad_input(talk, smollm2):
     with pytest.raises(PromptError, match=r"session name '\.\./a'"):
         chat.fork("../a")
     with pytest.raises(StateError, match="open in another process"):
-        Session(*smollm2, name="a")
+        Session(*demo, name="a")
     with pytest.raises(StateError, match="has no name"):
         talk().save()
 
@@ -282,7 +289,7 @@ def _with_notes(path, **notes):
     ],
     ids=lambda notes: next(iter(notes.values()))[:30],
 )
-def test_notes_that_are_no_sessions(talk, smollm2, tmp_path, notes):
+def test_notes_that_are_no_sessions(talk, demo, tmp_path, notes):
     """One bad file is refused by its name, and hides no other."""
     if not (tmp_path / "sessions").exists():
         chat = talk("good")
@@ -294,7 +301,7 @@ def test_notes_that_are_no_sessions(talk, smollm2, tmp_path, notes):
     listed = [one.name for one in sessions()]
     assert listed == (["good"] if "messages" in notes else ["bad", "good"])
     with pytest.raises(SavedCacheError):
-        Session(*smollm2, name="bad")
+        Session(*demo, name="bad")
     talk("good")
 
 

@@ -21,9 +21,9 @@ PROMPTS = (
 INPUTS = (*range(len(PROMPTS)), "left")
 CASES = [
     ("keep_all@growing", "left"),
-    ("keep_all@fixed", 0),
 ]
 MORE = [
+    ("keep_all@fixed", 0),
     ("keep_all@concat", 1),
     ("dynamic", 2),
     *(("keep_all@growing", which) for which in INPUTS if which != "left"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.eviction_oracle import EvictionOracle
+from support.pairwise import pairwise
 
 import kvkeep.layer.step
 from kvkeep.attention import backends, dispatch
@@ -130,9 +131,10 @@ def test_every_policy_that_evicts_is_here():
     assert named == set(POLICIES) - {"keep_all", "pyramid", "expected_attention"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize(("spec", "window"), SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "window", "padding", "schedule"),
+    [(*which, *how) for which, *how in pairwise(SPECS, list(PADDING), list(SCHEDULES))],
+)
 def test_decisions(spec, window, padding, schedule, through):
     group, holes = PADDING[padding]
     real = torch.ones(2, TOKENS, dtype=torch.bool)

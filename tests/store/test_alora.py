@@ -294,6 +294,7 @@ def trained(example, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_real_adapter(example, trained):
     from kvkeep.hf.models import load
 

@@ -422,7 +422,7 @@ def _storm(place, processes, seconds, budget):
     print(f"{killed} killed, {hits.value} hits, {backend.nbytes} bytes of {budget}")  # noqa: T201
 
 
-@pytest.mark.parametrize("kind", ["disk", "redis"])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("redis", marks=pytest.mark.slow)])
 def test_killed_processes(kind, tmp_path):
     place = Place(kind, tmp_path)
     try:

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for a GPU that is not here, in tests/:
 
-    python -m support.compile_kernels CAPABILITY DTYPES
+    python -m support.compile_kernels CAPABILITY DTYPES [CODECS]
 
+With CODECS, only those, and fewer calls for each.
 Prints a line of JSON for each kernel that a call would have launched.
 """
 
@@ -75,7 +76,10 @@ def everything(view, q, k, v, codec):
     return View((shared, own), rows, True, reaches)
 
 
-def main(capability, dtypes):
+def main(capability, dtypes, codecs):
+    calls = [(1, False), (1, True), (600, True)]
+    if not codecs:
+        codecs, calls = [*CODECS], [*calls, (600, False)]
     triton.runtime.driver.set_active(Driver(capability))
     compiled = []
     run = JITFunction.run
@@ -87,9 +91,10 @@ def main(capability, dtypes):
     JITFunction.run = only_compile
     backend.reason = lambda: ""
     backend.tiles.processors = lambda device: 132
-    for name, codec in CODECS.items():
+    for name in codecs:
+        codec = CODECS[name]
         for dtype in dtypes:
-            for n, rich in ((1, False), (1, True), (600, False), (600, True)):
+            for n, rich in calls:
                 q, k, v = qkv(rows=2, heads=8, group=4, slots=2048, n=n, width=128, dtype=dtype)
                 view = dense(k, v, n, key=codec, value=codec)
                 options = Options(0.1)
@@ -108,4 +113,9 @@ def main(capability, dtypes):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2].split(",")])
+    capability, dtypes, *codecs = sys.argv[1:]
+    main(
+        int(capability),
+        [getattr(torch, name) for name in dtypes.split(",")],
+        codecs[0].split(",") if codecs else [],
+    )

@@ -14,7 +14,7 @@ from kvkeep.train import backward
     ("way", "tied"),
     [
         ("fsdp2", True),
-        ("ddp", False),
+        pytest.param("ddp", False, marks=pytest.mark.slow),
         pytest.param("fsdp2", False, marks=pytest.mark.slow),
         pytest.param("ddp", True, marks=pytest.mark.slow),
     ],

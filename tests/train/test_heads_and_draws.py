@@ -19,8 +19,10 @@ from support.autograd_gradients import (
 )
 
 import kvkeep
+from kvkeep.files.offload import Offload
 from kvkeep.train import backward, hidden_states, loss, walk
 from kvkeep.train.cell import Cell
+from kvkeep.train.slots import Slots
 
 TOKENS, CHUNK = 40, 7
 PADS = (6, 1, 0)
@@ -79,6 +81,32 @@ def test_random_numbers_are_those_of_the_generator():
         found.append((backward(model, ids, labels, chunk=8), torch.rand(1), gradients(model)))
     for one, other in zip(*found, strict=True):
         assert one.equal(other)
+
+
+def test_each_chunk_and_layer_draws_its_own_numbers():
+    model = adapted(model_of("llama"), lora_dropout=0.5).train()
+    drawn = []
+    for layer in model.get_base_model().model.layers:
+        layer.self_attn.q_proj.lora_dropout["default"].register_forward_hook(
+            lambda _, given, out: drawn.append((out == 0) & (given[0] != 0))
+        )
+    ids, labels, _ = texts(1, 32)
+    backward(model, ids, labels, chunk=8)
+    different = {tuple(mask.flatten().tolist()) for mask in drawn}
+    assert len(different) == 4 * len(model.get_base_model().model.layers)
+    assert len(drawn) > len(different)  # forward and backward drew the same ones
+
+
+def test_gradients_of_slots_in_half_precision_are_summed_in_float32():
+    """A thousand small gradients on a large one; bfloat16 would lose each of them."""
+    slots = Slots(Offload(host_bytes=1 << 20), kvkeep.CacheSpec.parse("keep_all").layer())
+    x = torch.ones(1, 2, 3, 4, dtype=torch.bfloat16)
+    slots.push(x, x, torch.arange(3), [])
+    slots.absorb(x, x)
+    for _ in range(1024):
+        slots.absorb(x / 1024, x / 1024)
+    for found in slots.pop():
+        assert found.equal(torch.full((1, 2, 3, 4), 2.0))
 
 
 def test_mixed_precision():
