@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Tests run side by side; each worker loads the demo model, so no more than four.
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check slow sanitize redis
+.PHONY: demo test check slow sanitize emulate redis
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -27,13 +27,22 @@ redis:
 	  apt-get update -qq && apt-get install -qqy --no-install-recommends redis-server >/dev/null; } || \
 	  echo "no redis-server: its tests are skipped"
 
-# The attention kernel's tests, with a kernel that stops at any access outside of memory.
+# The native kernels' tests.
+KERNELS := tests/attention tests/test_linears.py
+
+# With kernels that stop at any access outside of memory.
 sanitize: .venv/installed
 	$(BIN)/pip wheel -q --no-deps -C cmake.define.KVKEEP_SANITIZE=ON -w build/sanitize .
 	$(BIN)/python -m zipfile -e build/sanitize/kvkeep-*.whl build/sanitize
 	KVKEEP_NATIVE=build/sanitize/kvkeep/attention/_native.so ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest -q tests/attention
+	$(BIN)/python -m pytest -q $(KERNELS)
+
+# With the code of AVX-512 compiled for AVX2.
+emulate: .venv/installed
+	$(BIN)/pip wheel -q --no-deps -C cmake.define.KVKEEP_EMULATE=ON -w build/emulate .
+	$(BIN)/python -m zipfile -e build/emulate/kvkeep-*.whl build/emulate
+	KVKEEP_NATIVE=build/emulate/kvkeep/attention/_native.so $(BIN)/python -m pytest -q $(KERNELS)
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.

@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 2;
+constexpr int KV_ABI = 3;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. 4-bit codes
@@ -116,6 +116,22 @@ KV_PUBLIC int kv_encode(const KvEncoding* encoding);
 
 // Computes attention. Returns 0, or 1 if scratch memory cannot be allocated.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
+
+// A linear layer: weights (outputs, inputs) with elements of one row side by side, and a bias
+// (outputs) or null, of one KvType: F32, BF16 or F16. Any alignment is allowed.
+struct KvLinear {
+    const void *weight, *bias;
+    int64_t type, inputs, outputs;
+    int64_t weight_row;  // stride in elements
+    int64_t threads;
+};
+
+constexpr int64_t KV_LINEAR_ROWS = 32;  // the most rows of a call
+
+// Computes x W^T + b for x (rows, inputs) -> out (rows, outputs) contiguous, of the same type, with
+// sums in float32. `x_row` is a stride in elements. Returns 0, or 1 if memory cannot be allocated.
+KV_PUBLIC int kv_linear(const KvLinear* linear, const void* x, int64_t x_row, int64_t rows,
+                        void* out);
 
 // The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();

@@ -67,7 +67,7 @@ struct Plan {
         }
         const int64_t bytes = work * (call.key_width + call.value_width) * 2;
         threads = std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, call.threads));
-        if (forked) threads = 1;
+        if (forked()) threads = 1;
         const int64_t share =
             threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
         for (ChainPlan& chain : chains) add_runs(call, chain, share);
@@ -295,19 +295,6 @@ struct Job {
     }
 };
 
-// Calls f(0), ..., f(count - 1), distributed over threads.
-template <class F>
-void share(int64_t threads, int64_t count, F f) {
-#if defined(_OPENMP)
-    if (threads > 1) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-        for (int64_t i = 0; i < count; ++i) f(i);
-        return;
-    }
-#endif
-    for (int64_t i = 0; i < count; ++i) f(i);
-}
-
 bool attend(const KvCall& call, Range range) {
     Job job(call, range);
     const int64_t threads = job.plan.threads, heads = call.heads * call.group;
@@ -357,14 +344,3 @@ int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* rea
 }
 
 int kv_abi() { return KV_ABI; }
-
-const char* kv_instructions() { return instructions().name; }
-
-int kv_use_instructions(const char* name) {
-    for (const Instructions& one : TABLE)
-        if (!strcmp(one.name, name) && one.here()) {
-            in_use = &one;
-            return 0;
-        }
-    return 1;
-}

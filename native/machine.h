@@ -1,81 +1,42 @@
-// Machine resources of the scheduler: the instruction set, and each thread's scratch memory.
+// Machine resources of the schedulers: the instruction set, threads, and their scratch memory.
 #pragma once
-#include <atomic>
 #include <cstdint>
-#include <memory>
-#include <new>
-
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 
 #include "kernel.h"
-
-namespace {
-
-// -- instruction sets ------------------------------------------------------------------------
+#include "linear.h"
 
 struct Instructions {
     const char* name;
     KvKernel* run;
+    const KvLinearKernel* linear;
     bool (*here)();
 };
 
-const Instructions TABLE[] = {
-#if defined(KV_X86)
-    {"avx512bf16", kv_run_avx512bf16,
-     [] {
-         return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
-    {"avx512", kv_run_avx512,
-     [] {
-         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
-    // Every processor with AVX2 and FMA has F16C.
-    {"avx2", kv_run_avx2,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
-#endif
-    {"portable", kv_run_portable, [] { return true; }},
-};
+// The instruction set in use: the best one of this processor, unless another was chosen.
+const Instructions& instructions();
 
-const Instructions* best() {
-    for (const Instructions& one : TABLE)
-        if (one.here()) return &one;
-    return nullptr;  // not reached: portable is always available
-}
+// Uses the instruction set `name` from now on; false if this processor lacks it.
+bool use_instructions(const char* name);
 
-std::atomic<const Instructions*> in_use{nullptr};
+// Whether this process was forked: it lacks its parent's worker threads, and using them would block
+// forever.
+bool forked();
 
-const Instructions& instructions() {
-    const Instructions* one = in_use.load();
-    if (!one) in_use = one = best();
-    return *one;
-}
+// A thread's scratch memory, in three pieces, which are kept for its next call. Null if there is
+// none.
+float* scratch(int piece, int64_t floats);
 
-// -- threads ---------------------------------------------------------------------------------
-
-// A forked child does not have its parent's worker threads, and using them would block forever.
-std::atomic<bool> forked{false};
-
-[[maybe_unused]] const bool watching = [] {
-#if defined(__unix__) || defined(__APPLE__)
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
-#endif
-    return true;
-}();
-
-// A thread's scratch memory, in three pieces, which are kept for its next call.
-float* scratch(int piece, int64_t floats) {
-    static thread_local std::unique_ptr<float[]> memory[3];
-    static thread_local int64_t held[3] = {0, 0, 0};
-    if (floats > held[piece]) {
-        memory[piece].reset(new (std::nothrow) float[floats + 16]);
-        held[piece] = memory[piece] ? floats : 0;
+// Calls f(0), ..., f(count - 1), distributed over threads.
+template <class F>
+void share(int64_t threads, int64_t count, F f) {
+#if defined(_OPENMP)
+    if (threads > 1) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+        for (int64_t i = 0; i < count; ++i) f(i);
+        return;
     }
-    if (!memory[piece]) return nullptr;
-    return (float*)(((uintptr_t)memory[piece].get() + 63) & ~(uintptr_t)63);
+#else
+    (void)threads;
+#endif
+    for (int64_t i = 0; i < count; ++i) f(i);
 }
-
-}  // namespace

@@ -207,7 +207,7 @@ KeyMethod key_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().k;
     if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
     if (x.plane.type == KV_I4) return coded_key_method<4>(x, work.call.key_width, many);
-#if defined(__AVX512BF16__)
+#if defined(KV_BF16_PAIRS)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
         return {load_queries<Dotted>, score<Dotted>};
 #endif

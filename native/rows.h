@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t BLOCK = KV_BLOCK;
 constexpr int64_t STEP = 2 * W;  // elements of a Pair
 
-int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
+[[maybe_unused]] int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
 
 // Reads 2 W elements, of which only the first `valid` may be accessed.
 template <class K>

@@ -18,7 +18,7 @@ struct Widened {
     static float query(float x) { return x; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(KV_BF16_PAIRS)
 // bfloat16 keys and queries without widening: the processor multiplies pairs of bfloat16 exactly.
 struct Dotted {
     typedef BF16 Type;
@@ -26,7 +26,7 @@ struct Dotted {
     typedef uint16_t Query;
     KV_INLINE Key read(const uint16_t* x) { return load<vi>(x); }
     KV_INLINE vf add(vf sum, Key key, const uint16_t* q) {
-        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)load<vi>(q));
+        return add_pairs(sum, key, load<vi>(q));
     }
     static int64_t lane(int64_t i) { return i; }
     static uint16_t query(float x) { return BF16::narrow1(x); }

@@ -5,10 +5,15 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+// KV_EMULATE (16, or 17 with products of bfloat16 pairs) compiles the code of AVX-512 for any
+// processor, to test it.
+#if defined(__AVX512F__) || defined(KV_EMULATE)
 #define KV_LANES 16
 #else
 #define KV_LANES 8
+#endif
+#if defined(__AVX512BF16__) || (defined(KV_EMULATE) && KV_EMULATE == 17)
+#define KV_BF16_PAIRS
 #endif
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -50,6 +55,18 @@ KV_INLINE void add_product(vf& sum, vf a, vf b) {
     sum += a * b;
 #endif
 }
+
+#if defined(KV_BF16_PAIRS)
+// sum + a * b, where each lane of a and of b is a pair of bfloat16, whose two products are added.
+KV_INLINE vf add_pairs(vf sum, vi a, vi b) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    const vi high = vi{} + (int32_t)0xffff0000;
+    return sum + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & high) * (vf)(b & high);
+#endif
+}
+#endif
 
 KV_INLINE vf pick(vi mask, vf yes, vf no) {
     return mask ? yes : no;
@@ -243,7 +260,7 @@ struct F16 {
     KV_INLINE vf widen_half(const uint16_t* x) {
 #if defined(__AVX512F__)
         return (vf)_mm512_maskz_cvtph_ps(0xffff, (__m256i)load<vh>(x));
-#elif defined(__F16C__)
+#elif defined(__F16C__) && KV_LANES == 8
         return (vf)_mm256_cvtph_ps((__m128i)load<vh>(x));
 #else
         vf out;

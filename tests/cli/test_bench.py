@@ -178,6 +178,25 @@ def test_op_of_codecs():
 
 
 @pytest.mark.skipif(not native.available, reason=native.reason)
+def test_linear():
+    options = ("--shapes", "576x192,300x400", "--rows", "1,3", "--turns", "1", "--json")
+    result = last_line(run("linear", *options))
+    assert [
+        (row["inputs"], row["outputs"], row["rows"], row["system"]) for row in result["rows"]
+    ] == [
+        (*shape, rows, system)
+        for shape in ((576, 192), (300, 400))
+        for rows in (1, 3)
+        for system in ("kvkeep", "torch")
+    ]
+    for row in result["rows"]:
+        size = row["inputs"] * row["outputs"] * 2
+        assert row["gb_per_s"] == pytest.approx(size / row["median_us"] / 1e3)
+        assert row["of_read"] == pytest.approx(row["gb_per_s"] / result["read_gb_per_s"])
+        assert (row["of_one"] == 1) == (row["rows"] == 1)
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
 def test_op_with_the_mass():
     options = ("--heads", "8", "--rows", "2", "--lengths", "300", "--turns", "1", "--device", "cpu")
     rows = last_line(run("op", "--mass", "--against", "torch-folded", *options, "--json"))["rows"]
@@ -201,11 +220,11 @@ def test_decode():
     options += ("--json",)
     result = last_line(run("decode", *options))
     assert [(row["system"], row["context"]) for row in result["rows"]] == [
-        ("kvkeep", 8),
-        ("hf-dynamic", 8),
-        ("kvkeep", 200),
-        ("hf-dynamic", 200),
+        (system, context)
+        for context in (8, 200)
+        for system in ("kvkeep", "kvkeep+linears", "hf-dynamic")
     ]
+    assert all(row["agrees"] for row in result["rows"])
     median = {(row["system"], row["context"]): row["median_ms"] for row in result["rows"]}
     for system, slope in result["slope_us_per_token"].items():
         rise = (median[system, 200] - median[system, 8]) * 1e3
@@ -292,6 +311,9 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("op", "--plot", "x.foo"), "must end in one of"),
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),
+        (("linear", "--shapes", "5x"), "give layers such as"),
+        (("linear", "--rows", "33"), "the kernel computes 1 to 32"),
+        (("linear", "--dtype", "float64"), "no "),
         (("op", "--device", "abacus"), "no device 'abacus' here"),
         (("op", "--against", "abacus"), "no attention 'abacus' to measure"),
         (("decode", "--against", "vllm"), "no system 'vllm'"),

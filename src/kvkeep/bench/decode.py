@@ -17,7 +17,10 @@ from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_v
 from kvkeep.bench.environment import environment
 from kvkeep.bench.random_model import RANDOM, random_model
 from kvkeep.bench.systems import (
+    COMPILED,
     EAGER,
+    GRAPH,
+    LINEARS,
     LLAMA_CPP,
     OTHERS,
     SPEC,
@@ -65,8 +68,9 @@ def run(
             and 7936, for a random model 2048, 8192, 32768 and 131072.
         specs: cache specs of kvkeep; each is a system, named "kvkeep" for keep_all and otherwise
             "kvkeep SPEC".
-        ways: how kvkeep's steps run: "eager", "graph" (with fixed storage, in a CUDA graph) and
-            "compiled" (in a CUDA graph too). None: eager on the CPU, otherwise all.
+        ways: how kvkeep's steps run: "eager", "linears" (linear layers by kvkeep's kernel, for the
+            CPU), "graph" (with fixed storage, in a CUDA graph) and "compiled" (in a CUDA graph
+            too). None: the first two on the CPU, otherwise all others.
         against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
             llama-cpp-python). None: the first on the CPU, otherwise the first two.
         turns, burst: each system runs `turns` + 1 times `burst` steps; the first burst is not
@@ -89,7 +93,7 @@ def run(
     place = device_named(device)
     on_cpu = place.type == "cpu"
     contexts = contexts or ((2048, 8192, 32768, 131072) if model in RANDOM else (128, 2048, 7936))
-    ways = ways or ((EAGER,) if on_cpu else WAYS)
+    ways = ways or ((EAGER, LINEARS) if on_cpu else (EAGER, GRAPH, COMPILED))
     against = ((DYNAMIC,) if on_cpu else OTHERS[:2]) if against is None else against
     for spec in specs:
         parse_specs(spec)

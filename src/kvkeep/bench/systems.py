@@ -22,8 +22,8 @@ them."""
 KVKEEP, SPEC = "kvkeep", "keep_all"
 LLAMA_CPP = "llama.cpp"
 OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
-EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
-WAYS = (EAGER, GRAPH, COMPILED)
+EAGER, LINEARS, GRAPH, COMPILED = "eager", "linears", "graph", "compiled"
+WAYS = (EAGER, LINEARS, GRAPH, COMPILED)
 STEPS_AHEAD = 64
 """Slots for steps that are not timed: those compared, and those before a graph is captured."""
 
@@ -33,7 +33,12 @@ _COMPILING = 40.0  # seconds that a compilation takes
 def named(spec: str, way: str = EAGER) -> str:
     """The name of a kvkeep cache whose steps run in one of the `WAYS`."""
     name = KVKEEP if spec == SPEC else f"{KVKEEP} {spec}"
-    return {EAGER: name, GRAPH: f"{name}, graph", COMPILED: f"{name}, compiled, graph"}[way]
+    return {
+        EAGER: name,
+        LINEARS: name.replace(KVKEEP, f"{KVKEEP}+{LINEARS}", 1),
+        GRAPH: f"{name}, graph",
+        COMPILED: f"{name}, compiled, graph",
+    }[way]
 
 
 class Systems:
@@ -52,8 +57,10 @@ class Systems:
         directory: Path,
     ) -> None:
         shared = {id(weight): weight for weight in model.parameters()}
-        plain, static = (copy.deepcopy(model, shared) for _ in range(2))
+        plain, static, routed = (copy.deepcopy(model, shared.copy()) for _ in range(3))
         attach(model)
+        attach(routed, linears=True)
+        self._ways = {EAGER: model, LINEARS: routed}
         self.kvkeep, self.directory = model, directory
         self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
@@ -92,8 +99,9 @@ class Systems:
             cache = self._theirs(new_cache(name, self.kvkeep, self._room))
             return _fed(self._transformers[name], cache)
         spec, way = self._ours[name]
-        if way == EAGER:
-            return _fed(self.kvkeep, self._whole() if spec == SPEC else self._filled(spec))
+        if way in self._ways:
+            first = way == EAGER and spec == SPEC
+            return _fed(self._ways[way], self._whole() if first else self._filled(spec))
         fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
         graphed = import_module("kvkeep.hf.cuda_graph").Graphed
         step = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)
@@ -110,7 +118,7 @@ class Systems:
         cache = new_cache(spec, self.kvkeep)
         if self._ids is None:
             return fill(cache, self.kvkeep, self._held)
-        if spec.startswith(f"{SPEC}@"):
+        if self._full is not None and spec.partition("@")[0] == SPEC:
             cache.restore(self._whole().snapshot())
             return cache
         with torch.inference_mode():

@@ -190,6 +190,42 @@ def op(
 
 
 @bench.command()
+def linear(
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers as INPUTSxOUTPUTS, comma-separated; default: those of SmolLM2-135M and of "
+            "Llama 3.2 1B."
+        ),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Numbers of rows, comma-separated; default: 1,2,4,8,16,32."),
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    turns: Turns = 10,
+    plot: PlotFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Linear layers of few rows on the CPU, by kvkeep's kernel and by torch."""
+    check_plot(plot)
+    sizes, counts = _shapes(shapes), _numbers(rows)
+    with reported(), Working("linear") as working:
+        from kvkeep.bench.linear import ROWS, SHAPES, run
+        from kvkeep.hf.models import dtype_named
+
+        result = run(
+            shapes=sizes or SHAPES,
+            rows=counts or ROWS,
+            dtype=dtype_named(dtype),
+            turns=turns,
+            progress=working,
+        )
+    reads = f"memory reads at {result['read_gb_per_s']:.0f} GB/s"
+    _show(f"Linear layers of few rows, {dtype}; {reads}", result, plot, json)
+
+
+@bench.command()
 def decode(
     model: Annotated[
         str, typer.Option(help="A model; see `kvkeep models`. Or random-1b, with random weights.")
@@ -207,8 +243,9 @@ def decode(
     ways: Annotated[
         str | None,
         typer.Option(
-            help="How kvkeep's steps run, comma-separated: eager, graph (a CUDA graph), compiled "
-            "(in a CUDA graph too); default: eager, on CUDA all."
+            help="How kvkeep's steps run, comma-separated: eager, linears (with kvkeep's kernel of "
+            "linear layers), graph (a CUDA graph), compiled (in a CUDA graph too); default: the "
+            "first two, on CUDA all others."
         ),
     ] = None,
     against: Annotated[
@@ -448,6 +485,16 @@ def _numbers(text: str | None) -> list[int] | None:
 def _names(text: str | None) -> list[str] | None:
     """Parse comma-separated names; None without text."""
     return None if text is None else listed(text, ",")
+
+
+def _shapes(text: str | None) -> list[tuple[int, int]]:
+    """ "64x32,64x64" -> pairs of (inputs, outputs)."""
+    if text is None:
+        return []
+    pairs = [part.split("x") for part in text.split(",")]
+    if not all(len(pair) == 2 and all(side.strip().isdigit() for side in pair) for pair in pairs):
+        raise typer.BadParameter(f"--shapes {text}: give layers such as 576x1536,1536x576")
+    return [(int(inputs), int(outputs)) for inputs, outputs in pairs]
 
 
 def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:

@@ -33,6 +33,7 @@ from kvkeep.hf.weights import ask_for_weights
 from kvkeep.host import Specs
 from kvkeep.host.adapters import activate, deactivate
 from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.linears import route, unroute
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -42,7 +43,8 @@ class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
     `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
-    attention runs in kvkeep too (0 for a latent cache, which the model expands itself).
+    attention runs in kvkeep too (0 for a latent cache, which the model expands itself); `linears`
+    that of linear layers whose calls of few rows kvkeep's kernel computes.
     """
 
     model: PreTrainedModel
@@ -53,6 +55,7 @@ class Attachment:
     store: PromptStore | None
     namespace: str
     recompute: Recompute
+    linears: int
     _hooks: tuple[RemovableHandle, ...]
 
     def __str__(self) -> str:
@@ -81,6 +84,7 @@ def attach(
     namespace: str = "",
     recompute: Recompute = RECOMPUTE,
     prefill_chunk: int | None = PREFILL_CHUNK,
+    linears: bool = False,
 ) -> Attachment:
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
@@ -98,6 +102,9 @@ def attach(
         prefill_chunk: tokens of a prompt that `generate()` feeds at once if the spec has a budget,
             so that the cache never holds all of a long prompt; None: the whole prompt. A call's own
             `prefill_chunk_size` takes precedence.
+        linears: let kvkeep's kernel compute the model's linear layers where it is faster: on the
+            CPU, for at most 32 rows (tokens of all texts), without gradients. The weights are used
+            where they lie; results differ from torch's by rounding only.
 
     Returns:
         A description of the attached model, which is also a context manager.
@@ -139,7 +146,16 @@ def attach(
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
     )
     decoder.__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
-        model, spec, layers, 0 if latent else layers, original, store, namespace, recompute, hooks
+        model,
+        spec,
+        layers,
+        0 if latent else layers,
+        original,
+        store,
+        namespace,
+        recompute,
+        route(model) if linears else 0,
+        hooks,
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
@@ -163,6 +179,8 @@ def detach(model: PreTrainedModel) -> None:
         hook.remove()
     if attachment.attention:
         _set_attention(model, attachment.original)
+    if attachment.linears:
+        unroute(model)
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
     for name in ("_prepare_cache_for_generation", "generate", "init_continuous_batching"):

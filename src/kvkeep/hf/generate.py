@@ -91,7 +91,7 @@ def generate(
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
     inputs = _encode(tokenizer, prompt, system, raw).to(model.device)
-    attach(model, cache)
+    attach(model, cache, linears=True)
     kept = Cache(model, cache, capacity=inputs["input_ids"].shape[1] + max_new_tokens)
     return follow(
         model,

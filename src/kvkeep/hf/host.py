@@ -108,8 +108,10 @@ class TransformersHost(Host):
     def attached(self) -> bool:
         return is_routed(self._text)
 
-    def attach(self, spec: Specs = DEFAULT_SPEC) -> AbstractContextManager[object]:
-        return attach(self.model, spec)
+    def attach(
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False
+    ) -> AbstractContextManager[object]:
+        return attach(self.model, spec, linears=linears)
 
     def detach(self) -> None:
         detach(self.model)

@@ -220,7 +220,7 @@ class Session:
             self._specs = header.notes.get("cache") or header.specs
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
-        self._attached = attach(self.model, self._specs)
+        self._attached = attach(self.model, self._specs, linears=True)
         self.cache = Cache(self.model, self._specs)
         if kept is None or reread:
             return

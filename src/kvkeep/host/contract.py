@@ -129,10 +129,12 @@ class Host(ABC):
         """Whether the model's attention runs on kvkeep's caches now."""
         return True
 
-    def attach(self, spec: Specs = DEFAULT_SPEC) -> AbstractContextManager[object]:
+    def attach(
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False
+    ) -> AbstractContextManager[object]:
         """Route the model's attention through kvkeep's caches until the returned context manager
-        exits or `detach` is called. The default does nothing, for models that are always
-        attached."""
+        exits or `detach` is called; with `linears`, its linear layers through `kvkeep.linears`
+        too. The default does nothing, for models that are always attached."""
         return nullcontext()
 
     def detach(self) -> None:

@@ -88,7 +88,7 @@ class Engine:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
-        self._host.attach(cache)
+        self._host.attach(cache, linears=True)
         held = self._host.new_cache(cache)
         lengths = self._host.context, held.token_limit()
         self.context: int | None = min((n for n in lengths if n), default=None)

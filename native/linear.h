@@ -1,0 +1,26 @@
+// Shared by linear.cpp (the scheduler) and linear_kernel.cpp (one copy per instruction set).
+#pragma once
+#include "abi.h"
+
+// The kernel's own copy of x: rows of `kv_linear_stride` elements, 4 bytes each, in the order in
+// which the kernel reads weights, filled up with zeros.
+typedef void KvLinearLoad(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows,
+                          void* loaded);
+
+// Computes the outputs [first, end) of all rows. `loaded` is the copy of x.
+typedef void KvLinearRun(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first,
+                         int64_t end, void* out);
+
+struct KvLinearKernel {
+    KvLinearLoad* load;
+    KvLinearRun* run;
+};
+extern const KvLinearKernel kv_linear_portable, kv_linear_avx2, kv_linear_avx512,
+    kv_linear_avx512bf16;
+
+constexpr int64_t KV_LINEAR_STEP = 32;  // the largest STEP of any instruction set
+
+// Elements from one row of the copy of x to the next.
+static inline int64_t kv_linear_stride(int64_t inputs) {
+    return (inputs + KV_LINEAR_STEP - 1) / KV_LINEAR_STEP * KV_LINEAR_STEP;
+}

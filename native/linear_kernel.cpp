@@ -1,0 +1,222 @@
+// y = x W^T + b for a few rows x, which costs little more than reading W once.
+//
+// A tile of weights and rows is multiplied in registers: each weight that was loaded is used for
+// all rows of the tile, and each element of x for all its outputs. Inputs are taken in blocks, so
+// that x stays in the first-level cache and W in the second while other rows are computed. Every
+// output is summed in the same order, whatever the number of rows, so a row of a batch equals the
+// row alone.
+//
+// Compiled once per instruction set, which KV_LINEAR names.
+#include "linear.h"
+
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t INPUTS = 2048;  // of a block; a multiple of every STEP
+constexpr int64_t OUTPUTS = 48;   // of a block
+
+// Rows of x in a tile, and outputs for so many rows: their sums, the smaller side and one element of
+// the other fit the registers.
+constexpr int MOST_ROWS = 4;
+constexpr int outputs_at_once(int rows) {
+    constexpr int of[2][MOST_ROWS] = {{8, 6, 4, 3}, {8, 8, 8, 6}};
+    return of[W == 16][rows - 1];
+}
+
+// Whether to prefetch the next `outputs` rows of weights, of `bytes` each: the hardware prefetcher
+// does not recognise rows that are short, and reads ahead too little of few rows.
+constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 || bytes <= 2048; }
+
+// Weights widened to float, a vector of W at a time, with x in the order of their lanes.
+template <class T_>
+struct Wide {
+    typedef T_ T;
+    typedef vf Vector;
+    typedef float Element;  // of the copy of x
+    static constexpr int PARTS = 2;
+    template <int PART>
+    KV_INLINE vf part(const typename T::Element* weight) {
+        const Pair pair = T::widen(weight);
+        return PART ? pair.b : pair.a;
+    }
+    KV_INLINE void add(vf& sum, vf weight, vf x) { add_product(sum, weight, x); }
+};
+
+#if defined(KV_BF16_PAIRS)
+// bfloat16 without widening: the processor multiplies pairs of bfloat16 exactly.
+struct Dots {
+    typedef BF16 T;
+    typedef vi Vector;
+    typedef uint16_t Element;
+    static constexpr int PARTS = 1;
+    template <int>
+    KV_INLINE vi part(const uint16_t* weight) {
+        return load<vi>(weight);
+    }
+    KV_INLINE void add(vf& sum, vi weight, vi x) { sum = add_pairs(sum, weight, x); }
+};
+#endif
+
+// One part of a step of a tile: sum[n * M + m] += weights of output n times elements of row m.
+template <class K, int N, int M, int PART>
+KV_INLINE void add_part(vf* sum, const typename K::T::Element* const* weight,
+                        const typename K::Element* x, int64_t x_row) {
+    typedef typename K::Vector V;
+    constexpr int AT = PART * (int)(sizeof(V) / sizeof(typename K::Element));
+    if constexpr (M < N) {
+        V held[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) held[m] = load<V>(x + m * x_row + AT);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            const V own = K::template part<PART>(weight[n]);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) K::add(sum[n * M + m], own, held[m]);
+        }
+    } else {
+        V held[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) held[n] = K::template part<PART>(weight[n]);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+            const V own = load<V>(x + m * x_row + AT);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) K::add(sum[n * M + m], held[n], own);
+        }
+    }
+}
+
+template <class K, int N, int M>
+KV_INLINE void add_step(vf* sum, const typename K::T::Element* const* weight,
+                        const typename K::Element* x, int64_t x_row) {
+    add_part<K, N, M, 0>(sum, weight, x, x_row);
+    if constexpr (K::PARTS == 2) add_part<K, N, M, 1>(sum, weight, x, x_row);
+}
+
+// sums_of[m * OUTPUTS + n] += the product of row m and output n, over `count` inputs. `cold`: the
+// weights have not been read for other rows before.
+template <class K, int N, int M>
+KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_row,
+                         const typename K::Element* x, int64_t x_row, int64_t count, bool cold,
+                         float* sums_of) {
+    typedef typename K::T::Element Weight;
+    vf sum[N * M] = {};
+    const int64_t whole = count / STEP * STEP;
+    const bool fetch = cold && weight_row == count && needs_prefetch(N, count * sizeof(Weight));
+    const char* ahead = (const char*)(weight + N * weight_row);
+    const Weight* at[N];
+    for (int64_t d = 0; d < whole; d += STEP) {
+        if (fetch) prefetch(ahead + d * N * sizeof(Weight), N * STEP * sizeof(Weight));
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) at[n] = weight + n * weight_row + d;
+        add_step<K, N, M>(sum, at, x + d, x_row);
+    }
+    if (whole < count) {
+        Weight end[N][STEP] = {};
+        for (int n = 0; n < N; ++n) {
+            memcpy(end[n], weight + n * weight_row + whole, (count - whole) * sizeof(Weight));
+            at[n] = end[n];
+        }
+        add_step<K, N, M>(sum, at, x + whole, x_row);
+    }
+    for (int first = 0; first < N * M; first += W) {
+        vf some[W] = {};
+        for (int i = 0; i < W && first + i < N * M; ++i) some[place(i)] = sum[first + i];
+        float found[W];
+        store(found, sums(some));
+        for (int i = 0; i < W && first + i < N * M; ++i)
+            sums_of[(first + i) % M * OUTPUTS + (first + i) / M] += found[i];
+    }
+}
+
+// The products of M rows and `outputs` outputs over a block of inputs.
+template <class K, int M>
+void multiply_rows(const typename K::T::Element* weight, int64_t weight_row, int64_t outputs,
+                   const typename K::Element* x, int64_t x_row, int64_t count, bool cold,
+                   float* sums_of) {
+    constexpr int N = outputs_at_once(M);
+    int64_t n = 0;
+    for (; n + N <= outputs; n += N)
+        multiply<K, N, M>(weight + n * weight_row, weight_row, x, x_row, count, cold, sums_of + n);
+    for (; n < outputs; ++n)
+        multiply<K, 1, M>(weight + n * weight_row, weight_row, x, x_row, count, cold, sums_of + n);
+}
+
+template <class K>
+KV_INLINE void load_step(const typename K::T::Element* from, typename K::Element* to) {
+    store(to, K::template part<0>(from));
+    if constexpr (K::PARTS == 2) store(to + W, K::template part<1>(from));
+}
+
+template <class K>
+void load(const KvLinear& linear, const void* from, int64_t x_row, int64_t rows, void* to) {
+    typedef typename K::T::Element Element;
+    const int64_t stride = kv_linear_stride(linear.inputs), whole = linear.inputs / STEP * STEP;
+    for (int64_t m = 0; m < rows; ++m) {
+        const Element* x = (const Element*)from + m * x_row;
+        typename K::Element* own = (typename K::Element*)to + m * stride;
+        for (int64_t i = 0; i < whole; i += STEP) load_step<K>(x + i, own + i);
+        if (whole == linear.inputs) continue;
+        Element end[STEP] = {};
+        memcpy(end, x + whole, (linear.inputs - whole) * sizeof(Element));
+        load_step<K>(end, own + whole);
+    }
+}
+
+template <class K>
+void run(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
+         void* out) {
+    typedef typename K::T T;
+    typedef typename T::Element Element;
+    const typename K::Element* x = (const typename K::Element*)loaded;
+    const int64_t stride = kv_linear_stride(linear.inputs);
+    float sums_of[KV_LINEAR_ROWS * OUTPUTS];
+    for (int64_t n = first; n < end; n += OUTPUTS) {
+        const int64_t outputs = end - n < OUTPUTS ? end - n : OUTPUTS;
+        memset(sums_of, 0, rows * OUTPUTS * sizeof *sums_of);
+        for (int64_t i = 0; i < linear.inputs; i += INPUTS) {
+            const int64_t count = linear.inputs - i < INPUTS ? linear.inputs - i : INPUTS;
+            const Element* weight = (const Element*)linear.weight + n * linear.weight_row + i;
+            for_tiles<MOST_ROWS>(rows, [&](int64_t m, auto tile) {
+                multiply_rows<K, tile.size>(weight, linear.weight_row, outputs, x + m * stride + i,
+                                            stride, count, !m, sums_of + m * OUTPUTS);
+            });
+        }
+        const Element* bias = (const Element*)linear.bias;
+        for (int64_t m = 0; m < rows; ++m) {
+            Element* to = (Element*)out + m * linear.outputs + n;
+            const float* own = sums_of + m * OUTPUTS;
+            for (int64_t j = 0; j < outputs; ++j)
+                to[j] = T::narrow1(own[j] + (bias ? T::widen1(bias[n + j]) : 0.0f));
+        }
+    }
+}
+
+template <class F>
+void with_kernel(int64_t type, F f) {
+    switch (type) {
+        case KV_F32: f(Wide<F32>{}); break;
+#if defined(KV_BF16_PAIRS)
+        case KV_BF16: f(Dots{}); break;
+#else
+        case KV_BF16: f(Wide<BF16>{}); break;
+#endif
+        default: f(Wide<F16>{}); break;
+    }
+}
+
+void load_any(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows, void* loaded) {
+    with_kernel(linear.type,
+                [&](auto k) { load<decltype(k)>(linear, x, x_row, rows, loaded); });
+}
+
+void run_any(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
+             void* out) {
+    with_kernel(linear.type,
+                [&](auto k) { run<decltype(k)>(linear, loaded, rows, first, end, out); });
+}
+
+}  // namespace
+
+extern const KvLinearKernel KV_LINEAR = {load_any, run_any};

@@ -1,0 +1,215 @@
+"""Linear layers of few rows on the CPU, by a kernel that reads the weights once, where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.native_library import LIBRARY, TYPES, reason
+
+MOST_ROWS = 32
+"""The most rows of a call that the kernel computes; KV_LINEAR_ROWS of native/abi.h."""
+
+FEWEST_BYTES = 3 << 16
+"""Bytes of weights below which torch is as fast, because the call itself takes most of the time."""
+
+_LINEAR = Struct("=7q")
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b by the native kernel, with sums in float32.
+
+    A row's result does not depend on the other rows.
+
+    Args:
+        x: (..., inputs) on the CPU, 1 to `MOST_ROWS` rows; float32, bfloat16 or float16.
+        weight: (outputs, inputs) of the same dtype; the elements of a row are adjacent.
+        bias: (outputs,) of the same dtype.
+
+    Returns:
+        (..., outputs), without a gradient.
+
+    Raises:
+        UnsupportedError: the native library is missing, or the kernel does not take these tensors.
+    """
+    require_kernel()
+    if not _readable(weight, bias) or not _takes(x, weight):
+        raise UnsupportedError(
+            f"this takes x of 1 to {MOST_ROWS} rows and weights on the CPU, all of one dtype "
+            f"({', '.join(str(dtype) for dtype in TYPES)}); x is {tuple(x.shape)} of {x.dtype} on "
+            f"{x.device}, weights are {tuple(weight.shape)} of {weight.dtype} on {weight.device} "
+            f"with strides {weight.stride()}; use torch.nn.functional.linear"
+        )
+    return _Weights(weight, bias).product(x)
+
+
+def require_kernel() -> None:
+    """Raise UnsupportedError if there is no native library."""
+    if LIBRARY is None:
+        raise UnsupportedError(f"no native kernel: {reason}")
+
+
+def route(model: nn.Module) -> int:
+    """Let the native kernel compute the model's linear layers where it is faster: calls of at most
+    `MOST_ROWS` rows on the CPU, without gradients. `unroute` undoes it.
+
+    Layers are routed whose type is `nn.Linear` itself, with weights that the kernel reads, and
+    whose forward nothing else has replaced or wrapped (PEFT, quantisation, parametrisation).
+
+    Returns:
+        The number of routed layers; 0 without the native library.
+    """
+    if LIBRARY is None:
+        return 0
+    routed = [module for module in _linears(model) if _gains(module)]
+    for module in routed:
+        module.__dict__["forward"] = _Routed(module)
+    return len(routed)
+
+
+def unroute(model: nn.Module) -> None:
+    """Give the layers that `route` changed their own forward again."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), _Routed):
+            del module.__dict__["forward"]
+
+
+def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+    wrapped = {
+        id(part)
+        for module in model.modules()
+        if hasattr(module, "base_layer")  # PEFT's
+        for part in module.modules()
+    }
+    for module in model.modules():
+        if type(module) is nn.Linear and id(module) not in wrapped:
+            yield module
+
+
+def _gains(module: nn.Linear) -> bool:
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and "forward" not in module.__dict__
+        and weight.nbytes >= FEWEST_BYTES
+        and _readable(weight, module._parameters.get("bias"))
+    )
+
+
+def _readable(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel reads these weights."""
+    return (
+        all(type(x) in (Tensor, nn.Parameter) for x in (weight, bias) if x is not None)
+        and weight.is_cpu
+        and weight.layout is torch.strided
+        and weight.dtype in TYPES
+        and weight.dim() == 2
+        and (weight.stride(1) == 1 or weight.shape[1] == 1)
+        and (bias is None or (bias.is_cpu and bias.dtype is weight.dtype and bias.is_contiguous()))
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel multiplies x by these weights."""
+    inputs = weight.shape[1]
+    return (
+        type(x) is Tensor
+        and x.dtype is weight.dtype
+        and x.is_cpu
+        and x.layout is torch.strided
+        and x.dim() > 0
+        and x.shape[-1] == inputs
+        and 0 < x.numel() <= MOST_ROWS * inputs
+    )
+
+
+class _Weights:
+    """Weights that the kernel reads, and the record that describes them to it."""
+
+    __slots__ = ("_described", "_pointers", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self._pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        self._described = 0, b""  # for a number of threads
+
+    def are(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these are the tensors, where they were."""
+        return (
+            weight is self.weight
+            and bias is self.bias
+            and weight.data_ptr() == self._pointers[0]
+            and (bias is None or bias.data_ptr() == self._pointers[1])
+        )
+
+    def product(self, x: Tensor) -> Tensor:
+        assert LIBRARY is not None
+        outputs, inputs = self.weight.shape
+        threads, described = self._described
+        if threads != torch.get_num_threads():
+            threads = torch.get_num_threads()
+            kind, stride = TYPES[self.weight.dtype], self.weight.stride(0)
+            described = _LINEAR.pack(*self._pointers, kind, inputs, outputs, stride, threads)
+            self._described = threads, described
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
+        rows = x.numel() // inputs
+        if LIBRARY.kv_linear(described, x.data_ptr(), inputs, rows, out.data_ptr()):
+            raise MemoryError(f"no scratch memory for {rows} rows of {inputs} inputs")
+        return out
+
+
+class _Routed:
+    """The `forward` of a routed layer. Calls that the kernel does not compute go to the module's
+    own forward."""
+
+    __slots__ = ("_module", "_weights")
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self._weights: _Weights | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Routed, (self._module,)  # copies have weights of their own
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        if torch.compiler.is_compiling():
+            return type(module).forward(module, x)
+        weights = self._current()
+        if weights is None or not _takes(x, weights.weight) or self._is_watched(x):
+            return type(module).forward(module, x)
+        return weights.product(x)
+
+    def _current(self) -> _Weights | None:
+        """The module's weights, which may have been replaced or moved; None if unreadable."""
+        parameters, weights = self._module._parameters, self._weights
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weights is not None and weight is not None and weights.are(weight, bias):
+            return weights
+        weights = None
+        if weight is not None and _readable(weight, bias):
+            weights = _Weights(weight, bias)
+        self._weights = weights
+        return weights
+
+    def _is_watched(self, x: Tensor) -> bool:
+        """Whether gradients, hooks, autocast or a dispatch mode need torch's own operations."""
+        module = self._module
+        return bool(
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or torch.is_autocast_enabled("cpu")
+            or torch._C._len_torch_dispatch_stack()
+            or (
+                torch.is_grad_enabled()
+                and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
+            )
+        )
