@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.native_library import LIBRARY, TYPES, reason
@@ -15,7 +16,7 @@ from kvkeep.native_library import LIBRARY, TYPES, reason
 MOST_ROWS = 32
 """The most rows of a call that the kernel computes; KV_LINEAR_ROWS of native/abi.h."""
 
-FEWEST_BYTES = 3 << 16
+FEWEST_BYTES = 1 << 17
 """Bytes of weights below which torch is as fast, because the call itself takes most of the time."""
 
 _LINEAR = Struct("=7q")
@@ -38,14 +39,15 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UnsupportedError: the native library is missing, or the kernel does not take these tensors.
     """
     require_kernel()
-    if not _readable(weight, bias) or not _takes(x, weight):
+    out = _Weights(weight, bias).product(x) if _readable(weight, bias) else None
+    if out is None:
         raise UnsupportedError(
             f"this takes x of 1 to {MOST_ROWS} rows and weights on the CPU, all of one dtype "
             f"({', '.join(str(dtype) for dtype in TYPES)}); x is {tuple(x.shape)} of {x.dtype} on "
             f"{x.device}, weights are {tuple(weight.shape)} of {weight.dtype} on {weight.device} "
             f"with strides {weight.stride()}; use torch.nn.functional.linear"
         )
-    return _Weights(weight, bias).product(x)
+    return out
 
 
 def require_kernel() -> None:
@@ -115,27 +117,14 @@ def _readable(weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel multiplies x by these weights."""
-    inputs = weight.shape[1]
-    return (
-        type(x) is Tensor
-        and x.dtype is weight.dtype
-        and x.is_cpu
-        and x.layout is torch.strided
-        and x.dim() > 0
-        and x.shape[-1] == inputs
-        and 0 < x.numel() <= MOST_ROWS * inputs
-    )
-
-
 class _Weights:
     """Weights that the kernel reads, and the record that describes them to it."""
 
-    __slots__ = ("_described", "_pointers", "bias", "weight")
+    __slots__ = ("_described", "_pointers", "bias", "dtype", "inputs", "outputs", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.dtype = weight, bias, weight.dtype
+        self.outputs, self.inputs = weight.shape
         self._pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         self._described = 0, b""  # for a number of threads
 
@@ -148,22 +137,36 @@ class _Weights:
             and (bias is None or bias.data_ptr() == self._pointers[1])
         )
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor | None:
+        """x W^T + b, or None if the kernel does not take x."""
+        shape, inputs = x.shape, self.inputs
+        rows = x.numel() // inputs if inputs else 0
+        if not (
+            type(x) is Tensor
+            and x.dtype is self.dtype
+            and 0 < rows <= MOST_ROWS
+            and shape
+            and shape[-1] == inputs
+            and x.is_cpu
+            and x.layout is torch.strided
+        ):
+            return None
         assert LIBRARY is not None
-        outputs, inputs = self.weight.shape
         threads, described = self._described
         if threads != torch.get_num_threads():
-            threads = torch.get_num_threads()
-            kind, stride = TYPES[self.weight.dtype], self.weight.stride(0)
-            described = _LINEAR.pack(*self._pointers, kind, inputs, outputs, stride, threads)
-            self._described = threads, described
+            described = self._describe(torch.get_num_threads())
         if not x.is_contiguous():
             x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
-        rows = x.numel() // inputs
+        out = torch.empty((*shape[:-1], self.outputs), dtype=self.dtype)
         if LIBRARY.kv_linear(described, x.data_ptr(), inputs, rows, out.data_ptr()):
             raise MemoryError(f"no scratch memory for {rows} rows of {inputs} inputs")
         return out
+
+    def _describe(self, threads: int) -> bytes:
+        kind, stride = TYPES[self.dtype], self.weight.stride(0)
+        described = _LINEAR.pack(*self._pointers, kind, self.inputs, self.outputs, stride, threads)
+        self._described = threads, described
+        return described
 
 
 class _Routed:
@@ -181,19 +184,19 @@ class _Routed:
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
-        if torch.compiler.is_compiling():
-            return type(module).forward(module, x)
-        weights = self._current()
-        if weights is None or not _takes(x, weights.weight) or self._is_watched(x):
-            return type(module).forward(module, x)
-        return weights.product(x)
+        if not is_compiling():
+            parameters, weights = module._parameters, self._weights
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if weights is None or weight is None or not weights.are(weight, bias):
+                weights = self._described(weight, bias)
+            if weights is not None and not self._is_watched(x):
+                out = weights.product(x)
+                if out is not None:
+                    return out
+        return type(module).forward(module, x)
 
-    def _current(self) -> _Weights | None:
-        """The module's weights, which may have been replaced or moved; None if unreadable."""
-        parameters, weights = self._module._parameters, self._weights
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weights is not None and weight is not None and weights.are(weight, bias):
-            return weights
+    def _described(self, weight: Tensor | None, bias: Tensor | None) -> _Weights | None:
+        """The module's weights now; None if the kernel does not read them."""
         weights = None
         if weight is not None and _readable(weight, bias):
             weights = _Weights(weight, bias)
@@ -203,13 +206,13 @@ class _Routed:
     def _is_watched(self, x: Tensor) -> bool:
         """Whether gradients, hooks, autocast or a dispatch mode need torch's own operations."""
         module = self._module
+        if torch.is_grad_enabled():
+            weights = module._parameters.values()
+            if x.requires_grad or any(p is not None and p.requires_grad for p in weights):
+                return True
         return bool(
             module._forward_hooks
             or module._forward_pre_hooks
             or torch.is_autocast_enabled("cpu")
             or torch._C._len_torch_dispatch_stack()
-            or (
-                torch.is_grad_enabled()
-                and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
-            )
         )
