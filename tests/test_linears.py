@@ -248,6 +248,16 @@ def test_copies_have_weights_of_their_own(layer, copied):
     assert other(x).equal(layer.bias.expand(2, -1))
 
 
+@torch.inference_mode()
+def test_one_row_of_a_small_layer_goes_to_torch(computed):
+    layer = nn.Linear(128, 128)
+    assert linears.route(layer) == 1
+    layer(torch.randn(1, 1, 128))
+    assert computed == []
+    layer(torch.randn(1, 2, 128))
+    assert computed == [(1, 2, 128)]
+
+
 def test_what_is_not_routed(layer):
     class Own(nn.Linear):
         pass

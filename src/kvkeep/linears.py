@@ -16,8 +16,9 @@ from kvkeep.native_library import LIBRARY, TYPES, reason
 MOST_ROWS = 32
 """The most rows of a call that the kernel computes; KV_LINEAR_ROWS of native/abi.h."""
 
-FEWEST_BYTES = 1 << 17
-"""Bytes of weights below which torch is as fast, because the call itself takes most of the time."""
+FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
+"""Bytes of weights below which a layer is not routed, and below which one row alone goes to torch:
+the call itself then takes most of the time."""
 
 _LINEAR = Struct("=7q")
 
@@ -120,11 +121,21 @@ def _readable(weight: Tensor, bias: Tensor | None) -> bool:
 class _Weights:
     """Weights that the kernel reads, and the record that describes them to it."""
 
-    __slots__ = ("_described", "_pointers", "bias", "dtype", "inputs", "outputs", "weight")
+    __slots__ = (
+        "_described",
+        "_pointers",
+        "bias",
+        "dtype",
+        "fewest",
+        "inputs",
+        "outputs",
+        "weight",
+    )
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype
         self.outputs, self.inputs = weight.shape
+        self.fewest = 1  # rows
         self._pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         self._described = 0, b""  # for a number of threads
 
@@ -144,7 +155,7 @@ class _Weights:
         if not (
             type(x) is Tensor
             and x.dtype is self.dtype
-            and 0 < rows <= MOST_ROWS
+            and self.fewest <= rows <= MOST_ROWS
             and shape
             and shape[-1] == inputs
             and x.is_cpu
@@ -200,6 +211,7 @@ class _Routed:
         weights = None
         if weight is not None and _readable(weight, bias):
             weights = _Weights(weight, bias)
+            weights.fewest = 1 if weight.nbytes >= FEWEST_FOR_ONE else 2
         self._weights = weights
         return weights
 
