@@ -9,6 +9,7 @@ import kvkeep.layer.step
 from kvkeep.attention import attend
 from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, StateError
+from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, Reach
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import OracleLayer, check_layer, example_planes, live_tokens
@@ -448,3 +449,24 @@ def test_modes_may_change_between_steps(text):
             for n in (5, 1):
                 layer.step(torch.randn(1, 4, n, 16), *kv(n, dim=16), scale=0.25)
     assert max(len(place) for place, _, _ in live_tokens(layer)[0]) >= 6
+
+
+def test_an_interrupt_after_an_eviction_takes_nothing_back(monkeypatch):
+    """What was evicted cannot be restored, so the new tokens stay."""
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    layer, whole = new("h2o:8"), new("h2o:8")
+    chunks = [(torch.randn(1, 2, n, 4), *kv(n)) for n in (8, 3, 1)]
+    for each in (layer, whole):
+        each.step(*chunks[0], scale=1.0)
+    whole.step(*chunks[1], scale=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerCache, "_pack", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            layer.step(*chunks[1], scale=1.0)
+    layer.mend()
+    assert layer.fed == 11
+    assert layer.positions().equal(whole.positions())
+    assert layer.step(*chunks[2], scale=1.0).equal(whole.step(*chunks[2], scale=1.0))
