@@ -71,7 +71,8 @@ def route(model: nn.Module) -> int:
         return 0
     routed = [module for module in _linears(model) if _gains(module)]
     for module in routed:
-        module.__dict__["forward"] = _Routed(module)
+        small = module.weight.nbytes < FEWEST_FOR_ONE
+        module.__dict__["forward"] = _Routed(module, module.in_features if small else 0)
     return len(routed)
 
 
@@ -121,21 +122,11 @@ def _readable(weight: Tensor, bias: Tensor | None) -> bool:
 class _Weights:
     """Weights that the kernel reads, and the record that describes them to it."""
 
-    __slots__ = (
-        "_described",
-        "_pointers",
-        "bias",
-        "dtype",
-        "fewest",
-        "inputs",
-        "outputs",
-        "weight",
-    )
+    __slots__ = ("_described", "_pointers", "bias", "dtype", "inputs", "outputs", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype
         self.outputs, self.inputs = weight.shape
-        self.fewest = 1  # rows
         self._pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         self._described = 0, b""  # for a number of threads
 
@@ -155,7 +146,7 @@ class _Weights:
         if not (
             type(x) is Tensor
             and x.dtype is self.dtype
-            and self.fewest <= rows <= MOST_ROWS
+            and 0 < rows <= MOST_ROWS
             and shape
             and shape[-1] == inputs
             and x.is_cpu
@@ -184,18 +175,19 @@ class _Routed:
     """The `forward` of a routed layer. Calls that the kernel does not compute go to the module's
     own forward."""
 
-    __slots__ = ("_module", "_weights")
+    __slots__ = ("_few", "_module", "_weights")
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+    def __init__(self, module: nn.Linear, few: int) -> None:
+        """`few`: elements of an input that is so small that torch is as fast."""
+        self._module, self._few = module, few
         self._weights: _Weights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Routed, (self._module,)  # copies have weights of their own
+        return _Routed, (self._module, self._few)  # copies have weights of their own
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
-        if not is_compiling():
+        if x.numel() > self._few and not is_compiling():
             parameters, weights = module._parameters, self._weights
             weight, bias = parameters.get("weight"), parameters.get("bias")
             if weights is None or weight is None or not weights.are(weight, bias):
@@ -204,14 +196,13 @@ class _Routed:
                 out = weights.product(x)
                 if out is not None:
                     return out
-        return type(module).forward(module, x)
+        return nn.Linear.forward(module, x)
 
     def _described(self, weight: Tensor | None, bias: Tensor | None) -> _Weights | None:
         """The module's weights now; None if the kernel does not read them."""
         weights = None
         if weight is not None and _readable(weight, bias):
             weights = _Weights(weight, bias)
-            weights.fewest = 1 if weight.nbytes >= FEWEST_FOR_ONE else 2
         self._weights = weights
         return weights
 
