@@ -248,6 +248,26 @@ def test_copies_have_weights_of_their_own(layer, copied):
     assert other(x).equal(layer.bias.expand(2, -1))
 
 
+def test_what_watches_torchs_operations_sees_them(layer, computed):
+    layer.requires_grad_(False)
+    linears.route(layer)
+    x, tangent = torch.randn(2, 200), torch.randn(2, 200)
+    expected = linear(x, layer.weight, layer.bias)
+    found, slope = torch.func.jvp(layer, (x,), (tangent,))
+    assert found.equal(expected)
+    torch.testing.assert_close(slope, linear(tangent, layer.weight))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        assert torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent is not None
+    torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
+    traced = torch.jit.trace(layer, (x,), check_trace=False)
+    assert traced(2 * x).equal(linear(2 * x, layer.weight, layer.bias))
+    assert computed == []
+    with torch.device("meta"):  # the device of new tensors
+        assert layer(input=x).device == x.device
+    assert computed == [(2, 200)]
+
+
 @torch.inference_mode()
 def test_one_row_of_a_small_layer_goes_to_torch(computed):
     layer = nn.Linear(128, 128)

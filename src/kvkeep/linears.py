@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from kvkeep.errors import UnsupportedError
@@ -159,7 +161,7 @@ class _Weights:
             described = self._describe(torch.get_num_threads())
         if not x.is_contiguous():
             x = x.contiguous()
-        out = torch.empty((*shape[:-1], self.outputs), dtype=self.dtype)
+        out = x.new_empty((*shape[:-1], self.outputs))
         if LIBRARY.kv_linear(described, x.data_ptr(), inputs, rows, out.data_ptr()):
             raise MemoryError(f"no scratch memory for {rows} rows of {inputs} inputs")
         return out
@@ -185,18 +187,18 @@ class _Routed:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Routed, (self._module, self._few)  # copies have weights of their own
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:  # named as that of nn.Linear
         module = self._module
-        if x.numel() > self._few and not is_compiling():
+        if input.numel() > self._few and not is_compiling():
             parameters, weights = module._parameters, self._weights
             weight, bias = parameters.get("weight"), parameters.get("bias")
             if weights is None or weight is None or not weights.are(weight, bias):
                 weights = self._described(weight, bias)
-            if weights is not None and not self._is_watched(x):
-                out = weights.product(x)
+            if weights is not None and not self._is_watched(input):
+                out = weights.product(input)
                 if out is not None:
                     return out
-        return nn.Linear.forward(module, x)
+        return nn.Linear.forward(module, input)
 
     def _described(self, weight: Tensor | None, bias: Tensor | None) -> _Weights | None:
         """The module's weights now; None if the kernel does not read them."""
@@ -207,7 +209,7 @@ class _Routed:
         return weights
 
     def _is_watched(self, x: Tensor) -> bool:
-        """Whether gradients, hooks, autocast or a dispatch mode need torch's own operations."""
+        """Whether gradients, hooks, autocast, tracing or torch.func need torch's operations."""
         module = self._module
         if torch.is_grad_enabled():
             weights = module._parameters.values()
@@ -218,4 +220,7 @@ class _Routed:
             or module._forward_pre_hooks
             or torch.is_autocast_enabled("cpu")
             or torch._C._len_torch_dispatch_stack()
+            or torch._C._get_tracing_state()
+            or peek_interpreter_stack()
+            or forward_ad._current_level >= 0
         )
