@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from support.instruction_sets import BEST, SETS
 from support.tiny_models import tiny
 from torch import nn
 from torch.nn.functional import linear
@@ -20,20 +21,6 @@ from kvkeep.linears import MOST_ROWS, few_rows
 pytestmark = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def usable(name):
-    try:
-        native_library.use_instructions(name)
-    except UnsupportedError:
-        return False
-    return True
-
-
-BEST = native_library.instructions()
-SETS = [name for name in ("avx512bf16", "avx512", "avx2", "portable") if usable(name)]
-if native_library.available:
-    native_library.use_instructions(BEST)
 
 
 @pytest.fixture(params=SETS)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
+from support.instruction_sets import BEST, SETS
 from support.pairwise import pairwise
 
 from kvkeep.attention import Segment, View, attend, native, reference
@@ -27,20 +28,6 @@ pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Queries and weights have 16 bits where they meet codes. A typical result is within 5e-5.
 CODED = 2e-4
-
-
-def usable(name):
-    try:
-        native.use_instructions(name)
-    except UnsupportedError:
-        return False
-    return True
-
-
-BEST = native.instructions()
-SETS = [name for name in ("avx512bf16", "avx512", "avx2", "portable") if usable(name)]
-if native.available:
-    native.use_instructions(BEST)
 
 
 class Secret(Plain):
