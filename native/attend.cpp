@@ -15,7 +15,6 @@ namespace {
 // -- the plan --------------------------------------------------------------------------------
 
 constexpr int64_t FEWEST_SLOTS = 256;        // in a run of a tile that is split
-constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread is slower
 constexpr int64_t MOST_WEIGHTS = 1 << 24;      // in memory for the mass, unless one query has more
 
 // How a chain is divided into runs.
@@ -66,8 +65,7 @@ struct Plan {
             work += plan.row_tiles * call.heads * token_tiles * segment.slots;
         }
         const int64_t bytes = work * (call.key_width + call.value_width) * 2;
-        threads = std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, call.threads));
-        if (forked()) threads = 1;
+        threads = threads_for(bytes, call.threads);
         const int64_t share =
             threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
         for (ChainPlan& chain : chains) add_runs(call, chain, share);

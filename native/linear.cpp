@@ -7,18 +7,15 @@
 
 int kv_linear(const KvLinear* given, const void* x, int64_t x_row, int64_t rows, void* out) {
     const KvLinear& linear = *given;
-    constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread is slower
-    constexpr int64_t TOGETHER = 48;               // outputs of a share are a multiple of it
+    constexpr int64_t TOGETHER = KV_LINEAR_OUTPUTS;
     const KvLinearKernel& kernel = *instructions().linear;
     float* loaded = scratch(2, rows * kv_linear_stride(linear.inputs));
     if (!loaded) return 1;
     kernel.load(linear, x, x_row, rows, loaded);
     const int64_t bytes = linear.outputs * linear.inputs * (linear.type == KV_F32 ? 4 : 2);
     const int64_t tiles = (linear.outputs + TOGETHER - 1) / TOGETHER;
-    int64_t threads = std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1,
-                                          std::max<int64_t>(1, linear.threads));
-    if (forked()) threads = 1;
-    threads = std::min(threads, std::max<int64_t>(1, tiles));
+    const int64_t threads =
+        std::min(threads_for(bytes, linear.threads), std::max<int64_t>(1, tiles));
     share(threads, threads, [&](int64_t i) {
         const int64_t first = tiles * i / threads * TOGETHER;
         const int64_t end = std::min(tiles * (i + 1) / threads * TOGETHER, linear.outputs);

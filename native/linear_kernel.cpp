@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int64_t INPUTS = 2048;  // of a block; a multiple of every STEP
-constexpr int64_t OUTPUTS = 48;   // of a block
+constexpr int64_t OUTPUTS = KV_LINEAR_OUTPUTS;
 
 // Rows of x in a tile, and outputs for so many rows: their sums, the smaller side and one element of
 // the other fit the registers.

@@ -1,5 +1,6 @@
 #include "machine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -76,7 +77,11 @@ bool use_instructions(const char* name) {
     return false;
 }
 
-bool forked() { return is_forked; }
+int64_t threads_for(int64_t bytes, int64_t most) {
+    constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread is slower
+    if (is_forked) return 1;
+    return std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, most));
+}
 
 float* scratch(int piece, int64_t floats) {
     static thread_local std::unique_ptr<float[]> memory[3];

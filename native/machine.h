@@ -18,9 +18,9 @@ const Instructions& instructions();
 // Uses the instruction set `name` from now on; false if this processor lacks it.
 bool use_instructions(const char* name);
 
-// Whether this process was forked: it lacks its parent's worker threads, and using them would block
-// forever.
-bool forked();
+// The threads for work that reads so many bytes: at most `most`, and 1 in a forked process, which
+// lacks its parent's worker threads and would wait for them forever.
+int64_t threads_for(int64_t bytes, int64_t most);
 
 // A thread's scratch memory, in three pieces, which are kept for its next call. Null if there is
 // none.

@@ -123,12 +123,13 @@ def small(path):
     return cache
 
 
-def test_every_flipped_byte_is_found(tmp_path):
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_flipped_bytes_are_found(tmp_path, every):
     small(tmp_path / "a.kv")
     whole = (tmp_path / "a.kv").read_bytes()
     Saved(tmp_path / "a.kv")
     bits = random.Random(0)
-    for at in range(0, len(whole), 5):
+    for at in range(0, len(whole), every):
         flipped = bytearray(whole)
         flipped[at] ^= 1 << bits.randrange(8)
         (tmp_path / "b.kv").write_bytes(flipped)
