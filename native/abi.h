@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 3;
+constexpr int KV_ABI = 4;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. 4-bit codes
@@ -116,6 +116,35 @@ KV_PUBLIC int kv_encode(const KvEncoding* encoding);
 
 // Computes attention. Returns 0, or 1 if scratch memory cannot be allocated.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
+
+// A step of one layer, of one token a row. All rows have the same positions, without padding, and
+// the query sees all slots. What changes from step to step is in KvToken.
+struct KvStep {
+    KvCall call;              // with one query; dense
+    KvEncoding key, value;    // one token to slot 0; bits are 0 if it is copied as it is
+    KvPlane position;         // positions of all slots
+    int64_t position_heads;
+    KvRanking ranking;        // which slot is freed
+};
+
+struct KvToken {
+    const void *q, *k, *v;
+    void* out;
+    const int32_t* positions;  // of the tokens as the caller has them, which are compared
+    int64_t position_count;
+    int64_t position;          // what they must be
+    int64_t slots;             // in use, of the last segment
+    int64_t drops;             // 1: first frees the oldest slot that is not protected
+};
+
+enum KvStepResult : int { KV_STEP_DONE = 0, KV_STEP_FAILED = 1, KV_STEP_UNLIKE = 2 };
+
+// Frees a slot if asked to, writes the token to the slot after those in use, and attends. `planes`
+// are those of the last segment, as for kv_evict. The last segment's `slots`, and the data of all
+// queries, are not read. Returns KV_STEP_FAILED if memory cannot be allocated, where a slot may
+// have been freed; KV_STEP_UNLIKE, with nothing changed, if the positions are others.
+KV_PUBLIC int kv_step(const KvStep* step, const KvSegment* segments, const KvSlots* planes,
+                      int64_t plane_count, const KvToken* token);
 
 // A linear layer: weights (outputs, inputs) with elements of one row side by side, and a bias
 // (outputs) or null, of one KvType: F32, BF16 or F16. Any alignment is allowed.

@@ -45,6 +45,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_linear.argtypes = (c_char_p, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
         library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
+        library.kv_step.argtypes = (c_char_p, c_char_p, c_char_p, c_int64, c_char_p)
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
         library.kv_use_instructions.restype = c_int
@@ -58,7 +59,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> KvType of native/abi.h."""
 
-_ABI = 3  # KV_ABI of native/abi.h
+_ABI = 4  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

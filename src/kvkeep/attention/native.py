@@ -8,6 +8,7 @@ the others are used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 
 import torch
@@ -33,7 +34,7 @@ _READABLE = ("plain", "int8", "int4")
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=47q"), Struct("=4q")
+CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=47q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -45,28 +46,37 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, which do not exist while tracing"
     for segment in view.segments:
-        planes = unsliced(segment.planes)
-        k, v = planes["k"], planes["v"]
-        for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
-            layout = codec.layout
-            if layout is None or layout.packing not in _READABLE:
-                return f"the native kernel cannot read what {codec} encodes"
-            if layout.packing == "plain" and plane.dtype not in TYPES:
-                return f"the native kernel reads no {plane.dtype}"
-        if wants_gradients(q, k, v):
-            return "the native kernel has no gradients"
+        unread = _unread(q, segment)
+        if unread is not None:
+            return unread
     return None
+
+
+def _unread(q: Tensor, segment: Segment) -> str | None:
+    """Why the kernel cannot read a segment, or None."""
+    planes = unsliced(segment.planes)
+    k, v = planes["k"], planes["v"]
+    for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
+        layout = codec.layout
+        if layout is None or layout.packing not in _READABLE:
+            return f"the native kernel cannot read what {codec} encodes"
+        if layout.packing == "plain" and plane.dtype not in TYPES:
+            return f"the native kernel reads no {plane.dtype}"
+    return "the native kernel has no gradients" if wants_gradients(q, k, v) else None
+
+
+def reads(q: Tensor, segment: Segment) -> bool:
+    """Whether the kernel reads this segment where it lies, for queries q as they are."""
+    layout = segment.key_codec.layout
+    turned = layout is not None and layout.hadamard and q.shape[3] > _MOST_WIDTH
+    return q.dtype in TYPES and not turned and _unread(q, segment) is None
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
     assert LIBRARY is not None
-    rows, query_heads, n, key_width = q.shape
-    last = view.segments[-1]
-    _, heads, _, value_width = unsliced(last.planes)["v"].shape
-    layout = last.value_codec.layout
-    if layout is not None and layout.packing == "int4":
-        value_width *= 2
+    rows, query_heads, n, _ = q.shape
+    heads, value_width = heads_and_width(view.segments[-1])
     # Stored as (B, n, Hq, Dv), as models use it next; for one token both layouts are the same.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
@@ -78,18 +88,11 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         observed = view.observed(options.observed)
     dense = view.dense
     kept: list[Tensor] = []  # keeps temporary tensors alive during the call
-    before: list[Segment | None] = [None, *view.segments]
-    segments = b"".join(
-        [
-            _segment(segment, q, dense, kept, segment.follows(previous))
-            for segment, previous in zip(view.segments, before, strict=False)
-        ]
-    )
+    segments = pack_segments(view.segments, q, dense, kept)
     reaches = b"".join([_REACH.pack(*reach) for reach in view.reaches])
     position = None if dense else view.position.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    token = query_heads * value_width
-    call = _CALL.pack(
+    call = CALL.pack(
         0,
         0,
         0 if position is None else position.data_ptr(),
@@ -102,16 +105,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         n if position is not None and position.dim() == 2 else 0,
         n if observed is not None and observed.shape[0] > 1 else 0,
         0 if observed is None else _first(observed),
-        n * token,
-        value_width,
-        token,
-        TYPES[q.dtype],
-        rows,
-        heads,
-        query_heads // heads,
-        n,
-        key_width,
-        value_width,
+        *_shape(q, heads, value_width),
         dense,
         torch.get_num_threads(),
         options.scale,
@@ -122,10 +116,53 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     return out, mass
 
 
+def _shape(q: Tensor, heads: int, value_width: int) -> tuple[int, ...]:
+    """The fields of a KvCall from `out_row` to `value_width`."""
+    rows, query_heads, n, key_width = q.shape
+    token = query_heads * value_width
+    out = n * token, value_width, token, TYPES[q.dtype]
+    return *out, rows, heads, query_heads // heads, n, key_width, value_width
+
+
+def call_of_step(
+    q: Tensor, heads: int, value_width: int, segments: int, options: Options
+) -> tuple[float, ...]:
+    """The fields of a KvCall for one token a row that sees all slots; those of `out` and of the
+    segments are 0. `options` have neither sinks nor mass."""
+    return (
+        *(0,) * 7,
+        segments,
+        *(0,) * 4,
+        *_shape(q, heads, value_width),
+        1,
+        torch.get_num_threads(),
+        options.scale,
+        options.softcap or 0.0,
+    )
+
+
 def _first(observed: Tensor) -> int:
     """The index of the first query that is observed in any row; n if there is none."""
     some = observed.any(dim=0)
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
+
+
+def heads_and_width(segment: Segment) -> tuple[int, int]:
+    """Kv heads and the width of values."""
+    _, heads, _, width = unsliced(segment.planes)["v"].shape
+    layout = segment.value_codec.layout
+    return heads, width * 2 if layout is not None and layout.packing == "int4" else width
+
+
+def pack_segments(segments: Sequence[Segment], q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
+    """Segments as KvSegments; temporary tensors that they refer to are appended to `kept`."""
+    before: list[Segment | None] = [None, *segments]
+    return b"".join(
+        [
+            _segment(segment, q, dense, kept, segment.follows(previous))
+            for segment, previous in zip(segments, before, strict=False)
+        ]
+    )
 
 
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:

@@ -15,7 +15,7 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
 from kvkeep.native_library import LIBRARY, TYPES
-from kvkeep.packing import KernelLayout
+from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import Planes
 
 _MOST_HALF = 65504.0  # the largest float16
@@ -112,22 +112,7 @@ class Grouped(Codec):
         assert LIBRARY is not None
         if x.stride(3) != 1:
             x = x.contiguous()
-        zero = planes.get(prefix + "_zero")
-        encoding = _ENCODING.pack(
-            *_plane(x),
-            TYPES[x.dtype],
-            *_plane(planes[prefix]),
-            0,
-            *_plane(planes[prefix + "_scale"]),
-            0,
-            *(_ABSENT if zero is None else _plane(zero)),
-            0,
-            *x.shape,
-            self.bits,
-            self.group,
-            self.hadamard,
-        )
-        if LIBRARY.kv_encode(encoding):
+        if LIBRARY.kv_encode(ENCODING.pack(*encoding(x, planes, prefix, self.layout))):
             raise MemoryError(f"no scratch memory to encode {x.shape[2]} tokens")
 
     @abstractmethod
@@ -141,8 +126,31 @@ class Grouped(Codec):
         return hadamard(q) if self.hadamard else q
 
 
-_ENCODING = Struct("=27q")  # KvEncoding of native/abi.h
+ENCODING = Struct("=27q")
+"""KvEncoding of native/abi.h."""
+
+_BITS = {PLAIN.packing: 0, "int8": 8, "int4": 4}
 _ABSENT = (0, 0, 0, 0)
+
+
+def encoding(x: Tensor, planes: Planes, prefix: str, layout: KernelLayout) -> tuple[int, ...]:
+    """The fields of a KvEncoding that writes tokens x (B, H, n, D) to the first n slots of planes
+    whose names begin with `prefix`."""
+    scale, zero = planes.get(prefix + "_scale"), planes.get(prefix + "_zero")
+    return (
+        *_plane(x),
+        TYPES[x.dtype],
+        *_plane(planes[prefix]),
+        0,
+        *(_ABSENT if scale is None else _plane(scale)),
+        0,
+        *(_ABSENT if zero is None else _plane(zero)),
+        0,
+        *x.shape,
+        _BITS[layout.packing],
+        layout.group,
+        layout.hadamard,
+    )
 
 
 def _compiled(x: Tensor) -> bool:

@@ -59,6 +59,14 @@ class History:
         after.columns += position.shape[-1]
         return after, position if shows_padding else own.expand_as(position)
 
+    def with_column(self, *, floor: int | None = None) -> History:
+        """The history after one more column without padding, and with a new floor unless None."""
+        after = object.__new__(History)
+        after.__dict__.update(self.__dict__)
+        after.columns += 1
+        after.floor = self.floor if floor is None else floor
+        return after
+
     def without(self, newest: Tensor) -> History:
         """The history before the newest n columns, whose positions are `newest`, (B, n)."""
         before = copy(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class LayerSlots(ABC):
     """The most slots it can hold; None: limited by memory only."""
     frozen: FrozenRuns = FrozenRuns()
     """Runs of older slots that forks share."""
+    single: ClassVar[bool] = False
+    """Whether all slots that are neither frozen nor set aside lie in `storage`."""
 
     # -- state ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Undivided(LayerSlots):
         storage: holds the slots; this object takes ownership.
         rows: B, if the storage holds slots already.
     """
+
+    single: ClassVar[bool] = True
 
     def __init__(
         self, codecs: Codecs, own: Collection[str], storage: Storage, rows: int = 0

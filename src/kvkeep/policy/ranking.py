@@ -21,7 +21,9 @@ from kvkeep.native_library import LIBRARY
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Observation
 
-_RANKING = Struct("=18q")  # KvRanking of native/abi.h
+RANKING = Struct("=18q")
+"""KvRanking of native/abi.h."""
+
 _LAST = 2**31 - 1
 _NOISE = 0xFF
 """The bits of a float32 score that are rounded off, as in `native/slots.cpp`."""
@@ -106,7 +108,7 @@ def least_worthy(
     else:
         newests = seen.newest.to(torch.int64).contiguous()
     victims = torch.empty((rows, heads, count), dtype=torch.int64)
-    ranking = _RANKING.pack(
+    ranking = RANKING.pack(
         address,
         position.data_ptr(),
         0 if newests is None else newests.data_ptr(),

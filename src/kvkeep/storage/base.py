@@ -54,6 +54,16 @@ class Storage(ABC):
                 f"@fixed:{slots} or more, @growing, or a policy that evicts, such as window"
             )
 
+    def described(self) -> bytes | None:
+        """The addresses and strides of the planes, as KvSlots of native/abi.h: the same object
+        until the planes move. With them the native library may write the allocated slots from
+        `length` on, followed by `extend_to`. None: it may not."""
+        return None
+
+    def extend_to(self, length: int) -> None:
+        """Count the slots up to `length`, which were written in place, as slots in use."""
+        raise NotImplementedError(f"{self.name} storage is not written in place")
+
     @property
     def limited(self) -> bool:
         """Whether there is a `limit`."""

@@ -51,6 +51,25 @@ class Buffer(Storage):
     def length(self) -> int:
         return self._length
 
+    def described(self) -> bytes | None:
+        if self._addresses is None and LIBRARY is not None:
+            planes = self._planes.values()
+            if planes and all(plane.is_cpu for plane in planes):
+                self._addresses = b"".join(
+                    _PLANE.pack(
+                        plane.data_ptr(),
+                        plane.stride(0) * plane.element_size(),
+                        plane.stride(1) * plane.element_size(),
+                        plane.stride(2) * plane.element_size(),
+                        plane.shape[1],
+                    )
+                    for plane in planes
+                )
+        return self._addresses
+
+    def extend_to(self, length: int) -> None:
+        self._length = length
+
     def append(self, planes: Planes) -> slice:
         start = self._length
         if not start and not self._fits(planes):
@@ -79,9 +98,9 @@ class Buffer(Storage):
         return Front(self._planes, self._length)
 
     def evict(self, victims: Tensor) -> None:
-        plane = next(iter(self._planes.values()))
-        if LIBRARY is not None and plane.is_cpu:
-            self._evict_in_one_call(LIBRARY, victims.contiguous())
+        described = self.described()
+        if LIBRARY is not None and described is not None:
+            self._evict_in_one_call(LIBRARY, described, victims.contiguous())
             return
         holes, movers = moves(victims, self._length)
         # Gather from all planes before changing any, because a gather may run out of memory.
@@ -90,7 +109,7 @@ class Buffer(Storage):
             plane.scatter_(2, along_slots(holes, plane), slots)
         self._length -= victims.shape[2]
 
-    def _evict_in_one_call(self, library: CDLL, victims: Tensor) -> None:
+    def _evict_in_one_call(self, library: CDLL, planes: bytes, victims: Tensor) -> None:
         heads = max(plane.shape[1] for plane in self._planes.values())
         rows = next(iter(self._planes.values())).shape[0]
         if (
@@ -103,7 +122,7 @@ class Buffer(Storage):
                 f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy "
                 f"must give int64 ({rows} or 1, {heads} or 1, count) on the slots' device"
             )
-        place, planes = victims.data_ptr(), self._described()
+        place = victims.data_ptr()
         failed = library.kv_evict(
             planes, len(self._planes), rows, place, *victims.shape, self._length
         )
@@ -188,21 +207,6 @@ class Buffer(Storage):
         """Forget views and addresses of the planes, after the planes were replaced."""
         self._views = _NO_VIEWS
         self._addresses = None
-
-    def _described(self) -> bytes:
-        """The planes' addresses and strides, as the native library takes them."""
-        if self._addresses is None:
-            self._addresses = b"".join(
-                _PLANE.pack(
-                    plane.data_ptr(),
-                    plane.stride(0) * plane.element_size(),
-                    plane.stride(1) * plane.element_size(),
-                    plane.stride(2) * plane.element_size(),
-                    plane.shape[1],
-                )
-                for plane in self._planes.values()
-            )
-        return self._addresses
 
     def _fits(self, planes: Planes) -> bool:
         """Whether the buffers match these planes in names, rows, heads, widths, dtype, device."""

@@ -1,0 +1,222 @@
+"""A decode step in one call of the native library.
+
+In Python the parts of a step (checks, writing, describing the slots, attention, settling) take
+longer than attention over a few hundred slots. Here everything that stays the same from step to
+step is packed once, and a step passes on a few addresses and numbers.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Options
+from kvkeep.attention.native import (
+    CALL,
+    call_of_step,
+    heads_and_width,
+    pack_segments,
+    reads,
+)
+from kvkeep.checks import wants_gradients
+from kvkeep.codec.groups import ENCODING, encoding
+from kvkeep.geometry import Geometry
+from kvkeep.layer.slots import LayerSlots
+from kvkeep.layer.step import StepInputs
+from kvkeep.native_library import LIBRARY
+from kvkeep.packing import PLAIN
+from kvkeep.planes import POSITION, Reach, slot_count, unsliced
+from kvkeep.policy import Policy
+from kvkeep.policy.ranking import RANKING
+
+_PLACE, _TOKEN = Struct("=6q"), Struct("=9q")
+"""The positions of a KvStep, and KvToken, of native/abi.h."""
+
+_FAILED, _UNLIKE = 1, 2  # KvStepResult
+
+
+def settles_alone(policy: Policy) -> bool:
+    """Whether a decode step under this policy changes no slots but its own and those that the reach
+    has passed."""
+    reach = policy.reach
+    bounded = reach is not None and policy.budget == reach.size + reach.fixed
+    looks_on = policy.observes or policy.needs or policy.planes or policy.ragged
+    return (policy.budget is None or bounded) and not looks_on
+
+
+class NativeStep:
+    """The packed records of a layer's decode step: `fits` says whether they are those of a step,
+    which `run` then performs.
+
+    Args:
+        slots: the layer's slots, after a decode step with these inputs.
+        geometry: that of the tokens held.
+        reach, window: the policy's reach and the layer's own sliding window.
+        inputs: of a step that has just been made.
+    """
+
+    def __init__(
+        self,
+        slots: LayerSlots,
+        geometry: Geometry,
+        reach: Reach | None,
+        window: int | None,
+        inputs: StepInputs,
+    ) -> None:
+        q, k, v = inputs[:3]
+        segments, codecs = slots.segments(), slots.codecs
+        planes = unsliced(segments[-1].planes)
+        heads, value_width = heads_and_width(segments[-1])
+        place = planes[POSITION]
+        rows, position_heads, self.capacity = place.shape
+        places = place.data_ptr(), *place.stride()
+        self._slots, self._frozen, self._geometry = slots, slots.frozen, geometry
+        self._storage, self._planes = slots.storage, slots.storage.described()
+        self._count = len(planes)
+        self._like, self._out = _like(inputs), (*q.shape[:3], value_width)
+        self._kept: list[Tensor] = []  # tensors that the segments refer to
+        self._segments = pack_segments(segments, q, True, self._kept)
+        options = Options(inputs.scale, inputs.softcap)
+        keys, values = codecs.key.layout, codecs.value.layout
+        assert keys is not None  # `possible`
+        assert values is not None
+        kept = Reach(0) if reach is None else reach
+        self._step = b"".join(
+            [
+                CALL.pack(*call_of_step(q, heads, value_width, len(segments), options)),
+                ENCODING.pack(*encoding(k, planes, "k", keys)),
+                ENCODING.pack(*encoding(v, planes, "v", values)),
+                _PLACE.pack(*places, 0, position_heads),
+                RANKING.pack(
+                    *(0, places[0], 0, 0, 0, 0, *places[1:3], 0, rows, position_heads, 0, 1),
+                    *(0, *kept[1:], window or 0),
+                ),
+            ]
+        )
+
+    @classmethod
+    def of(
+        cls,
+        slots: LayerSlots,
+        geometry: Geometry | None,
+        reach: Reach | None,
+        window: int | None,
+        inputs: StepInputs,
+    ) -> NativeStep | None:
+        """The records of a step like the one just made; None if the library cannot perform it."""
+        if geometry is None or not _possible(slots, inputs):
+            return None
+        return cls(slots, geometry, reach, window, inputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_step, ()  # copies of a layer have other addresses
+
+    @property
+    def frozen(self) -> int:
+        """Slots that are frozen."""
+        return self._frozen.length
+
+    def fits(self, slots: LayerSlots, geometry: Geometry | None, inputs: StepInputs) -> bool:
+        """Whether these are the slots, at the same addresses, and inputs of the same kind."""
+        return (
+            slots is self._slots
+            and slots.frozen is self._frozen
+            and geometry is self._geometry
+            and self._storage.described() is self._planes
+            and _like(inputs) == self._like
+            and inputs.sinks is None
+            and not wants_gradients(*inputs[:3])
+        )
+
+    def run(self, inputs: StepInputs, column: int, length: int, drops: bool) -> Tensor | None:
+        """Write the token and attend, q (B, Hq, 1, Dk) -> (B, Hq, 1, Dv); `Storage.extend_to` must
+        follow.
+
+        Args:
+            column: the token's position.
+            length: slots in use of the storage, which is below its capacity unless `drops`.
+            drops: first free the oldest slot that the reach does not keep.
+
+        Returns:
+            None, with nothing changed, if `inputs.position` is not `column` in every row.
+
+        Raises:
+            MemoryError: there is no scratch memory; a slot may have been freed.
+        """
+        assert LIBRARY is not None
+        q, k, v, position = inputs[:4]
+        places = count = 0
+        if position is not None:
+            if position.dtype is not torch.int32 or not position.is_contiguous():
+                return None
+            places, count = position.data_ptr(), position.numel()
+        out = q.new_empty(self._out)
+        token = _TOKEN.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            places,
+            count,
+            column,
+            length,
+            drops,
+        )
+        result = LIBRARY.kv_step(self._step, self._segments, self._planes, self._count, token)
+        if result == _UNLIKE:
+            return None
+        if result == _FAILED:
+            raise MemoryError(f"no scratch memory for a step over {length} slots")
+        return out
+
+
+def _no_step() -> None:
+    return None
+
+
+def _like(inputs: StepInputs) -> tuple[object, ...]:
+    """What must be the same in all steps that use the same records."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        inputs.scale,
+        inputs.softcap,
+        torch.get_num_threads(),
+    )
+
+
+def _possible(slots: LayerSlots, inputs: StepInputs) -> bool:
+    """Whether the library can perform a step like this one, of one token a row."""
+    if LIBRARY is None or not slots.single or slots.aside is not None:
+        return False
+    if slots.storage.described() is None or slots.frozen.hides:
+        return False
+    q, k, v = inputs[:3]
+    plain = all(x.is_cpu and x.stride(3) == 1 and type(x) is Tensor for x in (q, k, v))
+    if not plain or inputs.sinks is not None:
+        return False
+    for segment in slots.segments():
+        planes = unsliced(segment.planes)
+        if segment.rotation is not None or not reads(q, segment):
+            return False
+        if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
+            return False
+    tail = ((slots.codecs.key, k, "k"), (slots.codecs.value, v, "v"))
+    return (
+        all(codec.layout != PLAIN or planes[name].dtype is x.dtype for codec, x, name in tail)
+        and slot_count(planes) > 0
+    )

@@ -1,0 +1,177 @@
+"""Steps in one native call against steps by parts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from kvkeep import native_library
+from kvkeep.errors import StateError
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.native_step import NativeStep
+from kvkeep.layer.step import StepInputs
+from kvkeep.spec import CacheSpec
+from kvkeep.storage.buffer import Buffer
+
+pytestmark = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+
+SPECS = [
+    "keep_all",
+    "keep_all@fixed:64",
+    "keep_all+int8",
+    "keep_all+int4/int8",
+    "window:6",
+    "window:5,sinks=2@fixed",
+    "window:5,sinks=2+int8@fixed",
+    "window:5,keep_from=3,keep_to=5",
+]
+
+
+class Pair:
+    """A layer and one that makes every step by parts, which are fed the same."""
+
+    def __init__(self, spec: str, rows: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        self.rows, self.dtype = rows, dtype
+        self.layers = [CacheSpec.parse(spec).layer(capacity=64) for _ in range(2)]
+        self.layers[1]._settles_alone = False
+        self.random = torch.Generator().manual_seed(0)
+
+    def each(self, change) -> None:
+        for layer in self.layers:
+            change(layer)
+
+    def feed(self, n: int = 1, position: torch.Tensor | None = None) -> None:
+        """Feed n tokens to both, as models lay them out, and compare everything."""
+        q, k, v = (
+            torch.randn(self.rows, n, heads, 32, generator=self.random)
+            .to(self.dtype)
+            .transpose(1, 2)
+            for heads in (6, 2, 2)
+        )
+        outs = [layer.step(q, k, v, position, scale=0.2) for layer in self.layers]
+        assert torch.equal(*outs)
+        one, other = self.layers
+        assert torch.equal(one.positions(), other.positions())
+        assert one.length == other.length
+        assert one.rollback_limit == other.rollback_limit
+        assert torch.equal(one.seen, other.seen)
+        a, b = (layer.state().parts["slots"] for layer in self.layers)
+        assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns that were fed in one call."""
+    found: list[int] = []
+    run = NativeStep.run
+
+    def counted(self: NativeStep, inputs: StepInputs, column: int, *others: object) -> object:
+        out = run(self, inputs, column, *others)
+        if out is not None:
+            found.append(column)
+        return out
+
+    monkeypatch.setattr(NativeStep, "run", counted)
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
+def test_equals_a_step_by_parts(spec: str, rows: int, dtype: torch.dtype, calls: list[int]) -> None:
+    pair = Pair(spec, rows, dtype)
+    pair.feed(3)
+    for column in range(3, 40):
+        pair.feed(position=torch.tensor([column], dtype=torch.int32) if column % 2 else None)
+    # The first prepares the others; after a reallocation they are prepared again.
+    assert len(calls) > 25 or "keep_from" in spec
+
+
+def test_what_changes_the_slots_between_steps(calls: list[int]) -> None:
+    pair = Pair("keep_all", rows=2)
+    for change in (
+        lambda layer: None,
+        lambda layer: layer.crop(-2),
+        lambda layer: layer.take_rows(torch.tensor([1, 0])),
+        lambda layer: layer.restore(layer.state().copy()),
+        LayerCache.freeze,
+        lambda layer: layer.crop(-3),
+        LayerCache.reset,
+    ):
+        pair.each(change)
+        for n in (1, 1, 1, 4, 1, 1):
+            pair.feed(n)
+    assert len(calls) > 15
+
+
+def test_forks_and_copies_write_to_their_own_slots() -> None:
+    pair = Pair("window:6")
+    for _ in range(8):
+        pair.feed()
+    before = [layer.state().copy() for layer in pair.layers]
+    for branch in (LayerCache.fork, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        other = Pair("window:6")
+        other.layers = [branch(layer) for layer in pair.layers]
+        for _ in range(3):
+            other.feed()
+    for layer, state in zip(pair.layers, before, strict=True):
+        held = layer.state().parts["slots"]
+        assert all(torch.equal(held[name], plane) for name, plane in state.parts["slots"].items())
+
+
+def test_other_positions_and_shapes_are_left_to_the_parts(calls: list[int]) -> None:
+    pair = Pair("keep_all", rows=2)
+    for _ in range(3):
+        pair.feed()
+    calls.clear()
+    pair.feed(position=torch.tensor([7], dtype=torch.int32))
+    pair.feed(position=torch.tensor([[4], [-1]], dtype=torch.int32))
+    pair.feed(position=torch.tensor([5]))
+    assert not calls
+
+
+def test_gradients_are_refused_as_by_parts() -> None:
+    layer = Pair("keep_all").layers[0]
+    q, k, v = (torch.randn(1, 2, 1, 32) for _ in range(3))
+    for _ in range(2):
+        layer.step(q, k, v, scale=1.0)
+    with pytest.raises(StateError, match="does not propagate gradients"):
+        layer.step(q, k.clone().requires_grad_(), v, scale=1.0)
+    assert layer.length == 2
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:4"])
+def test_an_interrupt_is_taken_back_or_noticed(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(spec)
+    for _ in range(6):
+        pair.feed()
+    extend_to = Buffer.extend_to
+
+    def interrupted(self: Buffer, length: int) -> None:
+        extend_to(self, length)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "extend_to", interrupted)
+        q, k, v = (torch.randn(1, 1, heads, 32).transpose(1, 2) for heads in (6, 2, 2))
+        with pytest.raises(KeyboardInterrupt):
+            pair.layers[0].step(q, k, v, scale=0.2)
+    if spec == "keep_all":
+        pair.feed()
+    else:  # a slot was freed
+        with pytest.raises(StateError, match="interrupted"):
+            pair.layers[0].step(q, k, v, scale=0.2)
+
+
+def test_a_lack_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("keep_all")
+    for _ in range(3):
+        pair.feed()
+    q, k, v = (torch.randn(1, 1, heads, 32).transpose(1, 2) for heads in (6, 2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library.LIBRARY, "kv_step", lambda *records: 1)
+        with pytest.raises(MemoryError, match="scratch"):
+            pair.layers[0].step(q, k, v, scale=0.2)
+    pair.feed()
