@@ -157,10 +157,11 @@ struct KvLinear {
 
 constexpr int64_t KV_LINEAR_ROWS = 32;  // the most rows of a call
 
-// Computes x W^T + b for x (rows, inputs) -> out (rows, outputs) contiguous, of the same type, with
-// sums in float32. `x_row` is a stride in elements. Returns 0, or 1 if memory cannot be allocated.
-KV_PUBLIC int kv_linear(const KvLinear* linear, const void* x, int64_t x_row, int64_t rows,
-                        void* out);
+// Computes x W^T + b for x (rows, inputs) and `count` layers of the same type, inputs and threads,
+// whose outputs lie side by side in out (rows, all outputs) contiguous, of the same type, with sums
+// in float32. `x_row` is a stride in elements. Returns 0, or 1 if memory cannot be allocated.
+KV_PUBLIC int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row,
+                        int64_t rows, void* out);
 
 // The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();

@@ -1,25 +1,42 @@
-// Divides the outputs of a linear layer among threads.
+// Divides the outputs of linear layers of one input among threads.
 #include "linear.h"
 
 #include <algorithm>
 
 #include "machine.h"
 
-int kv_linear(const KvLinear* given, const void* x, int64_t x_row, int64_t rows, void* out) {
-    const KvLinear& linear = *given;
-    constexpr int64_t TOGETHER = KV_LINEAR_OUTPUTS;
+namespace {
+
+constexpr int64_t TOGETHER = KV_LINEAR_OUTPUTS;
+
+int64_t tiles_of(const KvLinear& linear) { return (linear.outputs + TOGETHER - 1) / TOGETHER; }
+
+}  // namespace
+
+int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row, int64_t rows,
+              void* out) {
     const KvLinearKernel& kernel = *instructions().linear;
-    float* loaded = scratch(2, rows * kv_linear_stride(linear.inputs));
+    const int64_t size = linears->type == KV_F32 ? 4 : 2;
+    float* loaded = scratch(2, rows * kv_linear_stride(linears->inputs));
     if (!loaded) return 1;
-    kernel.load(linear, x, x_row, rows, loaded);
-    const int64_t bytes = linear.outputs * linear.inputs * (linear.type == KV_F32 ? 4 : 2);
-    const int64_t tiles = (linear.outputs + TOGETHER - 1) / TOGETHER;
-    const int64_t threads =
-        std::min(threads_for(bytes, linear.threads), std::max<int64_t>(1, tiles));
+    kernel.load(*linears, x, x_row, rows, loaded);
+    int64_t outputs = 0, tiles = 0;
+    for (int64_t l = 0; l < count; ++l) outputs += linears[l].outputs, tiles += tiles_of(linears[l]);
+    const int64_t most = threads_for(outputs * linears->inputs * size, linears->threads);
+    const int64_t threads = std::min(most, std::max<int64_t>(1, tiles));
     share(threads, threads, [&](int64_t i) {
-        const int64_t first = tiles * i / threads * TOGETHER;
-        const int64_t end = std::min(tiles * (i + 1) / threads * TOGETHER, linear.outputs);
-        kernel.run(linear, loaded, rows, first, end, out);
+        // This thread's tiles, counted through all layers.
+        int64_t first = tiles * i / threads, end = tiles * (i + 1) / threads;
+        char* to = (char*)out;
+        for (int64_t l = 0; l < count && end > 0; ++l) {
+            const KvLinear& linear = linears[l];
+            const int64_t own = tiles_of(linear);
+            if (first < own)
+                kernel.run(linear, loaded, rows, first * TOGETHER,
+                           std::min(std::min(end, own) * TOGETHER, linear.outputs), to, outputs);
+            to += linear.outputs * size;
+            first = std::max<int64_t>(0, first - own), end -= own;
+        }
     });
     return 0;
 }

@@ -7,9 +7,10 @@
 typedef void KvLinearLoad(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows,
                           void* loaded);
 
-// Computes the outputs [first, end) of all rows. `loaded` is the copy of x.
+// Computes the outputs [first, end) of all rows. `loaded` is the copy of x; `out_row` the stride of
+// `out` in elements.
 typedef void KvLinearRun(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first,
-                         int64_t end, void* out);
+                         int64_t end, void* out, int64_t out_row);
 
 struct KvLinearKernel {
     KvLinearLoad* load;

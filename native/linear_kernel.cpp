@@ -166,7 +166,7 @@ void load(const KvLinear& linear, const void* from, int64_t x_row, int64_t rows,
 
 template <class K>
 void run(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
-         void* out) {
+         void* out, int64_t out_row) {
     typedef typename K::T T;
     typedef typename T::Element Element;
     const typename K::Element* x = (const typename K::Element*)loaded;
@@ -185,7 +185,7 @@ void run(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first
         }
         const Element* bias = (const Element*)linear.bias;
         for (int64_t m = 0; m < rows; ++m) {
-            Element* to = (Element*)out + m * linear.outputs + n;
+            Element* to = (Element*)out + m * out_row + n;
             const float* own = sums_of + m * OUTPUTS;
             for (int64_t j = 0; j < outputs; ++j)
                 to[j] = T::narrow1(own[j] + (bias ? T::widen1(bias[n + j]) : 0.0f));
@@ -212,9 +212,9 @@ void load_any(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows
 }
 
 void run_any(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
-             void* out) {
+             void* out, int64_t out_row) {
     with_kernel(linear.type,
-                [&](auto k) { run<decltype(k)>(linear, loaded, rows, first, end, out); });
+                [&](auto k) { run<decltype(k)>(linear, loaded, rows, first, end, out, out_row); });
 }
 
 }  // namespace

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, ClassVar
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UnsupportedError: the native library is missing, or the kernel does not take these tensors.
     """
     require_kernel()
-    out = _Weights(weight, bias).product(x) if _readable(weight, bias) else None
+    out = Weights([weight], [bias]).product(x)
     if out is None:
         raise UnsupportedError(
             f"this takes x of 1 to {MOST_ROWS} rows and weights on the CPU, all of one dtype "
@@ -98,20 +99,20 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _gains(module: nn.Linear) -> bool:
-    weight = module._parameters.get("weight")
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         weight is not None
         and "forward" not in module.__dict__
         and weight.nbytes >= FEWEST_BYTES
-        and _readable(weight, module._parameters.get("bias"))
+        and _is_plain(weight, bias)
+        and readable(weight, bias)
     )
 
 
-def _readable(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel reads these weights."""
+def readable(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel reads these weights, by their layout."""
     return (
-        all(type(x) in (Tensor, nn.Parameter) for x in (weight, bias) if x is not None)
-        and weight.is_cpu
+        weight.is_cpu
         and weight.layout is torch.strided
         and weight.dtype in TYPES
         and weight.dim() == 2
@@ -121,33 +122,73 @@ def _readable(weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-class _Weights:
-    """Weights that the kernel reads, and the record that describes them to it."""
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors of no subclass, so that their memory holds what they are."""
+    return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
 
-    __slots__ = ("_described", "_pointers", "bias", "dtype", "inputs", "outputs", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias, self.dtype = weight, bias, weight.dtype
-        self.outputs, self.inputs = weight.shape
-        self._pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        self._described = 0, b""  # for a number of threads
+class Weights:
+    """Weights of layers that have the same inputs, and the records that describe them to the
+    kernel."""
 
-    def are(self, weight: Tensor, bias: Tensor | None) -> bool:
+    __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
+
+    _of_graphs: ClassVar[dict[int, Weights]] = {}
+    """By the identity of the first weight, which removes its entry when it is freed."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        # Weakly, so that a model's weights are freed with the model.
+        self._given = [
+            (ref(weight), None if bias is None else ref(bias))
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        first = weights[0]
+        self._dtype, self._inputs = first.dtype, first.shape[-1]
+        self._outputs = sum(weight.shape[0] for weight in weights)
+        self._pointers = [x.data_ptr() for x in (*weights, *biases) if x is not None]
+        self._threads, self._records = 0, b""
+        if not all(
+            _is_plain(weight, bias)
+            and readable(weight, bias)
+            and (weight.shape[1], weight.dtype) == (self._inputs, self._dtype)
+            for weight, bias in zip(weights, biases, strict=True)
+        ):
+            self._inputs = 0  # fits no x
+
+    @classmethod
+    def known(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Weights:
+        """The object for these tensors, made when they are first seen."""
+        number = id(weights[0])
+        found = cls._of_graphs.get(number)
+        if found is None or not found.are(weights, biases):
+            found = cls._of_graphs[number] = cls(weights, biases)
+            finalize(weights[0], cls._of_graphs.pop, number, None)
+        return found
+
+    def are(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
         """Whether these are the tensors, where they were."""
-        return (
-            weight is self.weight
-            and bias is self.bias
-            and weight.data_ptr() == self._pointers[0]
-            and (bias is None or bias.data_ptr() == self._pointers[1])
-        )
+        if len(weights) != len(self._given):
+            return False
+        pointers = iter(self._pointers)
+        for weight, (held, _) in zip(weights, self._given, strict=True):
+            if held() is not weight or weight.data_ptr() != next(pointers):
+                return False
+        for bias, (_, held) in zip(biases, self._given, strict=True):
+            if bias is None or held is None:
+                if bias is not held:
+                    return False
+            elif held() is not bias or bias.data_ptr() != next(pointers):
+                return False
+        return True
 
     def product(self, x: Tensor) -> Tensor | None:
-        """x W^T + b, or None if the kernel does not take x."""
-        shape, inputs = x.shape, self.inputs
+        """x W^T + b with the outputs of all layers side by side, or None if the kernel does not
+        take x or the weights."""
+        shape, inputs = x.shape, self._inputs
         rows = x.numel() // inputs if inputs else 0
         if not (
             type(x) is Tensor
-            and x.dtype is self.dtype
+            and x.dtype is self._dtype
             and 0 < rows <= MOST_ROWS
             and shape
             and shape[-1] == inputs
@@ -156,21 +197,28 @@ class _Weights:
         ):
             return None
         assert LIBRARY is not None
-        threads, described = self._described
-        if threads != torch.get_num_threads():
-            described = self._describe(torch.get_num_threads())
+        if self._threads != torch.get_num_threads():
+            self._describe(torch.get_num_threads())
         if not x.is_contiguous():
             x = x.contiguous()
-        out = x.new_empty((*shape[:-1], self.outputs))
-        if LIBRARY.kv_linear(described, x.data_ptr(), inputs, rows, out.data_ptr()):
+        out = x.new_empty((*shape[:-1], self._outputs))
+        count = len(self._given)
+        if LIBRARY.kv_linear(self._records, count, x.data_ptr(), inputs, rows, out.data_ptr()):
             raise MemoryError(f"no scratch memory for {rows} rows of {inputs} inputs")
         return out
 
-    def _describe(self, threads: int) -> bytes:
-        kind, stride = TYPES[self.dtype], self.weight.stride(0)
-        described = _LINEAR.pack(*self._pointers, kind, self.inputs, self.outputs, stride, threads)
-        self._described = threads, described
-        return described
+    def _describe(self, threads: int) -> None:
+        records = []
+        for of_weight, of_bias in self._given:
+            weight, bias = of_weight(), None if of_bias is None else of_bias()
+            assert weight is not None  # `are` compared it with a tensor
+            outputs, inputs = weight.shape
+            address = 0 if bias is None else bias.data_ptr()
+            kind, row = TYPES[weight.dtype], weight.stride(0)
+            records.append(
+                _LINEAR.pack(weight.data_ptr(), address, kind, inputs, outputs, row, threads)
+            )
+        self._threads, self._records = threads, b"".join(records)
 
 
 class _Routed:
@@ -182,7 +230,7 @@ class _Routed:
     def __init__(self, module: nn.Linear, few: int) -> None:
         """`few`: elements of an input that is so small that torch is as fast."""
         self._module, self._few = module, few
-        self._weights: _Weights | None = None
+        self._weights: Weights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Routed, (self._module, self._few)  # copies have weights of their own
@@ -192,21 +240,13 @@ class _Routed:
         if input.numel() > self._few and not is_compiling():
             parameters, weights = module._parameters, self._weights
             weight, bias = parameters.get("weight"), parameters.get("bias")
-            if weights is None or weight is None or not weights.are(weight, bias):
-                weights = self._described(weight, bias)
-            if weights is not None and not self._is_watched(input):
+            if weight is not None and (weights is None or not weights.are((weight,), (bias,))):
+                weights = self._weights = Weights([weight], [bias])
+            if weight is not None and weights is not None and not self._is_watched(input):
                 out = weights.product(input)
                 if out is not None:
                     return out
         return nn.Linear.forward(module, input)
-
-    def _described(self, weight: Tensor | None, bias: Tensor | None) -> _Weights | None:
-        """The module's weights now; None if the kernel does not read them."""
-        weights = None
-        if weight is not None and _readable(weight, bias):
-            weights = _Weights(weight, bias)
-        self._weights = weights
-        return weights
 
     def _is_watched(self, x: Tensor) -> bool:
         """Whether gradients, hooks, autocast, tracing or torch.func need torch's operations."""

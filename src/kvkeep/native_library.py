@@ -42,7 +42,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             return None, f"{path} was built for another version of kvkeep: install kvkeep again"
         library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
         library.kv_encode.argtypes = (c_char_p,)
-        library.kv_linear.argtypes = (c_char_p, c_void_p, c_int64, c_int64, c_void_p)
+        library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
         library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
         library.kv_step.argtypes = (c_char_p, c_char_p, c_char_p, c_int64, c_char_p)

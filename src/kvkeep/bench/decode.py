@@ -19,6 +19,7 @@ from kvkeep.bench.random_model import RANDOM, random_model
 from kvkeep.bench.systems import (
     COMPILED,
     EAGER,
+    FUSED,
     GRAPH,
     LINEARS,
     LLAMA_CPP,
@@ -69,8 +70,9 @@ def run(
         specs: cache specs of kvkeep; each is a system, named "kvkeep" for keep_all and otherwise
             "kvkeep SPEC".
         ways: how kvkeep's steps run: "eager", "linears" (linear layers by kvkeep's kernel, for the
-            CPU), "graph" (with fixed storage, in a CUDA graph) and "compiled" (in a CUDA graph
-            too). None: the first two on the CPU, otherwise all others.
+            CPU), "compile" (these, in a compiled graph), "graph" (with fixed storage, in a CUDA
+            graph) and "compiled" (in a CUDA graph too). None: the first three on the CPU, otherwise
+            "eager", "graph" and "compiled".
         against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
             llama-cpp-python). None: the first on the CPU, otherwise the first two.
         turns, burst: each system runs `turns` + 1 times `burst` steps; the first burst is not
@@ -93,7 +95,7 @@ def run(
     place = device_named(device)
     on_cpu = place.type == "cpu"
     contexts = contexts or ((2048, 8192, 32768, 131072) if model in RANDOM else (128, 2048, 7936))
-    ways = ways or ((EAGER, LINEARS) if on_cpu else (EAGER, GRAPH, COMPILED))
+    ways = ways or ((EAGER, LINEARS, FUSED) if on_cpu else (EAGER, GRAPH, COMPILED))
     against = ((DYNAMIC,) if on_cpu else OTHERS[:2]) if against is None else against
     for spec in specs:
         parse_specs(spec)

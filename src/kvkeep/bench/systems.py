@@ -22,8 +22,8 @@ them."""
 KVKEEP, SPEC = "kvkeep", "keep_all"
 LLAMA_CPP = "llama.cpp"
 OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
-EAGER, LINEARS, GRAPH, COMPILED = "eager", "linears", "graph", "compiled"
-WAYS = (EAGER, LINEARS, GRAPH, COMPILED)
+EAGER, LINEARS, FUSED, GRAPH, COMPILED = "eager", "linears", "compile", "graph", "compiled"
+WAYS = (EAGER, LINEARS, FUSED, GRAPH, COMPILED)
 STEPS_AHEAD = 64
 """Slots for steps that are not timed: those compared, and those before a graph is captured."""
 
@@ -36,6 +36,7 @@ def named(spec: str, way: str = EAGER) -> str:
     return {
         EAGER: name,
         LINEARS: name.replace(KVKEEP, f"{KVKEEP}+{LINEARS}", 1),
+        FUSED: name.replace(KVKEEP, f"{KVKEEP}+{LINEARS}+{FUSED}", 1),
         GRAPH: f"{name}, graph",
         COMPILED: f"{name}, compiled, graph",
     }[way]
@@ -57,10 +58,11 @@ class Systems:
         directory: Path,
     ) -> None:
         shared = {id(weight): weight for weight in model.parameters()}
-        plain, static, routed = (copy.deepcopy(model, shared.copy()) for _ in range(3))
+        plain, static, routed, fused = (copy.deepcopy(model, shared.copy()) for _ in range(4))
         attach(model)
         attach(routed, linears=True)
-        self._ways = {EAGER: model, LINEARS: routed}
+        attach(fused, linears=True, compile=FUSED in ways)
+        self._ways = {EAGER: model, LINEARS: routed, FUSED: fused}
         self.kvkeep, self.directory = model, directory
         self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
@@ -84,7 +86,7 @@ class Systems:
     def seconds_of(self, name: str) -> float:
         """An upper estimate of the seconds that a system's first steps take."""
         way = self._ours[name][1] if name in self._ours else name
-        return _COMPILING if way in (COMPILED, STATIC) else 0.0
+        return _COMPILING if way in (FUSED, COMPILED, STATIC) else 0.0
 
     def bytes_of(self, context: int) -> int:
         """Bytes that a system needs in addition: its slots, and a copy of them."""

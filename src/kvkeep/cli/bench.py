@@ -244,8 +244,8 @@ def decode(
         str | None,
         typer.Option(
             help="How kvkeep's steps run, comma-separated: eager, linears (with kvkeep's kernel of "
-            "linear layers), graph (a CUDA graph), compiled (in a CUDA graph too); default: the "
-            "first two, on CUDA all others."
+            "linear layers), compile (these, in a compiled graph), graph (a CUDA graph), compiled "
+            "(in a CUDA graph too); default: the first three, on CUDA eager, graph and compiled."
         ),
     ] = None,
     against: Annotated[

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
+from kvkeep.checks import wants_gradients
 from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
@@ -131,48 +132,65 @@ def _led_to(ticket: Tensor) -> Steps:
     return steps
 
 
-@torch.library.custom_op("kvkeep::fed", mutates_args=("ticket",), tags=ON_HOST)
-def fed(ticket: Tensor) -> Tensor:
-    """`Ticket.fed`. It is declared to mutate the ticket, so that torch does not reorder it."""
+_library: Any = torch.library.Library("kvkeep", "FRAGMENT")  # type: ignore[no-untyped-call]
+# Each declares that it changes the ticket, so that torch neither reorders nor merges calls. The
+# wrappers of `torch.library.custom_op` would take longer than a step's own Python.
+for schema in (
+    "fed(Tensor(a!) ticket) -> Tensor",
+    "next_positions(Tensor(a!) ticket, SymInt n, Tensor? real, Device device) -> Tensor",
+    f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor",
+):
+    _library.define(schema, tags=ON_HOST)
+
+
+def _fed(ticket: Tensor) -> Tensor:
     return torch.as_tensor(_led_to(ticket).fed()).clone()
 
 
-@fed.register_fake
-def _(ticket: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
-
-
-@torch.library.custom_op("kvkeep::next_positions", mutates_args=("ticket",), tags=ON_HOST)
-def next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-    """`Ticket.next_positions`."""
+def _next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
     return _led_to(ticket).next_positions(n, real, device).clone()
 
 
-@next_positions.register_fake
-def _(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+def _step(ticket: Tensor, *inputs: Any) -> Tensor:
+    given = StepInputs(*inputs)
+    if wants_gradients(*given[:3]):
+        raise StateError("a step in a graph has no gradients; use torch.no_grad(), or kvkeep.train")
+    return _led_to(ticket).in_graph(given).contiguous()
+
+
+def _fake_fed(ticket: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _fake_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
     return torch.empty((1, n) if real is None else real.shape, dtype=torch.int32, device=device)
 
 
-@torch.library.custom_op(
-    "kvkeep::step",
-    mutates_args=("ticket",),
-    schema=f"(Tensor(a0!) ticket, {INPUTS}) -> Tensor",
-    tags=ON_HOST,
+def _fake_step(ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+for name, function, fake in (
+    ("fed", _fed, _fake_fed),
+    ("next_positions", _next_positions, _fake_positions),
+    ("step", _step, _fake_step),
+):
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kvkeep::{name}", fake, lib=_library)
+fed, next_positions, step = (
+    torch.ops.kvkeep.fed.default,
+    torch.ops.kvkeep.next_positions.default,
+    torch.ops.kvkeep.step.default,
 )
-def step(ticket: Tensor, *inputs: Any) -> Tensor:
-    """`Ticket.run`."""
-    return _led_to(ticket).in_graph(StepInputs(*inputs)).contiguous()
+"""`Ticket.fed`, `Ticket.next_positions` and `Ticket.run` as operators."""
 
 
 def run(layer: LayerCache, inputs: StepInputs) -> Tensor:
-    """Run a layer's step with positions (1, n) or (B, n); the output is contiguous."""
+    """Run a layer's step with positions (1, n) or (B, n)."""
     position = inputs.position
     assert position is not None
-    if not layer.padded and bool((position >= 0).all()):
-        inputs = inputs._replace(position=position[0])  # all rows have the same positions
-    return layer.run(inputs).contiguous()
-
-
-@step.register_fake
-def _(ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))
+    if not layer.padded and int(position if position.numel() == 1 else position.min()) >= 0:
+        q, k, v, _, scale, softcap, sinks = inputs
+        # All rows have the same positions.
+        inputs = StepInputs(q, k, v, position[0], scale, softcap, sinks)
+    return layer.run(inputs)

@@ -44,7 +44,8 @@ class Attachment:
 
     `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
     attention runs in kvkeep too (0 for a latent cache, which the model expands itself); `linears`
-    that of linear layers whose calls of few rows kvkeep's kernel computes.
+    that of linear layers whose calls of few rows kvkeep's kernel computes; `compiled` whether steps
+    of one token run in a compiled graph.
     """
 
     model: PreTrainedModel
@@ -56,6 +57,7 @@ class Attachment:
     namespace: str
     recompute: Recompute
     linears: int
+    compiled: bool
     _hooks: tuple[RemovableHandle, ...]
 
     def __str__(self) -> str:
@@ -85,6 +87,7 @@ def attach(
     recompute: Recompute = RECOMPUTE,
     prefill_chunk: int | None = PREFILL_CHUNK,
     linears: bool = False,
+    compile: bool = False,
 ) -> Attachment:
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
@@ -105,6 +108,10 @@ def attach(
         linears: let kvkeep's kernel compute the model's linear layers where it is faster: on the
             CPU, for at most 32 rows (tokens of all texts), without gradients. The weights are used
             where they lie; results differ from torch's by rounding only.
+        compile: run steps of one token a row, without padding, in a graph that `torch.compile`
+            makes in the first step; what it compiled is kept on disk for later processes. On the
+            CPU the graph's linear layers are kvkeep's. Modules must not be replaced or hooked
+            while the model is attached.
 
     Returns:
         A description of the attached model, which is also a context manager.
@@ -155,6 +162,7 @@ def attach(
         namespace,
         recompute,
         route(model) if linears else 0,
+        compile,
         hooks,
     )
     if hasattr(model, "_prepare_cache_for_generation"):
@@ -162,6 +170,10 @@ def attach(
         model.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, model, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
         model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
+    if compile:
+        from kvkeep.hf.compiled import CompiledSteps  # noqa: PLC0415 - torch's compiler is slow to import
+
+        model.__dict__["forward"] = CompiledSteps(model)
     return attachment
 
 
@@ -181,6 +193,8 @@ def detach(model: PreTrainedModel) -> None:
         _set_attention(model, attachment.original)
     if attachment.linears:
         unroute(model)
+    if attachment.compiled:
+        model.__dict__.pop("forward", None)
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
     for name in ("_prepare_cache_for_generation", "generate", "init_continuous_batching"):

@@ -121,7 +121,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                 "and build it as kvkeep.Cache(model)"
             )
         if layer_idx == 0 or self.routed is None:
-            self._begin(key_states)
+            self.begin(key_states.shape[2], key_states)
         if layer.fed != self._start:
             raise UnsupportedError(
                 f"layer {layer_idx} is given keys more than once in a forward; use transformers' "
@@ -150,19 +150,31 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                     "interrupted, rewind() or reset() the cache"
                 )
 
-    def _begin(self, k: Tensor) -> None:
-        """Check that a forward may begin, before its first layer changes anything, and record its
-        start."""
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of one token a row may run in a compiled graph: the model is attached, a
+        prompt without padding is held, and nothing else must look at the step."""
+        return (
+            self.fed > 0
+            and self.activation is None
+            and not (self.weights or self.written_out or self.lent)
+            and not self.layers[0].padded
+            and is_routed(self.config)
+        )
+
+    def begin(self, columns: int, *given: Tensor) -> None:
+        """Check that a forward of so many columns may begin, before its first layer changes
+        anything, and record its start. `given`: tensors that may require gradients."""
         with self._turn:
             self._require_turn()
-            self._admit(k)
-            self._feeding = get_ident(), self.fed + k.shape[2]
+            self._admit(columns, *given)
+            self._feeding = get_ident(), self.fed + columns
 
-    def _admit(self, k: Tensor) -> None:
+    def _admit(self, columns: int, *given: Tensor) -> None:
         self._end_recording()
         self._uncropped = True
         for layer in self.layers:
-            layer.check_gradients(k)
+            layer.check_gradients(*given)
         routed = is_routed(self.config)
         if self.fed and self.routed not in (None, routed):
             raise StateError(
@@ -170,7 +182,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                 + ("before it was attached" if routed else "while it was attached")
                 + "; reset() it, or continue with the model in that state"
             )
-        self.admit(k.shape[2])
+        self.admit(columns)
         self._start, self.routed = self.fed, routed
 
     def require_attended(self) -> None:

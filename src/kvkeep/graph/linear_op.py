@@ -1,0 +1,106 @@
+"""Linear layers of few rows inside a compiled graph: one operation for all layers of one input.
+
+A graph's layers of the same input (queries, keys and values; gate and up) become one call of the
+native kernel, so its cost per call and the wait for its threads are paid once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from kvkeep import native_library
+from kvkeep.linears import FEWEST_BYTES, MOST_ROWS, Weights, readable
+
+_LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
+
+_library: Any = torch.library.Library("kvkeep", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor")
+
+
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    """x (..., inputs), of few rows, times several weights (outputs, inputs): (..., all outputs).
+    What the kernel does not read goes to torch."""
+    out = Weights.known(weights, biases).product(x)
+    if out is None:
+        pairs = zip(weights, biases, strict=True)
+        return torch.cat([torch.nn.functional.linear(x, *pair) for pair in pairs], dim=-1)
+    return out
+
+
+_library.impl("linears", linears, "CompositeExplicitAutograd")
+
+
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
+torch.library.register_fake("kvkeep::linears", _fake, lib=_library)
+
+
+def route_linears(graph: GraphModule) -> int:
+    """Replace a graph's linear layers of few rows, without gradients, by `kvkeep::linears`, those
+    of one input together. Returns the number of layers replaced; 0 without the native library."""
+    if not native_library.available or torch.is_grad_enabled():
+        return 0
+    inputs: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in _LINEARS and _gains(node):
+            inputs[node.args[0], _value(node.args[1]).dtype].append(node)
+    for (x, _), layers in inputs.items():
+        _join(graph, x, layers)
+    graph.graph.lint()
+    graph.recompile()
+    return sum(map(len, inputs.values()))
+
+
+def _join(graph: GraphModule, x: Node, layers: list[Node]) -> None:
+    weights = [layer.args[1] for layer in layers]
+    rows = _value(x).numel() // _value(x).shape[-1]
+    with graph.graph.inserting_before(layers[0]):
+        joined = graph.graph.call_function(
+            torch.ops.kvkeep.linears.default, (x, weights, [_bias(layer) for layer in layers])
+        )
+        start = 0
+        for layer, weight in zip(layers, weights, strict=True):
+            outputs = _value(weight).shape[0]
+            out = joined
+            if len(layers) > 1:
+                own: Any = (..., slice(start, start + outputs))
+                out = graph.graph.call_function(operator.getitem, (joined, own))
+                if rows > 1:  # contiguous, as a layer's output is: later views may need it
+                    dense = {"memory_format": torch.contiguous_format}
+                    out = graph.graph.call_function(torch.clone, (out,), dense)
+            start += outputs
+            layer.replace_all_uses_with(out)
+            out.meta.update(layer.meta)
+    for layer in layers:
+        graph.graph.erase_node(layer)
+
+
+def _gains(node: Node) -> bool:
+    x, weight, bias = (_value(part) for part in (*node.args[:2], _bias(node)))
+    return (
+        isinstance(x, Tensor)
+        and isinstance(weight, Tensor)
+        and node.args[1].op in ("placeholder", "get_attr")  # type: ignore[union-attr]
+        and x.is_cpu
+        and x.dtype is weight.dtype
+        and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+        and weight.nbytes >= FEWEST_BYTES
+        and readable(weight, bias)
+    )
+
+
+def _bias(node: Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+
+
+def _value(node: Any) -> Any:
+    """The symbolic tensor of a node."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None

@@ -1,0 +1,142 @@
+"""Decode steps of an attached model in a compiled graph: `attach(model, compile=True)`.
+
+A graph has one `kvkeep::step` for each layer and one `kvkeep::linears` for the linear layers of
+each input; torch fuses the small operations between them. It serves all caches of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.exc import InductorError
+from torch.fx import GraphModule
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers import PreTrainedModel
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.graph.linear_op import route_linears
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.weights import drops_weights
+
+_KNOWN = frozenset(
+    (
+        "input_ids",
+        "past_key_values",
+        "attention_mask",
+        "position_ids",
+        "cache_position",
+        "logits_to_keep",  # there is one token
+    )
+)
+_EXTRAS = ("output_attentions", "output_hidden_states")
+_PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False)
+"""Arguments that do not change what a step computes, by their values."""
+
+_OPTIONS = {"size_asserts": False, "alignment_asserts": False}
+"""Of torch's compiler: no checks in each step that operations return what they say."""
+
+
+class CompiledSteps:
+    """The `forward` of a model that is attached with `compile=True`.
+
+    One token a row, without padding and gradients, through a kvkeep cache that holds a prompt, runs
+    in a compiled graph. All other calls go to the model's own forward. The first step compiles, for
+    each number of rows and each set of arguments; what was compiled once is found again in torch's
+    cache on disk.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._own: Callable[..., Any] = model.forward
+        self.__signature__ = inspect.signature(self._own)  # which `generate` reads
+        self._names = tuple(self.__signature__.parameters)
+        self._compiled = torch.compile(
+            self._own,
+            backend=self._lower,
+            fullgraph=True,
+            dynamic=False,
+            # Checking the attributes of every module takes a tenth of a step. Changes of weights
+            # are noticed: they are arguments of the graph.
+            options={"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe},
+        )
+        self._progress: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledSteps, (self._model,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._own(*args, **kwargs)
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        if not isinstance(cache, Cache) or not self._fits(given, cache):
+            return self._own(*args, **kwargs)
+        ids = given["input_ids"]
+        check_fed(self._model, (), {"input_ids": ids}, cache.fed)
+        cache.begin(ids.shape[1])
+        try:
+            # Tensors of inference mode would need a graph of their own.
+            with torch.inference_mode(False), torch.no_grad():
+                ids = ids.clone(memory_format=torch.contiguous_format)
+                return self._compiled(input_ids=ids, past_key_values=cache, use_cache=True)
+        except FailOnRecompileLimitHit:  # too many kinds of calls
+            return self._own(*args, **kwargs)
+        except (TorchDynamoException, InductorError) as error:
+            raise UnsupportedError(
+                f"torch cannot compile a step of {type(self._model).__name__}: "
+                f"{str(error).strip().splitlines()[0]}; attach the model without compile=True"
+            ) from error
+        finally:
+            self._close()
+
+    def _fits(self, given: dict[str, Any], cache: Cache) -> bool:
+        """Whether a call is a step that the graph can compute."""
+        ids, fed = given.get("input_ids"), cache.fed
+        if not (isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1):
+            return False
+        if torch.is_grad_enabled() or drops_weights(self._model) or not cache.compiles:
+            return False
+        mask, config = given.get("attention_mask"), self._model.config
+        if mask is not None and not (
+            isinstance(mask, Tensor)
+            and mask.dim() == 2
+            and mask.shape[1] in (1, fed + 1)
+            and bool(mask.all())
+        ):
+            return False
+        for name in ("position_ids", "cache_position"):
+            place = given.get(name)
+            if place is not None and not (isinstance(place, Tensor) and bool((place == fed).all())):
+                return False
+        return all(
+            name in _KNOWN or value is None or value == _PLAIN.get(name, _PLAIN)
+            for name, value in given.items()
+        ) and not any(getattr(config, name, False) for name in _EXTRAS)
+
+    def _lower(self, graph: GraphModule, inputs: list[Any], **options: Any) -> Any:
+        """The backend: kvkeep's linear layers, then torch's own compiler."""
+        self._advance(1)
+        route_linears(graph)
+        lowered = compile_fx(graph, inputs, config_patches=_OPTIONS)
+        self._advance(2)
+        return lowered
+
+    def _advance(self, stage: int) -> None:
+        if self._progress is None:
+            name = type(self._model).__name__
+            self._progress = tqdm(
+                total=2, desc=f"Compiling a step of {name}", disable=None, unit="stage"
+            )
+        self._progress.update(stage - self._progress.n)
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

@@ -1,0 +1,174 @@
+"""attach(model, compile=True): one graph for the decode steps of all calls, and the same tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.tiny_models import tiny
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep import native_library
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.graph.linear_op import route_linears
+from kvkeep.hf.compiled import CompiledSteps
+
+WIDE = {"hidden_size": 192, "intermediate_size": 256, "vocab_size": 200}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """For each call of a model, whether it was a step for the graph."""
+    found = []
+    fits = CompiledSteps._fits
+
+    def noted(self, given, cache):
+        found.append(fits(self, given, cache))
+        return found[-1]
+
+    monkeypatch.setattr(CompiledSteps, "_fits", noted)
+    return found
+
+
+def pair(family, **options):
+    """A model attached without and with compile=True, with the same weights."""
+    model = tiny(family, **WIDE, **options)
+    other = copy.deepcopy(model)
+    kvkeep.attach(model)
+    kvkeep.attach(other, compile=True)
+    return model, other
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_one_graph_for_generate_and_for_loops(family, compiled):
+    plain, model = pair(family)
+    ids = torch.randint(3, 200, (1, 7))
+    expected = plain.generate(ids, max_new_tokens=20, do_sample=False)
+    assert model.generate(ids, max_new_tokens=20, do_sample=False).equal(expected)
+    assert compiled == [False] + [True] * 19
+    for mode in (torch.inference_mode, torch.no_grad):
+        for spec in ("keep_all", "window:6,sinks=1", "h2o:6+int8"):
+            with mode():
+                caches = [kvkeep.Cache(one, spec) for one in (plain, model)]
+                for chunk in (ids, ids[:, :1], ids[:, 1:2], ids[:, 2:4], ids[:, :1]):
+                    a, b = (
+                        one(chunk, past_key_values=cache).logits
+                        for one, cache in zip((plain, model), caches, strict=True)
+                    )
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            assert caches[0].stats() == caches[1].stats()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+def test_layers_of_one_input_are_one_operation():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(256, 300), nn.Linear(256, 260, bias=False)
+            self.out, self.small = nn.Linear(300, 256), nn.Linear(256, 8)
+
+        def forward(self, x):
+            heads = self.k(x).view(*x.shape[:-1], 2, 130).transpose(-3, -2).flatten(-2)
+            return self.out(self.q(x).relu()) + self.small(x).sum(), heads
+
+    block, found = Block(), []
+
+    def backend(graph, inputs):
+        found.append(route_linears(graph))
+        assert sum("linears" in str(node.target) for node in graph.graph.nodes) == 2
+        return graph
+
+    step = torch.compile(block, backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for x in (torch.randn(1, 1, 256), torch.randn(4, 3, 256)):
+            for a, b in zip(step(x), block(x), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        block.q.weight.mul_(2)
+        block.k.weight = nn.Parameter(torch.randn(260, 256))
+        for a, b in zip(step(x), block(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert found == [3, 3]
+
+
+def test_all_other_calls_go_to_the_models_own_forward(compiled):
+    plain, model = pair("llama")
+    ids = torch.randint(3, 200, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    padded = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(ids, **padded).equal(plain.generate(ids, **padded))
+    with torch.no_grad():
+        for options in (
+            {"past_key_values": DynamicCache(config=model.config)},
+            {"output_hidden_states": True},
+        ):
+            torch.testing.assert_close(
+                model(ids[:, :1], **options).logits, plain(ids[:, :1], **options).logits
+            )
+        cache = kvkeep.Cache(model)
+        model(ids, past_key_values=cache)
+        assert model(ids[:, :1], past_key_values=cache, output_attentions=True).attentions
+    model.train()
+    model(ids[:, :1], labels=ids[:, :1]).loss.backward()
+    assert model.model.embed_tokens.weight.grad is not None
+    assert not any(compiled)
+
+
+def test_refused_as_without_a_graph():
+    _, model = pair("llama")
+    with torch.no_grad():
+        cache = kvkeep.Cache(model, "keep_all@fixed:8")
+        model(torch.randint(3, 200, (1, 7)), past_key_values=cache)
+        model(torch.tensor([[5]]), past_key_values=cache)
+        with pytest.raises(kvkeep.CapacityError, match="fixed at 8"):
+            model(torch.tensor([[5]]), past_key_values=cache)
+        with pytest.raises(kvkeep.ShapeError, match="vocabulary"):
+            model(torch.tensor([[500]]), past_key_values=cache)
+        assert cache.fed == 8
+
+
+def test_what_torch_cannot_compile_is_refused_before_anything_is_fed(monkeypatch):
+    _, model = pair("llama")
+    decoder = type(model.model)
+    own = decoder.forward
+
+    def broken(self, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return own(self, *args, **kwargs)
+
+    with torch.no_grad():
+        cache = kvkeep.Cache(model)
+        model(torch.randint(3, 200, (1, 7)), past_key_values=cache)
+        monkeypatch.setattr(decoder, "forward", broken)
+        with pytest.raises(UnsupportedError, match="without compile=True"):
+            model(torch.tensor([[5]]), past_key_values=cache)
+        assert cache.fed == 7
+
+
+def test_detached_and_copied():
+    _, model = pair("llama")
+    other = copy.deepcopy(model)
+    assert other.forward._model is other
+    kvkeep.detach(model)
+    assert "forward" not in model.__dict__
+
+
+def test_a_graph_has_no_gradients():
+    layer = kvkeep.Cache(tiny("llama"), "keep_all@concat")
+    q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
+    inputs = (q.requires_grad_(), k, v, torch.zeros(1, 1, dtype=torch.int32), 1.0, None, None)
+    with pytest.raises(StateError, match="no gradients"):
+        torch.ops.kvkeep.step(layer._traced[0].number, *inputs)
