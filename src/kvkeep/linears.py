@@ -173,11 +173,11 @@ class Weights:
         for weight, (held, _) in zip(weights, self._given, strict=True):
             if held() is not weight or weight.data_ptr() != next(pointers):
                 return False
-        for bias, (_, held) in zip(biases, self._given, strict=True):
-            if bias is None or held is None:
-                if bias is not held:
+        for bias, (_, own) in zip(biases, self._given, strict=True):
+            if bias is None or own is None:
+                if bias is not own:
                     return False
-            elif held() is not bias or bias.data_ptr() != next(pointers):
+            elif own() is not bias or bias.data_ptr() != next(pointers):
                 return False
         return True
 

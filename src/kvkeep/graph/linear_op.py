@@ -74,7 +74,7 @@ def _join(graph: GraphModule, x: Node, layers: list[Node]) -> None:
                 own: Any = (..., slice(start, start + outputs))
                 out = graph.graph.call_function(operator.getitem, (joined, own))
                 if rows > 1:  # contiguous, as a layer's output is: later views may need it
-                    dense = {"memory_format": torch.contiguous_format}
+                    dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
                     out = graph.graph.call_function(torch.clone, (out,), dense)
             start += outputs
             layer.replace_all_uses_with(out)
