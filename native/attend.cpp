@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "pool.h"
 #include "simd.h"
 
 namespace {

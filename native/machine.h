@@ -25,18 +25,3 @@ int64_t threads_for(int64_t bytes, int64_t most);
 // A thread's scratch memory, in three pieces, which are kept for its next call. Null if there is
 // none.
 float* scratch(int piece, int64_t floats);
-
-// Calls f(0), ..., f(count - 1), distributed over threads.
-template <class F>
-void share(int64_t threads, int64_t count, F f) {
-#if defined(_OPENMP)
-    if (threads > 1) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-        for (int64_t i = 0; i < count; ++i) f(i);
-        return;
-    }
-#else
-    (void)threads;
-#endif
-    for (int64_t i = 0; i < count; ++i) f(i);
-}
