@@ -20,7 +20,7 @@ from kvkeep.attention.options import Options
 from kvkeep.codec import Codec, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.packing import PLAIN, KernelLayout
-from kvkeep.planes import POSITION
+from kvkeep.planes import POSITION, PlaneSpec
 
 pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Queries and weights have 16 bits where they meet codes. A typical result is within 5e-5.
 CODED = 2e-4
+# 2-bit codes are far from the middle of 4 bits, in which they are read. Their own error is larger.
+NARROW = 1.5e-3
 
 
 class Secret(Plain):
@@ -60,6 +62,28 @@ class Own(Codec):
         return self.inner.rotate(q)
 
 
+class ByChannel(Codec):
+    """A codec of a user's: 8 bits by channel, for values too, and without zeros."""
+
+    name = "by_channel"
+    block = 20
+    layout = KernelLayout("int8", 1, block=20)
+
+    def planes(self, dim, dtype):
+        return {
+            "": PlaneSpec((20, dim), torch.int8),
+            "_scale": PlaneSpec((1, dim), torch.float16),
+        }
+
+    def encode(self, x):
+        x = x.unflatten(2, (-1, 20)).float()
+        scale = (x.abs().amax(dim=3, keepdim=True) / 127).half()
+        return {"": (x / scale).round().to(torch.int8), "_scale": scale}
+
+    def decode(self, planes, dtype):
+        return (planes[""].to(dtype) * planes["_scale"].to(dtype)).flatten(2, 3)
+
+
 @pytest.fixture(autouse=True, params=SETS)
 def instructions(request):
     native.use_instructions(request.param)
@@ -77,10 +101,11 @@ def check(q, view, options):
     assert out.dtype == q.dtype
     error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
     codecs = [c for s in view.segments for c in (s.key_codec, s.value_codec)]
-    coded = any(c.layout != PLAIN for c in codecs)
-    assert error <= max(TOLERANCE[q.dtype], CODED if coded else 0), f"{error:.2e}"
+    packings = {c.layout.packing for c in codecs}
+    coded = NARROW if "int2" in packings else CODED if packings != {"plain"} else 0
+    assert error <= max(TOLERANCE[q.dtype], coded), f"{error:.2e}"
     if options.need_mass:
-        rtol = CODED if coded else 1e-5
+        rtol = coded or 1e-5
         torch.testing.assert_close(mass, expected_mass, atol=rtol / 3, rtol=rtol)
     return out
 
@@ -90,6 +115,12 @@ def test_the_layout_alone_says_how_codes_are_read():
     view = dense(k, v, 3, key=Own())
     assert native.refuses(q, view, Options(0.2)) is None
     check(q, view, Options(0.2))
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 96), (3, 64), (20, 40)])
+def test_the_layout_alone_says_that_scales_are_by_channel(n, width):
+    q, k, v = qkv(rows=2, slots=140, n=n, width=width)
+    check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2))
 
 
 @settings(max_examples=160, deadline=None)
@@ -122,7 +153,7 @@ def test_where_codes_lie(key, value, n):
     q, k, v = qkv(rows=2, slots=90, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
     for placed in everywhere(whole):
-        check(q, View((placed,), torch.arange(90)[-n:], False), Options(0.2))
+        check(q, View((placed,), torch.arange(whole.slots)[-n:], False), Options(0.2))
 
 
 @pytest.mark.parametrize(("kind", "n", "plane"), pairwise(KINDS, [1, 20], ["k", "v"]))
@@ -132,7 +163,8 @@ def test_a_scale_that_is_not_a_number(kind, n, plane):
     q, k, v = qkv(rows=2, slots=200, n=n)
     view = dense(k, v, n, key=key, value=value)
     name = plane + ("" if codec.layout == PLAIN else "_scale")
-    view.segments[0].planes[name][0, 0, 130] = torch.nan
+    plane = view.segments[0].planes[name]
+    plane[0, 0, 13 * plane.shape[2] // 20] = torch.nan
     out, _ = native.run(q, view, Options(0.2))
     expected, _ = exactly(q, view, Options(0.2))
     assert expected.isnan().any()

@@ -1,6 +1,6 @@
 """The native CPU backend: one pass of C++ over the slots, without copying them.
 
-It reads keys and values of float32, bfloat16 and float16, and codes of 8 and 4 bits, through
+It reads keys and values of float32, bfloat16 and float16, and codes of 8, 4 and 2 bits, through
 pointers and strides (see `native/abi.h`). It shares torch's OpenMP threads and uses the best of
 AVX-512, AVX2 and portable code. Without a C++ compiler kvkeep installs without this backend, and
 the others are used.
@@ -27,13 +27,13 @@ from kvkeep.native_library import (  # noqa: F401 - tests and tools look for the
 from kvkeep.packing import CODES, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
-_READABLE = ("plain", "int8", "int4")
+_READABLE = ("plain", "int8", "int4", "int2")
 """The packings that the kernel reads."""
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=47q"), Struct("=4q")
+_CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -63,10 +63,9 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     assert LIBRARY is not None
     rows, query_heads, n, key_width = q.shape
     last = view.segments[-1]
-    _, heads, _, value_width = unsliced(last.planes)["v"].shape
-    layout = last.value_codec.layout
-    if layout is not None and layout.packing == "int4":
-        value_width *= 2
+    values, layout = unsliced(last.planes)["v"], last.value_codec.layout
+    assert layout is not None  # `refuses` lets no other codec through
+    heads, value_width = values.shape[1], layout.width(values)
     # Stored as (B, n, Hq, Dv), as models use it next; for one token both layouts are the same.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
@@ -129,7 +128,7 @@ def _first(observed: Tensor) -> int:
 
 
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
-    planes = unsliced(segment.planes)
+    planes = segment.token_planes
     key, value = segment.key_codec.layout, segment.value_codec.layout
     assert key is not None  # `refuses` lets no other codec through
     assert value is not None
@@ -142,6 +141,7 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
     position = (0, 0, 0, 0, 0)
     if not dense:
         place = planes[POSITION]
+        kept.append(place)
         row, head, slot = place.stride()
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
@@ -167,13 +167,14 @@ def _encoded(
     """A KvEncoded."""
     plane = planes[name]
     if layout.packing == "plain":
-        return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0)
+        return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0, 1)
     zero = planes.get(name + "_zero")
     return (
         *_plane(plane, shared, kept, CODES[layout.packing]),
         *_plane(planes[name + "_scale"], shared, kept),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
         layout.group,
+        layout.block,
     )
 
 

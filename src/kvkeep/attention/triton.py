@@ -93,7 +93,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
 def readable(codec: Decoder) -> KernelLayout | None:
     """The layout of a codec's planes if the kernels can read it; None: they are decoded first."""
     layout = codec.layout
-    return layout if layout is not None and layout.packing in CODES else None
+    known = layout is not None and layout.packing in CODES and codec.block == 1
+    return layout if known else None
 
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
