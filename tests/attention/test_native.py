@@ -11,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
+from support.attend_calls import (
+    FEATURES,
+    KINDS,
+    ByChannel,
+    call,
+    dense,
+    everywhere,
+    exactly,
+    qkv,
+    segment,
+)
 from support.instruction_sets import BEST, SETS
 from support.pairwise import pairwise
 
@@ -20,7 +30,7 @@ from kvkeep.attention.options import Options
 from kvkeep.codec import Codec, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.packing import PLAIN, KernelLayout
-from kvkeep.planes import POSITION, PlaneSpec
+from kvkeep.planes import POSITION
 
 pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 
@@ -62,28 +72,6 @@ class Own(Codec):
         return self.inner.rotate(q)
 
 
-class ByChannel(Codec):
-    """A codec of a user's: 8 bits by channel, for values too, and without zeros."""
-
-    name = "by_channel"
-    block = 20
-    layout = KernelLayout("int8", 1, block=20)
-
-    def planes(self, dim, dtype):
-        return {
-            "": PlaneSpec((20, dim), torch.int8),
-            "_scale": PlaneSpec((1, dim), torch.float16),
-        }
-
-    def encode(self, x):
-        x = x.unflatten(2, (-1, 20)).float()
-        scale = (x.abs().amax(dim=3, keepdim=True) / 127).half()
-        return {"": (x / scale).round().to(torch.int8), "_scale": scale}
-
-    def decode(self, planes, dtype):
-        return (planes[""].to(dtype) * planes["_scale"].to(dtype)).flatten(2, 3)
-
-
 @pytest.fixture(autouse=True, params=SETS)
 def instructions(request):
     native.use_instructions(request.param)
@@ -119,7 +107,7 @@ def test_the_layout_alone_says_how_codes_are_read():
 
 @pytest.mark.parametrize(("n", "width"), [(1, 96), (3, 64), (20, 40)])
 def test_the_layout_alone_says_that_scales_are_by_channel(n, width):
-    q, k, v = qkv(rows=2, slots=140, n=n, width=width)
+    q, k, v = qkv(rows=2, slots=200, n=n, width=width)
     check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2))
 
 

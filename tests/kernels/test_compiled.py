@@ -32,7 +32,7 @@ def compiled(*arguments):
 @pytest.mark.parametrize(
     ("capability", "dtypes", "codecs"),
     [
-        (90, "bfloat16", {"plain", "int8", "int4-affine"}),
+        (90, "bfloat16", {"plain", "int8", "int4-affine", "kivi"}),
         pytest.param(90, "bfloat16", set(), marks=pytest.mark.slow),
         pytest.param(80, "bfloat16,float16,float32", set(), marks=pytest.mark.slow),
     ],
@@ -40,7 +40,7 @@ def compiled(*arguments):
 def test_kernels(capability, dtypes, codecs):
     found = compiled(str(capability), dtypes, *filter(None, [",".join(codecs)]))
     assert {"append", "attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
-    every = {"plain", "int8", "int4", "int4-affine", "fp8"}
+    every = {"plain", "int8", "int4", "int4-affine", "fp8", "kivi", "kivi-2-bits"}
     assert {x["codec"] for x in found} == (codecs or every)
     for kernel in found:
         assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at least

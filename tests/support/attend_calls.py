@@ -7,8 +7,32 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Rotation, Segment, View, reference
 from kvkeep.attention.options import Options
-from kvkeep.codec import Int4, Int8, Kivi, Plain
-from kvkeep.planes import POSITION, Reach, joined
+from kvkeep.codec import Codec, Int4, Int8, Kivi, Plain
+from kvkeep.packing import KernelLayout
+from kvkeep.planes import POSITION, PlaneSpec, Reach, joined
+
+
+class ByChannel(Codec):
+    """A codec of a user's: 8 bits by channel, for values too, and without zeros."""
+
+    name = "by_channel"
+    block = 48
+    layout = KernelLayout("int8", 1, block=48)
+
+    def planes(self, dim, dtype):
+        return {
+            "": PlaneSpec((48, dim), torch.int8),
+            "_scale": PlaneSpec((1, dim), torch.float16),
+        }
+
+    def encode(self, x):
+        x = x.unflatten(2, (-1, 48)).float()
+        scale = (x.abs().amax(dim=3, keepdim=True) / 127).half()
+        return {"": (x / scale).round().to(torch.int8), "_scale": scale}
+
+    def decode(self, planes, dtype):
+        return (planes[""].to(dtype) * planes["_scale"].to(dtype)).flatten(2, 3)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
