@@ -329,7 +329,8 @@ class _Call:
             piece.splits,
             self.heads * (1 if piece.shared else self.rows),
         )
-        groups = k.groups if k.block == 1 else v.groups
+        # Queries that are multiplied by the scales of each tile take registers of more threads.
+        few = k.block == 1 and piece.block_m * power_of_two(k.groups) <= 64
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
             piece.position, self.q_position, piece.segment.used,
@@ -341,7 +342,7 @@ class _Call:
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
             SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
             BLOCK_M=piece.block_m,
-            num_warps=4 if piece.block_m * power_of_two(groups) <= 64 else 8,
+            num_warps=4 if few else 8,
             num_stages=tiles.stages(piece.block_n, k.plane, v.plane),
             **self._shape(piece), **v.shape("V"),
         )  # fmt: skip

@@ -129,7 +129,8 @@ def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
         return (bits.to(tl.float32, bitcast=True) * _FP8_BIAS).to(TYPE)
     if CODE == _INT2_CODE:
-        return (((bits >> (2 * PART)) & 3).to(tl.float32) - 1.5).to(TYPE)
+        bits = (((bits >> (2 * PART)) & 3) << 21) | 0x40800000  # the mantissa of 4
+        return (bits.to(tl.float32, bitcast=True) - 5.5).to(TYPE)
     return (((bits >> (4 * PART)) & 15).to(tl.float32) + 16.0).to(TYPE)
 
 
