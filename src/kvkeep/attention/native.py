@@ -128,7 +128,7 @@ def _first(observed: Tensor) -> int:
 
 
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
-    planes = segment.token_planes
+    planes = unsliced(segment.planes)
     key, value = segment.key_codec.layout, segment.value_codec.layout
     assert key is not None  # `refuses` lets no other codec through
     assert value is not None
@@ -140,7 +140,7 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
         turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
     if not dense:
-        place = planes[POSITION]
+        place = planes[POSITION].flatten(2)
         kept.append(place)
         row, head, slot = place.stride()
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
@@ -181,9 +181,14 @@ def _encoded(
 def _plane(
     x: Tensor, shared: bool, kept: list[Tensor], kind: int | None = None
 ) -> tuple[int, int, int, int, int]:
-    row, head, slot, width = x.stride()
-    if width != 1:
-        x = x.contiguous()
+    if x.dim() == 5:  # slots of several tokens, which become slots here
+        row, head, slot, token, width = x.stride()
+        slot, apart = (slot, False) if x.shape[3] == 1 else (token, slot != token * x.shape[3])
+    else:
+        row, head, slot, width = x.stride()
+        apart = False
+    if width != 1 or apart:
+        x = (x.flatten(2, 3) if x.dim() == 5 else x).contiguous()
         row, head, slot, _ = x.stride()
     kept.append(x)
     return x.data_ptr(), 0 if shared else row, head, slot, TYPES[x.dtype] if kind is None else kind

@@ -80,8 +80,8 @@ class Segment(NamedTuple):
 
     @property
     def token_planes(self) -> Planes:
-        """The planes as kernels read them: with an entry for each token, also where a slot holds
-        a block of tokens, or for each block. They may be longer than the segment."""
+        """The planes with an entry for each token, also where a slot holds a block of tokens, or
+        for each block. They may be longer than the segment."""
         planes = unsliced(self.planes)
         return planes if self.key_codec.block == 1 else by_token(planes)
 
