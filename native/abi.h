@@ -9,12 +9,12 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 4;
+constexpr int KV_ABI = 5;
 KV_PUBLIC int kv_abi();
 
-// The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. 4-bit codes
-// are packed two in a byte, the first in its low half; the strides of their planes count bytes.
-enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4 };
+// The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
+// 2 bits are packed in bytes, the first in the low bits; the strides of their planes count bytes.
+enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4, KV_I2 = 6 };
 
 // A tensor (rows, heads, slots or queries, width). Strides are in elements; that of the width is 1,
 // that of a shared axis 0. Any alignment is allowed.
@@ -25,11 +25,14 @@ struct KvPlane {
 };
 
 // Encoded keys or values. Each `group` elements of a slot share a float16 scale: 8-bit codes mean
-// code * scale, 4-bit codes (code - 8) * scale, or code * scale + zero.
+// code * scale, 4-bit codes (code - 8) * scale, or code * scale + zero; 2-bit codes have zeros. If
+// `block` is more than 1, scales are by channel: each element has its own, which `block` slots share.
 struct KvEncoded {
     KvPlane plane;
-    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; data is null if there is none
+    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; data is null if there is none.
+                          // By channel (rows, heads, slots / block, width)
     int64_t group;        // a multiple of 8; a slot's last group may be shorter
+    int64_t block;        // 1: each slot has scales of its own; slots are a multiple of it
     int64_t rotated;      // 1: keys are Hadamard-rotated, so queries must be rotated too
 };
 

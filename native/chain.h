@@ -12,6 +12,12 @@ int64_t element_bytes(const KvPlane& plane) {
     return plane.type == KV_F32 ? 4 : plane.type >= KV_I8 ? 1 : 2;
 }
 
+// The bytes of a slot of a plane.
+int64_t slot_bytes(const KvPlane& plane, int64_t width) {
+    return plane.type == KV_I4 ? width / 2 : plane.type == KV_I2 ? width / 4
+                                                                 : width * element_bytes(plane);
+}
+
 // The slots of the current block: in place, or, if the block spans several segments, gathered in
 // scratch memory.
 class Chain {
@@ -41,40 +47,48 @@ class Chain {
     void gather(int64_t count) {
         char* to = memory;
         gathered = *segment;
-        collect(&gathered.k.plane, call.key_width, count, to);
-        collect(&gathered.v.plane, call.value_width, count, to);
-        collect(&gathered.k.scale, groups(gathered.k, call.key_width), count, to);
-        collect(&gathered.k.zero, groups(gathered.k, call.key_width), count, to);
-        collect(&gathered.v.scale, groups(gathered.v, call.value_width), count, to);
-        collect(&gathered.v.zero, groups(gathered.v, call.value_width), count, to);
-        if (!call.dense) collect(&gathered.position, 1, count, to);
+        // Where scales are by channel, the block begins as far behind the first of its scales as it
+        // does in its segment.
+        const int64_t skipped = at % std::max(gathered.k.block, gathered.v.block);
+        const auto slots = [&](KvPlane& plane, int64_t width) {
+            collect(&plane, width, 1, at, count, skipped, to);
+        };
+        const auto encoded = [&](KvEncoded& x, int64_t width) {
+            slots(x.plane, width);
+            for (KvPlane* plane : {&x.scale, &x.zero}) {
+                if (x.block > 1)
+                    collect(plane, width, x.block, at / x.block,
+                            (skipped + count + x.block - 1) / x.block, 0, to);
+                else if (x.group) slots(*plane, (width + x.group - 1) / x.group);
+            }
+        };
+        encoded(gathered.k, call.key_width);
+        encoded(gathered.v, call.value_width);
+        if (!call.dense) slots(gathered.position, 1);
         segment = &gathered;
-        at = 0;
+        at = skipped;
     }
 
-    static int64_t groups(const KvEncoded& x, int64_t width) {
-        return x.group ? (width + x.group - 1) / x.group : 0;
-    }
-
-    // Copies the block's slots of `plane`, a plane of `gathered`, to scratch memory and points it
-    // there.
-    void collect(KvPlane* plane, int64_t width, int64_t count, char*& to) {
-        if (!plane->data || !width) return;
-        if (plane->type == KV_I4) width /= 2;
-        const int64_t bytes = element_bytes(*plane), offset = (char*)plane - (char*)&gathered;
-        to += -(intptr_t)to & (element_bytes(*plane) - 1);
+    // Copies `count` entries of `plane`, a plane of `gathered` with an entry for each `block` slots,
+    // to scratch memory, and points it there so that the first becomes entry `into`.
+    void collect(KvPlane* plane, int64_t width, int64_t block, int64_t from, int64_t count,
+                 int64_t into, char*& to) {
+        if (!plane->data) return;
+        const int64_t element = element_bytes(*plane), bytes = slot_bytes(*plane, width);
+        const int64_t offset = (char*)plane - (char*)&gathered;
+        to += -(intptr_t)to & (element - 1);
         char* const start = to;
-        int64_t from = at, left = count;
-        for (int64_t i = index; left; ++i, from = 0) {
+        for (int64_t i = index, left = count; left; ++i, from = 0) {
             const KvPlane& source = *(const KvPlane*)((const char*)(call.segments + i) + offset);
-            const int64_t some = std::min(left, call.segments[i].slots - from);
+            const int64_t some = std::min(left, call.segments[i].slots / block - from);
             const char* data = (const char*)source.data +
-                               (run.row0 * source.row + run.head * source.head) * bytes;
-            for (int64_t j = 0; j < some; ++j, to += width * bytes)
-                memcpy(to, data + (from + j) * source.slot * bytes, width * bytes);
+                               (run.row0 * source.row + run.head * source.head) * element;
+            for (int64_t j = 0; j < some; ++j, to += bytes)
+                memcpy(to, data + (from + j) * source.slot * element, bytes);
             left -= some;
         }
-        *plane = {start, 0, 0, width, plane->type};  // holds only this run's rows and head
+        // Holds only this run's rows and head.
+        *plane = {start - into * bytes, 0, 0, bytes / element, plane->type};
     }
 };
 

@@ -79,10 +79,10 @@ struct Units {
 // Whether codes can be multiplied without decoding them to floats: units must cover the slot
 // exactly.
 bool fits(const KvEncoded& x, int64_t width) {
-    if (x.plane.type != KV_I8 && x.plane.type != KV_I4) return false;
-    const int64_t piece = x.plane.type == KV_I8 ? Codes<8>::PIECE : Codes<4>::PIECE;
-    const bool whole = x.group >= width || x.group % piece == 0 ||
-                       (x.plane.type == KV_I4 && x.group == piece / 2);
+    if (x.plane.type < KV_I8 || x.block > 1) return false;
+    const bool bytes = x.plane.type == KV_I8;
+    const int64_t piece = bytes ? Codes<8>::PIECE : Codes<4>::PIECE;
+    const bool whole = x.group >= width || x.group % piece == 0 || (!bytes && x.group == piece / 2);
     return width % piece == 0 && width <= MOST_WIDTH && whole;
 }
 

@@ -120,7 +120,7 @@ Visibility visibility(const Work& work, int64_t row, int32_t* mask) {
 Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
     const int64_t size = element_bytes(plane);
     return {(const char*)plane.data + (row * plane.row + head * plane.head) * size,
-            plane.slot * size, plane.type == KV_I4 ? width / 2 : width * size};
+            plane.slot * size, slot_bytes(plane, width)};
 }
 
 // Which slots of a block all rows of a run see; fills the mask.
@@ -181,8 +181,12 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                 if (seen == ALL) return nullptr;
                 return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;
             };
+            const auto narrow = [&](const KvEncoded& x) { return x.plane.type == KV_I2; };
+            if (narrow(work.segment().k)) work.key = spread(work.key, work.count, work.spread_key);
             keys.score(work);
             softmax(call, records, work.s, work.count, mask_of, work.alpha, work.top, work.total);
+            if (narrow(work.segment().v))
+                work.value = spread(work.value, work.count, work.spread_value);
             values.add(work);
         }
         if (run.weights) keep_weights(work, seen != NONE);

@@ -41,11 +41,14 @@ static inline int64_t kv_gathered(const KvCall& call) {
     return KV_BLOCK * ((call.key_width + call.value_width) * 5 / 4 + 4);
 }
 
+// Floats of scratch memory for a block of 2-bit codes, spread to 4 bits.
+static inline int64_t kv_spread(int64_t padded) { return KV_BLOCK * padded / 8; }
+
 // Floats of scratch memory that a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
     return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64 +
-           kv_gathered(call);
+           kv_gathered(call) + kv_spread(key) + kv_spread(value);
 }
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

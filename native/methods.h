@@ -1,8 +1,10 @@
 // Chooses how keys are scored and values are summed: plain or coded, for few or many queries.
 #pragma once
 #include "chain.h"
+#include "channels.h"
 #include "coded.h"
 #include "scores.h"
+#include "spread.h"
 #include "values.h"
 
 namespace {
@@ -15,6 +17,7 @@ struct Work {
     const int64_t records, tokens, value_stride;
     float *queries, *s, *acc, *alpha, *top, *total;
     float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
+    float *spread_key, *spread_value;   // a block of 2-bit codes in 4 bits
     int32_t* mask;                      // (rows, tokens, BLOCK)
     int64_t slot, count;
     Rows key, value, next;  // keys and values of the block, and keys of the next
@@ -33,7 +36,9 @@ struct Work {
         columns = acc + records * value_stride;
         wide_keys = columns + BLOCK * key_stride;
         wide = wide_keys + BLOCK * key_stride;
-        alpha = wide + BLOCK * value_stride;
+        spread_key = wide + BLOCK * value_stride;
+        spread_value = spread_key + kv_spread(key_stride);
+        alpha = spread_value + kv_spread(value_stride);
         top = alpha + records;
         total = top + records;
         mask = (int32_t*)(total + records);
@@ -141,19 +146,25 @@ void widen_and_add(const Work& work) {
 
 // -- coded keys and values
 
+template <int BITS>
+void decode_block(const Work& work, const KvEncoded& x, Rows codes, Rows next, int64_t width,
+                  float* wide) {
+    (x.block > 1 ? decode_channels<BITS> : decode<BITS>)(x, work.run.row0, work.run.head, work.at(),
+                                                         codes, next, work.count, width, wide);
+}
+
 template <int BITS, class K>
 void decode_and_score(const Work& work) {
     const int64_t width = work.call.key_width;
-    decode<BITS>(work.segment().k, work.run.row0, work.run.head, work.at(), work.key, work.value,
-                 work.count, width, work.wide_keys);
+    decode_block<BITS>(work, work.segment().k, work.key, work.value, width, work.wide_keys);
     const Rows rows = rows_of_floats(work.wide_keys, width);
     scores(K{}, rows, rows, work.count, width, work.queries, work.records, work.s, work.columns);
 }
 
 template <int BITS>
 void decode_and_add(const Work& work) {
-    decode<BITS>(work.segment().v, work.run.row0, work.run.head, work.at(), work.value, work.next,
-                 work.count, work.call.value_width, work.wide);
+    decode_block<BITS>(work, work.segment().v, work.value, work.next, work.call.value_width,
+                       work.wide);
     add_wide(work);
 }
 
@@ -197,8 +208,26 @@ void add_coded(const Work& work) {
 }
 
 template <int BITS>
+void load_by_channel(const Work& work) {
+    const int64_t width = work.call.key_width;
+    each_query(work, [&](int64_t record, auto x) {
+        float query[MOST_WIDTH];
+        for (int64_t i = 0; i < width; ++i) query[i] = x(i);
+        in_lanes<BITS>(query, width, work.queries + record * padded(width));
+    });
+}
+
+template <int BITS>
+void score_by_channel(const Work& work) {
+    channel_scores<BITS>(work.segment().k, work.run.row0, work.run.head, work.at(), work.key,
+                         work.value, work.count, work.call.key_width, work.queries, work.records,
+                         work.s, work.columns, work.wide_keys);
+}
+
+template <int BITS>
 KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
     if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
+    if (channels_fit<BITS>(x, width)) return {load_by_channel<BITS>, score_by_channel<BITS>};
     if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
     return {load_queries<Widened<F32>>, decode_and_score<BITS, Widened<F32>>};
 }
@@ -206,7 +235,7 @@ KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
 KeyMethod key_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().k;
     if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
-    if (x.plane.type == KV_I4) return coded_key_method<4>(x, work.call.key_width, many);
+    if (x.plane.type > KV_I8) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(KV_BF16_PAIRS)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
         return {load_queries<Dotted>, score<Dotted>};
@@ -229,7 +258,7 @@ ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
 ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
     if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
-    if (x.plane.type == KV_I4) return coded_value_method<4>(x, work.call.value_width, many);
+    if (x.plane.type > KV_I8) return coded_value_method<4>(x, work.call.value_width, many);
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;

@@ -211,6 +211,12 @@ def unsliced(planes: Planes) -> Planes:
     return planes.whole if type(planes) is Front else planes
 
 
+def by_token(planes: Planes) -> Planes:
+    """Planes of slots that hold a block of tokens each, with an axis of tokens instead of slots; a
+    plane of one entry for each block has an axis of blocks. Views, where strides allow it."""
+    return {name: plane.flatten(2, 3) for name, plane in planes.items() if plane.dim() > 3}
+
+
 def slot_count(planes: Planes) -> int:
     """S of a set of planes; 0 if there are none."""
     if type(planes) is Front or type(planes) is Chain:  # faster than isinstance of an ABC

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Options, Segment, View, backends
 from kvkeep.attention.native import available
-from kvkeep.codec import Fp8, Int4, Int8, Plain
+from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.planes import POSITION, Reach, joined
 
 CODECS = [Plain(), Int8(), Int4(), Int4(affine=True, group=8), Fp8()]
+CODECS += [Kivi(4, together=24), Kivi(2, together=5)]  # blocks that no tile of slots begins with
 BACKENDS = {b.name: b.run for b in backends()}
 
 
@@ -45,6 +46,8 @@ def cut(planes, places, key, value):
 )
 def test_chain(seed, codec, dtype, slots, cuts, n, group, rows, shared, pads, reach, mass, threads):
     torch.manual_seed(seed)
+    block = codec.block
+    slots = -(-slots // block) * block
     n = min(n, slots)
     batch = 1 if shared else rows
     q = torch.randn(rows, 2 * group, n, 64, dtype=dtype)
@@ -54,11 +57,11 @@ def test_chain(seed, codec, dtype, slots, cuts, n, group, rows, shared, pads, re
     place = torch.arange(slots, dtype=torch.int32).expand(batch, 1, slots).clone()
     if pads is not None:
         place[:, :, : min(pads, slots - n)] = -1
-    planes[POSITION] = place
+    planes[POSITION] = place if block == 1 else place.unflatten(2, (-1, block))
     reaches = () if reach is None else (Reach(*reach),)
     whole = View(cut(planes, [], key, value), torch.arange(slots - n, slots), pads is not None)
     whole = whole._replace(reaches=reaches)
-    places = [int(x * (slots - n)) for x in cuts]
+    places = [int(x * (slots - n)) // block for x in cuts]
     chain = whole._replace(segments=cut(planes, places, key, value))
     options = Options(0.2, None, None, mass, None)
     names = ["native"] if codec.name != "fp8" else ["reference"] if mass else ["reference", "sdpa"]

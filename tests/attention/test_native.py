@@ -11,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
+from support.attend_calls import (
+    FEATURES,
+    KINDS,
+    ByChannel,
+    call,
+    dense,
+    everywhere,
+    exactly,
+    qkv,
+    segment,
+)
 from support.instruction_sets import BEST, SETS
 from support.pairwise import pairwise
 
@@ -28,6 +38,8 @@ pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Queries and weights have 16 bits where they meet codes. A typical result is within 5e-5.
 CODED = 2e-4
+# 2-bit codes are far from the middle of 4 bits, in which they are read. Their own error is larger.
+NARROW = 1.5e-3
 
 
 class Secret(Plain):
@@ -77,10 +89,11 @@ def check(q, view, options):
     assert out.dtype == q.dtype
     error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
     codecs = [c for s in view.segments for c in (s.key_codec, s.value_codec)]
-    coded = any(c.layout != PLAIN for c in codecs)
-    assert error <= max(TOLERANCE[q.dtype], CODED if coded else 0), f"{error:.2e}"
+    packings = {c.layout.packing for c in codecs}
+    coded = NARROW if "int2" in packings else CODED if packings != {"plain"} else 0
+    assert error <= max(TOLERANCE[q.dtype], coded), f"{error:.2e}"
     if options.need_mass:
-        rtol = CODED if coded else 1e-5
+        rtol = coded or 1e-5
         torch.testing.assert_close(mass, expected_mass, atol=rtol / 3, rtol=rtol)
     return out
 
@@ -90,6 +103,12 @@ def test_the_layout_alone_says_how_codes_are_read():
     view = dense(k, v, 3, key=Own())
     assert native.refuses(q, view, Options(0.2)) is None
     check(q, view, Options(0.2))
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 96), (3, 64), (20, 40)])
+def test_the_layout_alone_says_that_scales_are_by_channel(n, width):
+    q, k, v = qkv(rows=2, slots=200, n=n, width=width)
+    check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2))
 
 
 @settings(max_examples=160, deadline=None)
@@ -122,7 +141,7 @@ def test_where_codes_lie(key, value, n):
     q, k, v = qkv(rows=2, slots=90, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
     for placed in everywhere(whole):
-        check(q, View((placed,), torch.arange(90)[-n:], False), Options(0.2))
+        check(q, View((placed,), torch.arange(whole.slots)[-n:], False), Options(0.2))
 
 
 @pytest.mark.parametrize(("kind", "n", "plane"), pairwise(KINDS, [1, 20], ["k", "v"]))
@@ -132,7 +151,8 @@ def test_a_scale_that_is_not_a_number(kind, n, plane):
     q, k, v = qkv(rows=2, slots=200, n=n)
     view = dense(k, v, n, key=key, value=value)
     name = plane + ("" if codec.layout == PLAIN else "_scale")
-    view.segments[0].planes[name][0, 0, 130] = torch.nan
+    plane = view.segments[0].planes[name]
+    plane[0, 0, 13 * plane.shape[2] // 20] = torch.nan
     out, _ = native.run(q, view, Options(0.2))
     expected, _ = exactly(q, view, Options(0.2))
     assert expected.isnan().any()

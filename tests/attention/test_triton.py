@@ -6,12 +6,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exactly, qkv, segment
+from support.attend_calls import (
+    FEATURES,
+    KINDS,
+    ByChannel,
+    call,
+    dense,
+    everywhere,
+    exactly,
+    qkv,
+    segment,
+)
 from support.pairwise import pairwise
 
 from kvkeep.attention import Segment, View, attend, reference, tiles, triton
 from kvkeep.attention.options import Options
-from kvkeep.codec import Codec, Fp8, Int4, Int8, Plain
+from kvkeep.codec import Codec, Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import Reach
@@ -95,7 +105,7 @@ def test_where_slots_lie(key, value):
     q, k, v = qkv(rows=2, slots=40, n=n)
     (whole,) = dense(k, v, n, key=key, value=value).segments
     for placed in everywhere(whole):
-        check(q, View((placed,), torch.arange(40)[-n:], False), Options(0.2))
+        check(q, View((placed,), torch.arange(whole.slots)[-n:], False), Options(0.2))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +116,8 @@ def test_a_scale_that_is_not_a_number(key, value, plane):
     q, k, v = qkv(rows=2, slots=140, n=2)
     view = dense(k, v, 2, key=key, value=value)
     name = plane + ("" if codec.layout == PLAIN else "_scale")
-    view.segments[0].planes[name][0, 0, 130] = torch.nan
+    plane = view.segments[0].planes[name]
+    plane[0, 0, 13 * plane.shape[2] // 20] = torch.nan
     out, _ = triton.run(there(q), there(view), Options(0.2))
     expected, _ = exactly(q, view, Options(0.2))
     assert expected.isnan().any()
@@ -132,7 +143,11 @@ def test_splits(monkeypatch, splits, need_mass):
 
 @pytest.mark.parametrize(
     ("observed", "ragged", "kind"),
-    pairwise([None, 9], [False, True], [(Plain(), Plain()), (Int4(affine=True), Int8())]),
+    pairwise(
+        [None, 9],
+        [False, True],
+        [(Plain(), Plain()), (Int4(affine=True), Int8()), (Kivi(), Kivi())],
+    ),
 )
 def test_mass_of_a_long_chunk(observed, ragged, kind):
     key, value = kind
@@ -179,8 +194,15 @@ def test_what_no_kernel_reads_is_decoded():
     class Secret(Plain):
         layout = None
 
-    q, k, v = qkv(slots=70, n=3)
-    check(q, dense(k, v, 3, key=Secret(), value=Secret()), Options(0.2, need_mass=True))
+    q, k, v = qkv(slots=72, n=3)
+    for codec in (Secret(), Kivi(together=24)):
+        check(q, dense(k, v, 3, key=codec, value=codec), Options(0.2, need_mass=True))
+
+
+@pytest.mark.parametrize("n", [1, 40])
+def test_scales_by_channel_without_zeros(n):
+    q, k, v = qkv(rows=2, slots=200, n=n, width=40)
+    check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2, need_mass=True))
 
 
 def test_the_layout_alone_says_how_codes_are_read(monkeypatch):

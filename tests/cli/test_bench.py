@@ -165,15 +165,18 @@ def test_op(dtype, queries):
 
 @pytest.mark.skipif(not native.available, reason=native.reason)
 def test_op_of_codecs():
-    shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "100")
-    options = ("--codecs", "plain,int8,int8/int4", "--turns", "1", "--device", "cpu", "--json")
+    shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "300")
+    options = ("--codecs", "plain,int8,int8/int4,kivi", "--turns", "1", "--device", "cpu", "--json")
     rows = last_line(run("op", *shape, *options))["rows"]
-    sizes = {  # of 2 heads x 100 slots
-        row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 200
+    sizes = {  # of 2 heads x 300 slots
+        row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 600
         for row in rows
         if row["backend"] == "native"
     }
-    assert sizes == pytest.approx({"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36})
+    blocks = (160 * 80 + 140 * 256) / 300  # five blocks of 32 tokens, and the newest plain
+    assert sizes == pytest.approx(
+        {"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36, "kivi": blocks}
+    )
     assert [row["codec"] for row in rows if row["backend"] != "native"] == ["plain", "plain"]
 
 

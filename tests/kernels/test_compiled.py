@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
+# Queries that are multiplied by scales of channels take all registers on the older generation.
+SPILLED = {"kivi": 48, "kivi-2-bits": 160}
 
 
 def compiled(*arguments):
@@ -32,7 +34,7 @@ def compiled(*arguments):
 @pytest.mark.parametrize(
     ("capability", "dtypes", "codecs"),
     [
-        (90, "bfloat16", {"plain", "int8", "int4-affine"}),
+        (90, "bfloat16", {"plain", "int8", "int4-affine", "kivi"}),
         pytest.param(90, "bfloat16", set(), marks=pytest.mark.slow),
         pytest.param(80, "bfloat16,float16,float32", set(), marks=pytest.mark.slow),
     ],
@@ -40,9 +42,9 @@ def compiled(*arguments):
 def test_kernels(capability, dtypes, codecs):
     found = compiled(str(capability), dtypes, *filter(None, [",".join(codecs)]))
     assert {"append", "attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
-    every = {"plain", "int8", "int4", "int4-affine", "fp8"}
+    every = {"plain", "int8", "int4", "int4-affine", "fp8", "kivi", "kivi-2-bits"}
     assert {x["codec"] for x in found} == (codecs or every)
     for kernel in found:
         assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at least
         if kernel["n"] == 1:
-            assert kernel["spilled"] <= 16, kernel
+            assert kernel["spilled"] <= SPILLED.get(kernel["codec"], 16), kernel

@@ -7,8 +7,32 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Rotation, Segment, View, reference
 from kvkeep.attention.options import Options
-from kvkeep.codec import Int4, Int8, Plain
-from kvkeep.planes import POSITION, Reach, joined
+from kvkeep.codec import Codec, Int4, Int8, Kivi, Plain
+from kvkeep.packing import KernelLayout
+from kvkeep.planes import POSITION, PlaneSpec, Reach, joined
+
+
+class ByChannel(Codec):
+    """A codec of a user's: 8 bits by channel, for values too, and without zeros."""
+
+    name = "by_channel"
+    block = 48
+    layout = KernelLayout("int8", 1, block=48)
+
+    def planes(self, dim, dtype):
+        return {
+            "": PlaneSpec((48, dim), torch.int8),
+            "_scale": PlaneSpec((1, dim), torch.float16),
+        }
+
+    def encode(self, x):
+        x = x.unflatten(2, (-1, 48)).float()
+        scale = (x.abs().amax(dim=3, keepdim=True) / 127).half()
+        return {"": (x / scale).round().to(torch.int8), "_scale": scale}
+
+    def decode(self, planes, dtype):
+        return (planes[""].to(dtype) * planes["_scale"].to(dtype)).flatten(2, 3)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -18,7 +42,21 @@ def segment(k, v, position, rotation=None, key=Plain(), value=Plain()):  # noqa:
     planes = joined(key.encode(k), "k") | joined(value.encode(v), "v")
     place = torch.as_tensor(position, dtype=torch.int32)
     place = place.view(-1 if k.shape[2] else 1, 1, k.shape[2]).expand(k.shape[0], 1, -1)
+    if key.block > 1:
+        place = place.unflatten(2, (-1, key.block))
     return Segment(planes | {POSITION: place}, key, value, rotation)
+
+
+def segments(k, v, position, rotation, key, value, own=0):
+    """Tokens as a layer holds them: whole blocks of a codec that encodes blocks, and the others
+    plain, with the newest `own`."""
+    whole = k.shape[2] if key.block == 1 else (k.shape[2] - own) // key.block * key.block
+    first, rest = (slice(None, whole), key, value), (slice(whole, None), Plain(), Plain())
+    return [
+        segment(k[:, :, part], v[:, :, part], position[..., part], rotation, *codecs)
+        for part, *codecs in ([first, rest] if key.block > 1 else [first])
+        if k[:, :, part].shape[2] or key.block == 1
+    ]
 
 
 def exactly(q, view, options):
@@ -35,6 +73,9 @@ def exactly(q, view, options):
 
 
 def dense(k, v, n, **codecs):
+    """One segment; of a codec that encodes blocks, without the oldest tokens that fill none."""
+    left = k.shape[2] % codecs.get("key", Plain()).block
+    k, v = k[:, :, left:], v[:, :, left:]
     place = torch.arange(k.shape[2])
     return View((segment(k, v, place, **codecs),), place[-n:], ragged=False)
 
@@ -59,6 +100,14 @@ CODECS = st.one_of(
     ),
 )
 
+BLOCKS = st.builds(
+    Kivi,
+    bits=st.sampled_from([4, 4, 2]),
+    together=st.sampled_from([32, 64, 24, 5, 128]),
+    group=st.sampled_from([32, 64, 8]),
+).map(lambda codec: (codec, codec))
+"""Of keys and values: tokens of more than a tile, fewer, and odd numbers of them."""
+
 
 KINDS = [
     (Int8(), Int8()),
@@ -67,6 +116,8 @@ KINDS = [
     (Int8(32, hadamard=False), Plain()),
     (Plain(), Int4(affine=True)),
     (Int4(8), Int8(8)),
+    (Kivi(), Kivi()),
+    (Kivi(2, together=16), Kivi(2, together=16)),
 ]
 
 FEATURES = {
@@ -87,7 +138,7 @@ FEATURES = {
     "observed": st.sampled_from([None, None, 0, 1, 3, 20]),
     "width": st.sampled_from([32, 40, 64, 80, 96, 128, 256, 7]),
     "values": st.sampled_from([32, 64, 72, 128, 9]),
-    "codecs": st.one_of(st.tuples(PLAIN, PLAIN), st.tuples(CODECS, CODECS)),
+    "codecs": st.one_of(st.tuples(PLAIN, PLAIN), st.tuples(CODECS, CODECS), BLOCKS),
     "dtype": st.sampled_from(DTYPES),
 }
 """What a call may have, all of it together."""
@@ -118,8 +169,8 @@ def call(
     """Queries, a view and options of these features."""
     generator = torch.Generator().manual_seed(seed)
     key, value = codecs
-    width += width % 2 if key.name == "int4" else 0
-    values += values % 2 if value.name == "int4" else 0
+    width += -width % {"int4": 2, "kivi": 4}.get(key.name, 1)
+    values += -values % {"int4": 2, "kivi": 4}.get(value.name, 1)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -130,20 +181,18 @@ def call(
         position[0] -= pads
         position[0, : min(pads, length)] = -1
     k, v = random(rows, heads, length, width), random(rows, heads, length, values)
-    segments = [segment(k, v, position, None, key, value)]
+    held = segments(k, v, position, None, key, value, n)
     if shared:
         rotation = (
             Rotation(11, 100.0 ** -torch.arange(0, 1, 2 / (width // 2 * 2))) if rotated else None
         )
         k, v = random(1, heads, shared, width), random(1, heads, shared, values)
-        segments.insert(0, segment(k, v, torch.arange(shared), rotation, key, value))
+        held = segments(k, v, torch.arange(shared), rotation, key, value) + held
     reaches = [Reach(*reach)] if reach else []
     if window:
         reaches.append(Reach(window))
     own = position[:, past:]
-    view = View(
-        tuple(segments), own if pads is not None else own[0], pads is not None, tuple(reaches)
-    )
+    view = View(tuple(held), own if pads is not None else own[0], pads is not None, tuple(reaches))
     sinks = random(heads * group).float() if with_sinks else None
     q = random(rows, heads * group, n, width)
     return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed)
@@ -156,8 +205,8 @@ def lain(x):
     yield torch.cat([x, torch.full_like(x, 77)], dim=2)[:, :, :count]
     yield x.transpose(1, 2).contiguous().transpose(1, 2)
     yield torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
-    yield torch.cat([x, x], dim=3)[..., : x.shape[3]]
-    yield x.transpose(2, 3).contiguous().transpose(2, 3)
+    yield torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+    yield x.transpose(2, -1).contiguous().transpose(2, -1)
 
 
 def everywhere(whole):

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 import kvkeep.attention.triton as backend
 from kvkeep.attention import Rotation, View
 from kvkeep.attention.options import Options
-from kvkeep.codec import Fp8, Int4, Int8, Plain
+from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.layer.write_tokens import append
 from kvkeep.planes import Reach
 from support.attend_calls import dense, qkv, segment
@@ -35,6 +35,8 @@ CODECS = {
     "int4": Int4(),
     "int4-affine": Int4(affine=True),
     "fp8": Fp8(),
+    "kivi": Kivi(),
+    "kivi-2-bits": Kivi(2),
 }
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -105,7 +107,8 @@ def main(capability, dtypes, codecs):
                 backend.run(q, view, options)
                 planes, (rows, heads) = view.segments[0].planes, k.shape[:2]
                 cursor = torch.zeros(rows, heads, 1, dtype=torch.int64)
-                append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)
+                if codec.block == 1:
+                    append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)
                 for kernel, result in compiled:
                     what = {"kernel": kernel, "codec": name, "dtype": str(dtype), "n": n}
                     spills = {"spilled": spilled(result), "shared": result.metadata.shared}

@@ -1,6 +1,6 @@
 """The native CPU backend: one pass of C++ over the slots, without copying them.
 
-It reads keys and values of float32, bfloat16 and float16, and codes of 8 and 4 bits, through
+It reads keys and values of float32, bfloat16 and float16, and codes of 8, 4 and 2 bits, through
 pointers and strides (see `native/abi.h`). It shares torch's OpenMP threads and uses the best of
 AVX-512, AVX2 and portable code. Without a C++ compiler kvkeep installs without this backend, and
 the others are used.
@@ -28,13 +28,13 @@ from kvkeep.native_library import (  # noqa: F401 - tests and tools look for the
 from kvkeep.packing import CODES, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
-_READABLE = ("plain", "int8", "int4")
+_READABLE = ("plain", "int8", "int4", "int2")
 """The packings that the kernel reads."""
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=47q"), Struct("=4q")
+CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -149,9 +149,9 @@ def _first(observed: Tensor) -> int:
 
 def heads_and_width(segment: Segment) -> tuple[int, int]:
     """Kv heads and the width of values."""
-    _, heads, _, width = unsliced(segment.planes)["v"].shape
-    layout = segment.value_codec.layout
-    return heads, width * 2 if layout is not None and layout.packing == "int4" else width
+    values, layout = unsliced(segment.planes)["v"], segment.value_codec.layout
+    assert layout is not None  # `refuses` lets no other codec through
+    return values.shape[1], layout.width(values)
 
 
 def pack_segments(segments: Sequence[Segment], q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
@@ -178,7 +178,8 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
         turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
     if not dense:
-        place = planes[POSITION]
+        place = planes[POSITION].flatten(2)
+        kept.append(place)
         row, head, slot = place.stride()
         row, head = 0 if shared else row, head if place.shape[1] > 1 else 0
         position = (place.data_ptr(), row, head, slot, 0)
@@ -204,22 +205,28 @@ def _encoded(
     """A KvEncoded."""
     plane = planes[name]
     if layout.packing == "plain":
-        return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0)
+        return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0, 1)
     zero = planes.get(name + "_zero")
     return (
         *_plane(plane, shared, kept, CODES[layout.packing]),
         *_plane(planes[name + "_scale"], shared, kept),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
         layout.group,
+        layout.block,
     )
 
 
 def _plane(
     x: Tensor, shared: bool, kept: list[Tensor], kind: int | None = None
 ) -> tuple[int, int, int, int, int]:
-    row, head, slot, width = x.stride()
-    if width != 1:
-        x = x.contiguous()
+    if x.dim() == 5:  # slots of several tokens, which become slots here
+        row, head, slot, token, width = x.stride()
+        slot, apart = (slot, False) if x.shape[3] == 1 else (token, slot != token * x.shape[3])
+    else:
+        row, head, slot, width = x.stride()
+        apart = False
+    if width != 1 or apart:
+        x = (x.flatten(2, 3) if x.dim() == 5 else x).contiguous()
         row, head, slot, _ = x.stride()
     kept.append(x)
     return x.data_ptr(), 0 if shared else row, head, slot, TYPES[x.dtype] if kind is None else kind

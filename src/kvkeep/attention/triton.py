@@ -8,6 +8,7 @@ call.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -40,6 +41,8 @@ more programs are needed to use the memory bandwidth: see `_coded_tile`."""
 
 _CODED_TILE = 8 << 10
 """The bytes of codes in a tile of keys."""
+
+_FEWEST_SLOTS = 16  # of a tile, for tensor cores
 
 _NO_REACH = Reach(2**31 - 1)
 
@@ -90,10 +93,15 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     return None
 
 
-def readable(codec: Decoder) -> KernelLayout | None:
-    """The layout of a codec's planes if the kernels can read it; None: they are decoded first."""
+def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
+    """The layout of a codec's planes if the kernels can read it; None: they are decoded first.
+    Scales by channel are applied to queries, a tile at a time: only keys can have them, and tiles
+    must divide the blocks."""
     layout = codec.layout
-    return layout if layout is not None and layout.packing in CODES else None
+    if layout is None or layout.packing not in CODES:
+        return None
+    by_channel = layout.block > 1
+    return None if by_channel and (values or layout.block % _FEWEST_SLOTS) else layout
 
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
@@ -115,12 +123,14 @@ class _Coded(NamedTuple):
     size: int
     """Elements that share a scale."""
     affine: bool
+    block: int
+    """Slots that share scales by channel; 1: each has its own."""
 
     @classmethod
     def plain(cls, plane: Tensor) -> _Coded:
         """A plane of floats."""
         plane, width = _along_width(plane), plane.shape[3]
-        return cls(plane, plane, plane, 0, 1, width, width, False)
+        return cls(plane, plane, plane, 0, 1, width, width, False, 1)
 
     @classmethod
     def of(cls, planes: Planes, name: str, layout: KernelLayout, width: int) -> _Coded:
@@ -131,15 +141,16 @@ class _Coded(NamedTuple):
         scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
         if zero is not None and zero.stride() != scale.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        code, size = CODES[layout.packing], layout.group
+        code, size = CODES[layout.packing], layout.group if layout.block == 1 else width
         # The kernels assume a stride of 1 along the groups.
         scale = _along_width(scale)
         own_zero = scale if zero is None else _along_width(zero)
-        return cls(plane, scale, own_zero, code, parts, width, size, zero is not None)
+        affine, block = zero is not None, layout.block
+        return cls(plane, scale, own_zero, code, parts, width, size, affine, block)
 
     @property
     def groups(self) -> int:
-        """The number of groups of elements that have a scale each."""
+        """The number of groups of elements that have a scale each; 1 if channels have."""
         return -(-self.width // self.size)
 
     def shape(self, name: str) -> dict[str, Any]:
@@ -245,7 +256,7 @@ class _Call:
             self.tops = q.new_empty((*lines, first_tile), dtype=torch.float32)
 
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
-        planes = unsliced(segment.planes)
+        planes = segment.token_planes
         q = self.q if segment.rotation is None else segment.queries(self.q)
         layout = readable(segment.key_codec)
         if layout is not None:
@@ -253,7 +264,7 @@ class _Call:
             k = _Coded.of(planes, "k", layout, q.shape[3])
         else:
             k = _Coded.plain(segment.keys(q.dtype))
-        layout = readable(segment.value_codec)
+        layout = readable(segment.value_codec, values=True)
         if layout is not None:
             v = _Coded.of(planes, "v", layout, segment.value_width)
         else:
@@ -261,7 +272,7 @@ class _Call:
         q = _along_width(q)
         slots = segment.slots
         shared = k.plane.shape[0] != self.rows
-        position = segment.position if segment.key_codec.block > 1 else planes[POSITION]
+        position = planes[POSITION]
         plain = {x.plane.dtype for x in (k, v) if not x.code}
         kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
         lines = self.n * self.group * (self.rows if shared else 1)  # queries of a kv head
@@ -275,6 +286,8 @@ class _Call:
             block_n, programs = _coded_tile(k, v, self.options.need_mass)
         if tiles.small(self.q.device) and max(k.width, v.width) > 128:
             block_m, block_n = max(16 // few, min(block_m, 32 // many), 1), 32
+        if k.block > 1:
+            block_n = math.gcd(block_n, k.block)
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
         at_once = programs * tiles.processors(self.q.device)
         return _Piece(
@@ -289,7 +302,8 @@ class _Call:
         return {
             "HEADS": self.heads, "GROUP": self.group, "DENSE": self.dense,
             "REACHES": len(self.view.reaches), "SOFTCAP": self.options.softcap is not None,
-            "TYPE": _triton_type(piece.kind), "BLOCK_N": piece.block_n, **piece.k.shape("K"),
+            "TYPE": _triton_type(piece.kind), "BLOCK_N": piece.block_n,
+            "K_BLOCK": piece.k.block, **piece.k.shape("K"),
         }  # fmt: skip
 
     def _limits(self) -> tuple[int, ...]:
@@ -315,6 +329,8 @@ class _Call:
             piece.splits,
             self.heads * (1 if piece.shared else self.rows),
         )
+        # Queries that are multiplied by the scales of each tile take registers of more threads.
+        few = k.block == 1 and piece.block_m * power_of_two(k.groups) <= 64
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
             piece.position, self.q_position, piece.segment.used,
@@ -326,7 +342,7 @@ class _Call:
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
             SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
             BLOCK_M=piece.block_m,
-            num_warps=4 if piece.block_m * power_of_two(k.groups) <= 64 else 8,
+            num_warps=4 if few else 8,
             num_stages=tiles.stages(piece.block_n, k.plane, v.plane),
             **self._shape(piece), **v.shape("V"),
         )  # fmt: skip
@@ -382,10 +398,10 @@ def _along_width(x: Tensor) -> Tensor:
 
 def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
     """A plane of 8-bit integers viewed as 16-bit words if strides allow it, which tensor cores can
-    load directly; and how many elements each word holds, of `width` per token."""
+    load directly; and how many elements each word holds, of `width` per token: four at most."""
     each = width // plane.shape[3]
     places = (plane.storage_offset(), *plane.stride()[:3], plane.shape[3])
-    if any(x % 2 for x in places):
+    if each == 4 or any(x % 2 for x in places):
         return plane, each
     return plane.view(torch.int16), 2 * each
 

@@ -17,6 +17,7 @@ from kvkeep.planes import (
     PlaneSpec,
     Reach,
     along_slots,
+    by_token,
     part,
     slot_count,
     unsliced,
@@ -76,6 +77,13 @@ class Segment(NamedTuple):
     def slots(self) -> int:
         """The number of tokens it has room for, including empty slots."""
         return slot_count(self.planes) * self.key_codec.block
+
+    @property
+    def token_planes(self) -> Planes:
+        """The planes with an entry for each token, also where a slot holds a block of tokens, or
+        for each block. They may be longer than the segment."""
+        planes = unsliced(self.planes)
+        return planes if self.key_codec.block == 1 else by_token(planes)
 
     @property
     def value_width(self) -> int:

@@ -14,9 +14,10 @@ from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_v
 from kvkeep.bench.environment import environment
 from kvkeep.bench.rivals import RIVALS, TORCH, torch_sdpa
 from kvkeep.bench.timing import Call, captured, interleaved, spread, timer_for
-from kvkeep.codec import Plain
+from kvkeep.codec import Codec, Plain
 from kvkeep.errors import SpecError
-from kvkeep.planes import POSITION, joined, plane_bytes
+from kvkeep.layer.block_encoded import whole
+from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 
 
@@ -59,8 +60,8 @@ def run(
         rows: batch size; None: 1 on the CPU, otherwise 8.
         lengths: tokens held; None: 256 to 32768 on the CPU, otherwise 2048 to 131072.
         codecs: codec specs, each for keys and values or as a pair ("int8/int4"); all but "plain"
-            are timed only on the device's own backend. None: plain on the CPU, otherwise also int8,
-            int4 and fp8.
+            are timed only on the device's own backend. Of "kivi" the newest tokens are plain.
+            None: plain on the CPU, otherwise also int8, int4 and fp8.
         masses: whether to compute the attention mass; None: no on the CPU, otherwise both.
         against: names from `RIVALS`; None: torch's own on the CPU, otherwise all.
         seconds: time limit; cases that have not started by then are skipped.
@@ -206,11 +207,15 @@ class _Case:
         views: dict[str, View] = {}
         reference: dict[str, Tensor] = {}
         for codec, spec in self.specs.items():
-            planes = _planes(spec, k, v)
-            self.sizes[codec] = plane_bytes(planes)
-            views[codec] = _view(planes, spec, q.shape[2])
-            held = views[codec].segments[0]
-            reference[codec] = torch_sdpa(q, held.keys(q.dtype), held.values(q.dtype))()
+            views[codec] = view = _view(spec, k, v, q.shape[2])
+            self.sizes[codec] = sum(
+                plane.element_size() * plane.numel()
+                for segment in view.segments
+                for name, plane in segment.planes.items()
+                if name != POSITION
+            )
+            held = view.in_order(q.dtype, q.dtype, moved=False)
+            reference[codec] = torch_sdpa(q, held.keys, held.values)()
         for system in self._systems():
             reason = self.limits.refuse()
             try:
@@ -256,16 +261,22 @@ def _difference(out: Tensor, reference: Tensor) -> float:
     return float((out - reference).norm() / reference.norm())
 
 
-def _planes(spec: CacheSpec, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    encoded = joined(spec.key_codec.encode(k), "k") | joined(
-        spec.value_codec.for_values().encode(v), "v"
-    )
-    return {name: plane.contiguous() for name, plane in encoded.items()}
+def _view(spec: CacheSpec, k: Tensor, v: Tensor, n: int) -> View:
+    """Keys and values as a layer holds them: of a codec that encodes blocks, the newest plain."""
+    key, value, length = spec.key_codec, spec.value_codec.for_values(), k.shape[2]
+    place = torch.arange(length, dtype=torch.int32, device=k.device)
+    encoded = length if key.block == 1 else whole(length - n, key, value)
+    segments = []
+    for tokens, codecs in ((slice(encoded), (key, value)), (slice(encoded, None), (Plain(),) * 2)):
+        own = place[tokens].view(1, 1, -1).expand(k.shape[0], -1, -1)
+        if own.shape[2]:
+            segments.append(_segment(k[:, :, tokens], v[:, :, tokens], own, *codecs))
+    return View(tuple(segments), place[-n:], ragged=False)
 
 
-def _view(planes: dict[str, Tensor], spec: CacheSpec, n: int) -> View:
-    position = torch.arange(planes["k"].shape[2], dtype=torch.int32, device=planes["k"].device)
-    rows = planes["k"].shape[0]
-    planes = {**planes, POSITION: position.view(1, 1, -1).expand(rows, -1, -1)}
-    segment = Segment(planes, spec.key_codec, spec.value_codec.for_values())
-    return View((segment,), position[-n:], ragged=False)
+def _segment(k: Tensor, v: Tensor, position: Tensor, key: Codec, value: Codec) -> Segment:
+    planes = joined(key.encode(k), "k") | joined(value.encode(v), "v")
+    if key.block > 1:
+        position = position.reshape(*position.shape[:2], -1, key.block)
+    planes = {name: plane.contiguous() for name, plane in planes.items()}
+    return Segment(planes | {POSITION: position}, key, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -20,6 +21,7 @@ from kvkeep.codec.groups import (
     unpacked,
 )
 from kvkeep.errors import ShapeError, SpecError
+from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 
 
@@ -50,6 +52,11 @@ class Kivi(Codec):
                 f"kivi of {self.bits} bits, {self.together} tokens together, {self.recent} recent: "
                 "bits must be 2 or 4, together at least 2, recent at least 0; use kivi:4"
             )
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        group, block = (1, self.together) if self.by_channel else (self.group, 1)
+        return KernelLayout(f"int{self.bits}", group, block=block)
 
     @property
     def block(self) -> int:

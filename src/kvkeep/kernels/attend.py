@@ -10,11 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.codes import INT4, PLAIN, numbers, product, within
+from kvkeep.kernels.codes import INT2, INT4, PLAIN, numbers, product, within
 
-_PLAIN, _INT4 = tl.constexpr(PLAIN), tl.constexpr(INT4)
+_PLAIN, _INT4, _INT2 = tl.constexpr(PLAIN), tl.constexpr(INT4), tl.constexpr(INT2)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _CENTRE = tl.constexpr(24.0)  # the middle of 4-bit codes (8) plus the 16 that `numbers` adds
+
+
+@triton.jit
+def _middle(CODE: tl.constexpr):
+    """The code from which 4-bit or 2-bit codes are counted."""
+    if CODE == _INT4:
+        return 8.0
+    else:
+        return 1.5
 
 
 @triton.jit
@@ -69,26 +78,64 @@ def _scales(X, slot, here, x_slot, COUNT: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
+def _times_scales(q, KS, KZ, at, FIRST: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
+                  AFFINE: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
+                  TYPE: tl.constexpr):  # fmt: skip
+    """One part of the queries times the scales of its channels, and what is to be added to the
+    scores for zeros and for the middle of codes."""
+    word = tl.arange(0, WIDE)
+    d = at + FIRST + PARTS * word
+    scale = tl.load(KS + d, mask=word < WORDS, other=0.0).to(tl.float32)
+    wide = q.to(tl.float32)
+    scaled = (wide * scale[None, :]).to(TYPE)
+    middle = tl.zeros((WIDE,), tl.float32)
+    if AFFINE:
+        middle = tl.load(KZ + d, mask=word < WORDS, other=0.0).to(tl.float32)
+        if CODE == _INT4 or CODE == _INT2:  # noqa: SIM109 - not Triton
+            middle += _middle(CODE) * scale
+    added = tl.sum(wide * middle[None, :], axis=1)
+    if CODE == _INT4:
+        added -= _CENTRE * tl.sum(scaled.to(tl.float32), axis=1)
+    return scaled, added
+
+
+@triton.jit
+def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot, scale, cap,
             CODE: tl.constexpr, PARTS: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
-            GROUPS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Scores (BLOCK_M, BLOCK_N) in base-2 logarithmic units."""
+            GROUPS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
+            SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            TYPE: tl.constexpr):  # fmt: skip
+    """Scores (BLOCK_M, BLOCK_N) in base-2 logarithmic units of the slots from `first` on. If
+    BLOCK is more than 1, scales are by channel, and all these slots share them."""
     words = _tile(K, slot, here, k_slot, WORDS, WIDE)
+    added = tl.zeros((BLOCK_M,), tl.float32)
+    if BLOCK > 1:
+        at = (tl.zeros((1,), tl.int64) + first // BLOCK) * ks_slot
+        q0, added = _times_scales(q0, KS, KZ, at, 0, CODE, PARTS, AFFINE, WORDS, WIDE, TYPE)
+        if PARTS > 1:
+            q1, more = _times_scales(q1, KS, KZ, at, 1, CODE, PARTS, AFFINE, WORDS, WIDE, TYPE)
+            added += more
+        if PARTS > 2:
+            q2, more = _times_scales(q2, KS, KZ, at, 2, CODE, PARTS, AFFINE, WORDS, WIDE, TYPE)
+            added += more
+            q3, more = _times_scales(q3, KS, KZ, at, 3, CODE, PARTS, AFFINE, WORDS, WIDE, TYPE)
+            added += more
     s = product(q0, tl.trans(numbers(words, CODE, 0, TYPE)), TYPE)
     if PARTS > 1:
         s += product(q1, tl.trans(numbers(words, CODE, 1, TYPE)), TYPE)
     if PARTS > 2:
         s += product(q2, tl.trans(numbers(words, CODE, 2, TYPE)), TYPE)
         s += product(q3, tl.trans(numbers(words, CODE, 3, TYPE)), TYPE)
-    if CODE != _PLAIN:
+    if BLOCK > 1:
+        s += added[:, None]
+    elif CODE != _PLAIN:
         s = tl.reshape(s, (GROUPS, BLOCK_M, BLOCK_N))
         ks = _scales(KS, slot, here, ks_slot, COUNT, GROUPS)
         if CODE == _INT4:
             s -= _CENTRE * q_sum[:, :, None]
         s *= ks[:, None, :]
         if AFFINE:
-            middle = _scales(KZ, slot, here, ks_slot, COUNT, GROUPS) + 8.0 * ks
+            middle = _scales(KZ, slot, here, ks_slot, COUNT, GROUPS) + _middle(CODE) * ks
             s += q_sum[:, :, None] * middle[:, None, :]
         s = tl.sum(s, axis=0)
     s *= scale
@@ -101,8 +148,8 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale
 def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: tl.constexpr,
                  PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Queries in up to four parts, one for each element of a word of keys; and for 4-bit keys the
-    sum of each group (GROUPS, BLOCK_M)."""
+    """Queries in up to four parts, one for each element of a word of keys; and for 4-bit and 2-bit
+    keys the sum of each group (GROUPS, BLOCK_M)."""
     q0 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK, WIDE,
                   PARTS, 0, BLOCK_M, TYPE)  # fmt: skip
     q1, q2, q3 = q0, q0, q0
@@ -118,7 +165,7 @@ def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: 
                       WIDE, PARTS, 3, BLOCK_M, TYPE)  # fmt: skip
         total += q2.to(tl.float32) + q3.to(tl.float32)
     q_sum = tl.zeros((GROUPS, BLOCK_M), tl.float32)
-    if CODE == _INT4:
+    if CODE == _INT4 or CODE == _INT2:  # noqa: SIM109 - not Triton
         q_sum = tl.reshape(tl.sum(total, axis=1), (GROUPS, BLOCK_M))
     return q0, q1, q2, q3, q_sum
 
@@ -149,7 +196,7 @@ def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
     """Stores acc (GROUPS * BLOCK_M, WIDE) + more to every STEP-th element from FIRST on; each group
     of elements has its own rows of acc."""
     d = FIRST + STEP * tl.arange(0, WIDE)
-    if CODE == _INT4:
+    if CODE == _INT4 or CODE == _INT2:  # noqa: SIM109 - not Triton
         acc += more[:, None]
     if CODE != _PLAIN:
         own = (d // SIZE)[None, None, :] == tl.arange(0, GROUPS)[:, None, None]
@@ -171,7 +218,7 @@ def attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,
     K_CODE: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
-    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr,
+    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, K_BLOCK: tl.constexpr,
     V_CODE: tl.constexpr, V_PARTS: tl.constexpr, V_SIZE: tl.constexpr, V_COUNT: tl.constexpr,
     V_GROUPS: tl.constexpr, V_AFFINE: tl.constexpr,
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr, MASS: tl.constexpr,
@@ -232,9 +279,9 @@ def attend(
     for first in tl.range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         here = slot < stop
-        s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
-                    K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, DK // K_PARTS, WIDE_K, SOFTCAP,
-                    BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
+        s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot, scale,
+                    cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
+                    WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
         position = slot
         if not DENSE:
             position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
@@ -272,7 +319,7 @@ def attend(
         if V_CODE == _INT4:
             weight = weight * fades + tl.sum(scaled.to(tl.float32), axis=1)
         if V_AFFINE:
-            middle = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS) + 8.0 * vs
+            middle = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS) + _middle(V_CODE) * vs
             middles = middles * fade[None, :] + tl.sum(p[None, :, :] * middle[:, None, :], axis=2)
 
     some = total != 0  # NaN is propagated

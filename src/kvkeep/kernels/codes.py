@@ -10,11 +10,12 @@ from kvkeep.packing import CODES
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs these kernels on the CPU (TRITON_INTERPRET=1)."""
 
-PLAIN, INT8, INT4, FP8 = (CODES[name] for name in ("plain", "int8", "int4", "fp8"))
+PLAIN, INT8, INT4, FP8, INT2 = (CODES[x] for x in ("plain", "int8", "int4", "fp8", "int2"))
 """How a plane is encoded, as constants of kernels."""
 
 _INTERPRETED, _TRANSLATED = tl.constexpr(INTERPRETED), tl.constexpr(not INTERPRETED)
 _PLAIN_CODE, _INT8_CODE, _FP8_CODE = tl.constexpr(PLAIN), tl.constexpr(INT8), tl.constexpr(FP8)
+_INT2_CODE = tl.constexpr(INT2)
 _FP8_BIAS = tl.constexpr(2.0**120)  # between the exponents of E4M3 and float32
 
 
@@ -99,7 +100,8 @@ def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
     """Numbers of TYPE, not scaled yet: the PART-th code of each word, counted from the low bits.
 
     Codes are converted by placing their bits in those of a float, which takes fewer instructions
-    than a conversion. The numbers of 4-bit codes are too large by 16.
+    than a conversion. The numbers of 4-bit codes are too large by 16; 2-bit
+    codes are counted from their middle.
     """
     if CODE == _PLAIN_CODE:
         return words.to(TYPE)
@@ -126,6 +128,9 @@ def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
         bits = bits >> (8 * PART)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
         return (bits.to(tl.float32, bitcast=True) * _FP8_BIAS).to(TYPE)
+    if CODE == _INT2_CODE:
+        bits = (((bits >> (2 * PART)) & 3) << 21) | 0x40800000  # the mantissa of 4
+        return (bits.to(tl.float32, bitcast=True) - 5.5).to(TYPE)
     return (((bits >> (4 * PART)) & 15).to(tl.float32) + 16.0).to(TYPE)
 
 

@@ -19,7 +19,7 @@ def weigh(
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, WIDE_K: tl.constexpr,
     K_CODE: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
-    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr,
+    K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, K_BLOCK: tl.constexpr,
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +57,9 @@ def weigh(
         q_position = token
         if not DENSE:
             q_position = tl.load(Q_POSITION + rows_ * q_position_row + token, mask=real, other=-1)
-        s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, slot, here, k_slot, ks_slot, scale, cap,
-                    K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, DK // K_PARTS, WIDE_K, SOFTCAP,
-                    BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
+        s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, start, slot, here, k_slot, ks_slot, scale,
+                    cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
+                    WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
         seen = _seen(slot, here, position, q_position, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
                      size2, first2, from2, to2, DENSE, REACHES)  # fmt: skip

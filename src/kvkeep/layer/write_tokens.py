@@ -60,7 +60,8 @@ def write(
 def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether the Triton kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
-    known = None not in (triton.readable(key_codec), triton.readable(value_codec))
+    codecs = key_codec, value_codec
+    known = all(triton.readable(codec) and codec.block == 1 for codec in codecs)
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
