@@ -61,21 +61,26 @@ bool fits_bytes(const KvEncoded& x, int64_t width) {
     return width % piece == 0 && width <= MOST_WIDTH && (x.group >= width || x.group % piece == 0);
 }
 
-// What to prefetch in one of several rounds over a block, in whole lines: `lines` for each 4 slots.
+// What to prefetch in the `round`-th of several rounds over a block, by so many calls of `pass`: each
+// takes a share, because many prefetches in a row delay the loads behind them. If the rows are
+// contiguous, in memory order.
 struct Lines {
     const char* at;
-    int64_t step, lines;
+    int64_t step, each, some;  // lines of a place; places of a pass
 
-    Lines(Rows rows, int64_t count, int64_t round, int64_t rounds) {
-        const bool compact = rows.stride == rows.bytes;
-        const int64_t all = (count + 3) / 4;  // quads of slots
-        step = compact ? 64 : rows.stride;
-        lines = !rounds ? 0 : compact ? (4 * rows.bytes / rounds + 63) / 64 : round ? 0 : 4;
-        at = rows.first + (compact ? round * all * lines * 64 : 0);
+    Lines(Rows rows, int64_t count, int64_t passes, int64_t round = 0, int64_t rounds = 1) {
+        const auto share = [](int64_t all, int64_t parts) { return (all + parts - 1) / parts; };
+        if (rows.stride == rows.bytes) {
+            const int64_t lines = share(share(count * rows.bytes, 64), rounds);
+            at = rows.first + round * lines * 64, step = 64, each = 1, some = share(lines, passes);
+        } else {
+            at = rows.first, step = rows.stride, each = share(rows.bytes, 64);
+            some = round ? 0 : share(count, passes);
+        }
     }
     KV_INLINE void pass(Lines& lines) {
-        for (int64_t i = 0; i < lines.lines; ++i, lines.at += lines.step)
-            __builtin_prefetch(lines.at, 0, 2);
+        for (int64_t i = 0; i < lines.some; ++i, lines.at += lines.step)
+            for (int64_t k = 0; k < lines.each; ++k) __builtin_prefetch(lines.at + 64 * k, 0, 2);
     }
 };
 
@@ -184,7 +189,6 @@ KV_OUTLINE void byte_scores(Rows keys, Lines ahead, int64_t count, int64_t width
     const int64_t stride = query.groups;
     for (int64_t j = 0; j < count; j += 16) {
         const char* at = keys.at(j);
-        for (int i = 0; i < 4; ++i) Lines::pass(ahead);
         u32x16 sum[MT][BYTES];
         vf score[MT] = {};
         int64_t g = 0, left = pieces_of_group;
@@ -214,6 +218,7 @@ KV_OUTLINE void byte_scores(Rows keys, Lines ahead, int64_t count, int64_t width
             // The next pieces are shuffled while these are multiplied.
             vi x[2][4];
             memcpy(x, next, sizeof x);
+            Lines::pass(ahead);
             load_pieces(at + (piece + 2 < pieces ? piece + 2 : piece) * 16, keys.stride, next);
 #pragma GCC unroll 2
             for (int c = 0; c < 2; ++c) {
@@ -433,7 +438,7 @@ KV_OUTLINE void byte_values(Rows values, Rows next, int64_t count, int64_t width
     const int64_t pieces = width / C::PIECE, stride = padded(width);
     for (int64_t piece = 0; piece < pieces; piece += 2) {
         const Rows at = {values.first + piece * 16, values.stride, values.bytes};
-        Lines ahead(next, count, piece / 2, (pieces + 1) / 2);
+        Lines ahead(next, count, (count + 3) / 4, piece / 2, (pieces + 1) / 2);
         const auto run = [&](auto first, auto size) __attribute__((always_inline)) {
             constexpr int FIRST = decltype(first)::size, PIECES = decltype(size)::size;
             byte_columns<BITS, MT, FIRST, PIECES>(
@@ -445,7 +450,7 @@ KV_OUTLINE void byte_values(Rows values, Rows next, int64_t count, int64_t width
             run(Tile<0>{}, Tile<2>{});
         } else {
             run(Tile<0>{}, Tile<1>{});
-            ahead.lines = 0;
+            ahead.some = 0;
             if (both) run(Tile<1>{}, Tile<1>{});
         }
     }

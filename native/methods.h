@@ -217,9 +217,16 @@ void load_bytes(const Work& work) {
     });
 }
 
-// As load_groups, but the zeros are those of codes counted from their middle.
+// As load_groups, but the zeros are those of codes counted from their middle. Prefetches those of
+// the next block.
 template <int BITS>
 const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
+    for (const KvPlane* plane : {&x.scale, &x.zero}) {
+        if (!plane->data || plane->slot != groups) continue;
+        const uint16_t* from = (const uint16_t*)plane->data + work.run.row0 * plane->row +
+                               work.run.head * plane->head + (work.at() + BLOCK) * groups;
+        prefetch((const char*)from, BLOCK * groups * 2);
+    }
     float* zero = const_cast<float*>(load_groups(work, x, groups, scale));
     if (!zero) return nullptr;
     for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += Codes<BITS>::MIDDLE * scale[i];
@@ -233,8 +240,9 @@ void score_bytes(const Work& work) {
     const float* zero = load_centred<BITS>(work, work.segment().k, group_count(width, group), scale);
     const Rows keys = even_rows(work.key, work.count, (char*)work.wide_keys);
     for_tiles<MOST_BYTE_SCORES>(work.records, [&](int64_t from, auto tile) {
-        byte_scores<BITS, tile.size>(keys, Lines(work.value, work.count, 0, from ? 0 : 1),
-                                     work.count, width, group, scale, zero,
+        Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        if (from) ahead.some = 0;
+        byte_scores<BITS, tile.size>(keys, ahead, work.count, width, group, scale, zero,
                                      work.queries + from * padded(width), work.s + from * BLOCK);
     });
 }
