@@ -15,6 +15,7 @@ from support.attend_calls import FEATURES, KINDS, call, dense, everywhere, exact
 from support.instruction_sets import BEST, SETS
 from support.pairwise import pairwise
 
+from kvkeep import native_library
 from kvkeep.attention import Segment, View, attend, native, reference
 from kvkeep.attention.options import Options
 from kvkeep.codec import Codec, Int4, Int8, Plain
@@ -28,6 +29,9 @@ pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Queries and weights have 16 bits where they meet codes. A typical result is within 5e-5.
 CODED = 2e-4
+# With products of bytes, queries have 8 bits where they meet 4-bit codes; a typical result is within
+# 1e-2, while the codes' own error is above 1e-1.
+BYTES = 3e-2
 
 
 class Secret(Plain):
@@ -71,16 +75,23 @@ once = pytest.mark.parametrize("instructions", [BEST], indirect=True)
 """For what does not depend on the instruction set."""
 
 
+def bound(view):
+    """The error from codes, as a share of the largest result."""
+    packings = {c.layout.packing for s in view.segments for c in (s.key_codec, s.value_codec)}
+    keys = {s.key_codec.layout.packing for s in view.segments}
+    if "int4" in keys and native_library.instructions() in ("avx512bf16", "avx512vnni"):
+        return BYTES
+    return CODED if packings != {PLAIN.packing} else 0
+
+
 def check(q, view, options):
     out, mass = native.run(q, view, options)
     expected, expected_mass = exactly(q, view, options)
     assert out.dtype == q.dtype
     error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
-    codecs = [c for s in view.segments for c in (s.key_codec, s.value_codec)]
-    coded = any(c.layout != PLAIN for c in codecs)
-    assert error <= max(TOLERANCE[q.dtype], CODED if coded else 0), f"{error:.2e}"
+    assert error <= max(TOLERANCE[q.dtype], bound(view)), f"{error:.2e}"
     if options.need_mass:
-        rtol = CODED if coded else 1e-5
+        rtol = bound(view) or 1e-5
         torch.testing.assert_close(mass, expected_mass, atol=rtol / 3, rtol=rtol)
     return out
 
