@@ -3,6 +3,7 @@
 #include "chain.h"
 #include "coded.h"
 #include "coded_vnni.h"
+#include "pairs.h"
 #include "scores.h"
 #include "values.h"
 
@@ -113,6 +114,34 @@ void add(const Work& work) {
     add_values<V>(work.value, work.next, work.count, work.call.value_width, work.records, work.s,
                   work.alpha, work.acc);
 }
+
+#if defined(KV_BF16_PAIRS)
+void load_lanes(const Work& work) {
+    const int64_t stride = padded(work.call.key_width);
+    memset(work.queries, 0, work.records * stride * sizeof *work.queries);
+    each_query(work, [&](int64_t record, auto x) {
+        const TileOf tile(record, work.records, MOST_LANE_SCORES);
+        set_lane_query(work.queries + tile.first * stride, tile.size, record - tile.first,
+                       work.call.key_width, x);
+    });
+}
+
+void score_lanes(const Work& work) {
+    const Rows keys = even_rows(work.key, work.count, (char*)work.columns);
+    for_tiles<MOST_LANE_SCORES>(work.records, [&](int64_t from, auto tile) {
+        Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        if (from) ahead.some = 0;
+        lane_scores<tile.size>(keys, ahead, work.count,
+                               work.queries + from * padded(work.call.key_width),
+                               work.s + from * BLOCK);
+    });
+}
+
+void add_pairs_of_slots(const Work& work) {
+    add_pair_values(work.value, work.next, work.count, work.call.value_width, work.records, work.s,
+                    work.alpha, work.acc);
+}
+#endif
 
 Rows rows_of_floats(const float* floats, int64_t width) {
     return {(const char*)floats, padded(width) * 4, width * 4};
@@ -266,7 +295,7 @@ void add_bytes(const Work& work) {
 template <int BITS>
 KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
 #if defined(KV_VNNI)
-    if (!many && fits_bytes(x, width)) return {load_bytes<BITS>, score_bytes<BITS>};
+    if (fits_bytes(x, width)) return {load_bytes<BITS>, score_bytes<BITS>};
 #endif
     if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
     if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
@@ -278,8 +307,11 @@ KeyMethod key_method(const Work& work, bool many) {
     if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
     if (x.plane.type == KV_I4) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(KV_BF16_PAIRS)
-    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16) {
+        if (by_lanes(work.call.key_width, work.call.group * work.tokens))
+            return {load_lanes, score_lanes};
         return {load_queries<Dotted>, score<Dotted>};
+    }
 #endif
     KeyMethod method{};
     with_type(x.plane.type, [&](auto type) {
@@ -293,7 +325,7 @@ KeyMethod key_method(const Work& work, bool many) {
 template <int BITS>
 ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
 #if defined(KV_VNNI)
-    if (!many && fits_bytes(x, width)) return {add_bytes<BITS>, write_sums<byte_lane<BITS>>};
+    if (fits_bytes(x, width)) return {add_bytes<BITS>, write_sums<byte_lane<BITS>>};
 #endif
     if (!many && fits(x, width)) return {add_coded<BITS>, write_sums<coded_lane<BITS>>};
     return {decode_and_add<BITS>, write_sums<Widened<F32>::lane>};
@@ -303,6 +335,10 @@ ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
     if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
     if (x.plane.type == KV_I4) return coded_value_method<4>(x, work.call.value_width, many);
+#if defined(KV_BF16_PAIRS)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16)
+        return {add_pairs_of_slots, write_sums<pair_lane>};
+#endif
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;

@@ -70,7 +70,38 @@ KV_INLINE vf add_pairs(vf sum, vi a, vi b) {
     return sum + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & high) * (vf)(b & high);
 #endif
 }
+
+// sum += a * b, where each lane of a is a pair, and b is one pair for all lanes.
+KV_INLINE void add_pair(vf& sum, vi a, const uint16_t* b) {
+#if defined(__AVX512BF16__)
+    // In assembly, so that the processor repeats b as it multiplies.
+    const int32_t& pair = *(const int32_t*)b;
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(pair));
+#else
+    sum = add_pairs(sum, a, load<int32_t>(b) - vi{});
 #endif
+}
+
+// Rounds 2 W numbers to bfloat16.
+KV_INLINE void narrow_pairs(const float* x, uint16_t* to) {
+#if defined(__AVX512BF16__)
+    store(to, (vi)_mm512_cvtne2ps_pbh((__m512)load<vf>(x + W), (__m512)load<vf>(x)));
+#else
+    for (int i = 0; i < 2 * W; ++i) {  // as BF16::narrow1
+        uint32_t bits = load<uint32_t>(x + i);
+        to[i] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+#endif
+}
+#endif
+
+// The same address, of which the compiler knows nothing: so it addresses what lies there by constant
+// offsets, instead of keeping a register for each.
+template <class T>
+KV_INLINE const T* opaque(const T* x) {
+    asm("" : "+r"(x));
+    return x;
+}
 
 KV_INLINE vf pick(vi mask, vf yes, vf no) {
     return mask ? yes : no;
