@@ -83,8 +83,10 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
     vf sum[MT][N][2] = {};
     const char* at = values.first + d * 2;
     for (int64_t j = 0; j < count; j += 2, at += 2 * values.stride) {
-        // With an odd number of slots the last one is paired with itself, with a weight of 0.
-        const char* other = j + 1 < count ? at + values.stride : at;
+        // With an odd number of slots the last one is paired with zeros: its own numbers may be
+        // infinite, which a weight of 0 would not remove.
+        static const uint16_t zeros[N * 32] = {};
+        const char* other = j + 1 < count ? at + values.stride : (const char*)zeros;
         prefetch(ahead, BYTES), prefetch(ahead + ahead_step, BYTES);
         ahead += 2 * ahead_step;
         const uint16_t* w = opaque(weights[0] + j);
