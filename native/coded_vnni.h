@@ -1,7 +1,7 @@
-// Scores and sums of values from codes by products of bytes, four at a time (AVX-512 VNNI). Codes are
-// unsigned bytes; queries and weights are signed bytes, or 16-bit numbers as two bytes each, whose
-// products are added up separately. 16 bits are exact to 2e-4 of the largest result. With 4-bit
-// codes queries have 8 bits: the error of such codes is far larger still.
+// Scores and sums of values from codes by products of bytes, four at a time (AVX-512 VNNI). Codes
+// are unsigned bytes; queries and weights are signed bytes, or 16-bit numbers as two bytes each,
+// whose products are added up separately. 16 bits are exact to 2e-4 of the largest result. With
+// 4-bit codes queries have 8 bits: the error of such codes is far larger still.
 #pragma once
 #include "coded.h"
 #include "lanes.h"
@@ -13,8 +13,8 @@ typedef uint8_t u8x64 __attribute__((vector_size(64)));
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 
-// In each 32-bit lane: sum += four bytes of `codes` (unsigned) times the four at `factors` (signed),
-// which are the same for all lanes.
+// In each 32-bit lane: sum += four bytes of `codes` (unsigned) times the four at `factors`
+// (signed), which are the same for all lanes.
 KV_INLINE void add_dot4(u32x16& sum, u8x64 codes, const int8_t* factors) {
 #if defined(__AVX512VNNI__)
     // In assembly, because GCC 12 copies every sum of the builtin.
@@ -58,9 +58,9 @@ bool fits_bytes(const KvEncoded& x, int64_t width) {
 // -- scores ----------------------------------------------------------------------------------
 
 // The queries of a tile, in the memory of padded(width) floats for each. First the bytes that meet
-// four bytes of a key: of each query four, or four high ones and four low ones. Then, for each query
-// and group, what the middle of unsigned codes adds to the sum, the step, and the sum of the query,
-// which is multiplied by a key's zero.
+// four bytes of a key: of each query four, or four high ones and four low ones. Then, for each
+// query and group, what the middle of unsigned codes adds to the sum, the step, and the sum of the
+// query, which is multiplied by a key's zero.
 template <int BITS>
 struct ByteQueries {
     typedef ByteCodes<BITS> C;
@@ -98,9 +98,9 @@ struct ByteQueries {
     }
 };
 
-// Scores s (MT rows of BLOCK) of MT queries on the keys of a block, 16 keys in the lanes of a vector.
-// `scale` and `zero` (groups, BLOCK) are those of codes counted from their middle; `zero` is null if
-// there is none.
+// Scores s (MT rows of BLOCK) of MT queries on the keys of a block, 16 keys in the lanes of a
+// vector. `scale` and `zero` (groups, BLOCK) are those of codes counted from their middle; `zero`
+// is null if there is none.
 template <int BITS, int MT>
 KV_OUTLINE void byte_scores(Rows keys, Lines ahead, int64_t count, int64_t width, int64_t group,
                             const float* scale, const float* zero, float* queries, float* s) {
@@ -280,8 +280,8 @@ KV_INLINE u8x64 turn_bytes(vi x) {
                                    52, 56, 60, 49, 53, 57, 61, 50, 54, 58, 62, 51, 55, 59, 63);
 }
 
-// Four slots' codes of piece FIRST of the two at `at`, or of both, as unsigned bytes: byte 4 i + n is
-// byte i of slot n.
+// Four slots' codes of piece FIRST of the two at `at`, or of both, as unsigned bytes: byte 4 i + n
+// is byte i of slot n.
 template <int BITS, int FIRST, int PIECES>
 KV_INLINE void load_quad(const char* at, int64_t stride, u8x64 (&x)[PIECES]) {
     const vi a = two_slots(at, at + stride), b = two_slots(at + 2 * stride, at + 3 * stride);

@@ -1,13 +1,13 @@
-// Slots in the lanes of vectors: 16 slots at once, four bytes of each in a lane. No sums across lanes
-// are needed then, and queries and weights are read from memory as they are multiplied.
+// Slots in the lanes of vectors: 16 slots at once, four bytes of each in a lane. No sums across
+// lanes are needed then, and queries and weights are read from memory as they are multiplied.
 #pragma once
 #include "rows.h"
 
 #if KV_LANES == 16
 namespace {
 
-// What to prefetch in the `round`-th of several rounds over a block, by so many calls of `pass`: each
-// takes a share, because many prefetches in a row delay the loads behind them. If the rows are
+// What to prefetch in the `round`-th of several rounds over a block, by so many calls of `pass`:
+// each takes a share, because many prefetches in a row delay the loads behind them. If the rows are
 // contiguous, in memory order.
 struct Lines {
     const char* at;
@@ -26,7 +26,8 @@ struct Lines {
     KV_INLINE void pass(Lines& lines) {
         for (int64_t i = 0; i < lines.some; ++i, lines.at += lines.step) {
             __builtin_prefetch(lines.at, 0, 2);
-            if (__builtin_expect(lines.each > 1, false)) prefetch(lines.at + 64, 64 * lines.each - 64);
+            if (__builtin_expect(lines.each > 1, false))
+                prefetch(lines.at + 64, 64 * lines.each - 64);
         }
     }
 };

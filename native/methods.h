@@ -266,7 +266,8 @@ template <int BITS>
 void score_bytes(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
     float* scale = work.columns;
-    const float* zero = load_centred<BITS>(work, work.segment().k, group_count(width, group), scale);
+    const int64_t groups = group_count(width, group);
+    const float* zero = load_centred<BITS>(work, work.segment().k, groups, scale);
     const Rows keys = even_rows(work.key, work.count, (char*)work.wide_keys);
     for_tiles<MOST_BYTE_SCORES>(work.records, [&](int64_t from, auto tile) {
         Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));

@@ -1,5 +1,6 @@
 // Scores and sums of values from plain bfloat16 by products of pairs (AVX512_BF16), for queries in
-// bfloat16. Weights are rounded to bfloat16 too, an error of at most 2^-9 of each, as in the result.
+// bfloat16. Weights are rounded to bfloat16 too, an error of at most 2^-9 of each, as in the
+// result.
 #pragma once
 #include "lanes.h"
 #include "values.h"
@@ -52,7 +53,8 @@ KV_OUTLINE void lane_scores(Rows keys, Lines ahead, int64_t count, const float* 
 #pragma GCC unroll 4
                 for (int n = 0; n < 4; ++n)
 #pragma GCC unroll 8
-                    for (int m = 0; m < MT; ++m) add_pair(sum[m], x[c][n], pairs + (n * MT + m) * 2);
+                    for (int m = 0; m < MT; ++m)
+                        add_pair(sum[m], x[c][n], pairs + (n * MT + m) * 2);
                 q += 4 * MT * 2;
             }
         }
@@ -68,8 +70,8 @@ inline int64_t pair_lane(int64_t element) {
     return element / 32 * 32 + element % 8 / 4 * 16 + element % 32 / 8 * 4 + element % 4;
 }
 
-// acc = acc * alpha + weights . values, for N times 32 elements from `d` on, of which `valid` exist,
-// of MT records. A pair is an element of two slots.
+// acc = acc * alpha + weights . values, for N times 32 elements from `d` on, of which `valid`
+// exist, of MT records. A pair is an element of two slots.
 template <int MT, int N>
 KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
                             int64_t valid, const uint16_t (&weights)[MT][BLOCK],
@@ -103,8 +105,8 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
                 a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18,
                 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
             const vi high = (vi)__builtin_shufflevector(
-                a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22,
-                54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+                a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53,
+                22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
 #pragma GCC unroll 8
             for (int m = 0; m < MT; ++m) {
                 add_pair(sum[m][n][0], low, w + m * BLOCK);

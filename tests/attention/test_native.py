@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Queries and weights have 16 bits where they meet codes. A typical result is within 5e-5.
 CODED = 2e-4
-# With products of bytes, queries have 8 bits where they meet 4-bit codes; a typical result is within
-# 1e-2, while the codes' own error is above 1e-1.
+# With products of bytes, queries have 8 bits where they meet 4-bit codes; a typical result is
+# within 1e-2, while the codes' own error is above 1e-1.
 BYTES = 3e-2
 
 
