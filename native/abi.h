@@ -166,7 +166,7 @@ constexpr int64_t KV_LINEAR_ROWS = 32;  // the most rows of a call
 KV_PUBLIC int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row,
                         int64_t rows, void* out);
 
-// The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable".
+// The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();
 
 // Uses the instruction set `name` from now on. Returns 0, or 1 if this processor lacks it.

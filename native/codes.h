@@ -131,8 +131,8 @@ struct Rounded {
     int32_t sum;  // of the 16-bit numbers
 };
 
-// Rounds numbers x (count, a multiple of 16) to multiples, -32767..32767, of a step.
-KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to) {
+// Rounds numbers x (count, a multiple of 16) to multiples, -limit..limit, of a step.
+KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limit = MOST_CODE) {
     vi most{}, added{};
     for (int64_t i = 0; i < count; i += W) {
         // Non-negative floats are ordered like their bits.
@@ -147,7 +147,7 @@ KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to) {
         memset(to, 0, count * sizeof *to);
         return {finite ? 0.0f : high - high, 0};
     }
-    const vf inverse = all(MOST_CODE / high), magic = all(12582912.0f);
+    const vf inverse = all(limit / high), magic = all(12582912.0f);
     for (int64_t i = 0; i < count; i += W) {
         const vi rounded = (vi)(load<vf>(x + i) * inverse + magic) - (vi)magic;
         added += rounded;
@@ -159,7 +159,7 @@ KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to) {
         store(to + i, __builtin_convertvector(rounded, narrow));
 #endif
     }
-    return {high * (1 / MOST_CODE), sum(added)};
+    return {high * (1 / limit), sum(added)};
 }
 
 // -- to floats -------------------------------------------------------------------------------

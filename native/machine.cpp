@@ -25,11 +25,15 @@ bool has_avx512() {
 #endif
 }
 
+#if !defined(KV_EMULATE)  // there its code is that of avx512bf16
+bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
 bool has_avx512bf16() {
 #if defined(KV_EMULATE)
     return has_avx2();
 #else
-    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+    return has_avx512vnni() && __builtin_cpu_supports("avx512bf16");
 #endif
 }
 #endif
@@ -37,6 +41,9 @@ bool has_avx512bf16() {
 const Instructions TABLE[] = {
 #if defined(KV_X86)
     {"avx512bf16", kv_run_avx512bf16, &kv_linear_avx512bf16, has_avx512bf16},
+#if !defined(KV_EMULATE)
+    {"avx512vnni", kv_run_avx512vnni, &kv_linear_avx512vnni, has_avx512vnni},
+#endif
     {"avx512", kv_run_avx512, &kv_linear_avx512, has_avx512},
     {"avx2", kv_run_avx2, &kv_linear_avx2, has_avx2},
 #endif

@@ -3,6 +3,8 @@
 #include "chain.h"
 #include "channels.h"
 #include "coded.h"
+#include "coded_vnni.h"
+#include "pairs.h"
 #include "scores.h"
 #include "spread.h"
 #include "values.h"
@@ -118,17 +120,52 @@ void add(const Work& work) {
                   work.alpha, work.acc);
 }
 
+#if defined(KV_BF16_PAIRS)
+void load_lanes(const Work& work) {
+    const int64_t stride = padded(work.call.key_width);
+    memset(work.queries, 0, work.records * stride * sizeof *work.queries);
+    each_query(work, [&](int64_t record, auto x) {
+        const TileOf tile(record, work.records, MOST_LANE_SCORES);
+        set_lane_query(work.queries + tile.first * stride, tile.size, record - tile.first,
+                       work.call.key_width, x);
+    });
+}
+
+void score_lanes(const Work& work) {
+    const Rows keys = even_rows(work.key, work.count, (char*)work.columns);
+    for_tiles<MOST_LANE_SCORES>(work.records, [&](int64_t from, auto tile) {
+        Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        if (from) ahead.some = 0;
+        lane_scores<tile.size>(keys, ahead, work.count,
+                               work.queries + from * padded(work.call.key_width),
+                               work.s + from * BLOCK);
+    });
+}
+
+void add_pairs_of_slots(const Work& work) {
+    add_pair_values(work.value, work.next, work.count, work.call.value_width, work.records, work.s,
+                    work.alpha, work.acc);
+}
+#endif
+
 Rows rows_of_floats(const float* floats, int64_t width) {
     return {(const char*)floats, padded(width) * 4, width * 4};
 }
 
-// Writes the sums to the run's records; that of element i is at LANE(i).
+// Writes the sums to the run's records; that of element i is at LANE(i), where LANE is the same for
+// each 64 elements.
 template <int64_t LANE(int64_t)>
 void write_sums(const Work& work) {
     const int64_t width = work.call.value_width;
-    for (int64_t r = 0; r < work.records; ++r)
-        for (int64_t i = 0; i < width; ++i)
-            work.run.partial[r * (width + 2) + i] = work.acc[r * work.value_stride + LANE(i)];
+    for (int64_t r = 0; r < work.records; ++r) {
+        float* to = work.run.partial + r * (width + 2);
+        const float* from = work.acc + r * work.value_stride;
+        int64_t d = 0;
+        for (; d + 64 <= width; d += 64)
+#pragma GCC unroll 64
+            for (int64_t i = 0; i < 64; ++i) to[d + i] = from[d + LANE(i)];
+        for (; d < width; ++d) to[d] = from[LANE(d)];
+    }
 }
 
 // With many queries, values are widened once for all tiles.
@@ -207,6 +244,66 @@ void add_coded(const Work& work) {
                            work.records, work.s, work.alpha, work.acc);
 }
 
+#if defined(KV_VNNI)
+template <int BITS>
+void load_bytes(const Work& work) {
+    const int64_t width = work.call.key_width, group = work.segment().k.group;
+    each_query(work, [&](int64_t record, auto x) {
+        float query[MOST_WIDTH];
+        for (int64_t i = 0; i < width; ++i) query[i] = x(i);
+        const TileOf tile(record, work.records, MOST_BYTE_SCORES);
+        ByteQueries<BITS>(work.queries + tile.first * padded(width), tile.size, width, group)
+            .set(record - tile.first, query, width, group);
+    });
+}
+
+// As load_groups, but the zeros are those of codes counted from their middle. Prefetches those of
+// the next block.
+template <int BITS>
+const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
+    for (const KvPlane* plane : {&x.scale, &x.zero}) {
+        if (!plane->data || plane->slot != groups) continue;
+        const uint16_t* from = (const uint16_t*)plane->data + work.run.row0 * plane->row +
+                               work.run.head * plane->head + (work.at() + BLOCK) * groups;
+        prefetch((const char*)from, BLOCK * groups * 2);
+    }
+    float* zero = const_cast<float*>(load_groups(work, x, groups, scale));
+    if (!zero) return nullptr;
+    for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += Codes<BITS>::MIDDLE * scale[i];
+    return zero;
+}
+
+template <int BITS>
+void score_bytes(const Work& work) {
+    const int64_t width = work.call.key_width, group = work.segment().k.group;
+    float* scale = work.columns;
+    const int64_t groups = group_count(width, group);
+    const float* zero = load_centred<BITS>(work, work.segment().k, groups, scale);
+    const Rows keys = even_rows(work.key, work.count, (char*)work.wide_keys);
+    for_tiles<MOST_BYTE_SCORES>(work.records, [&](int64_t from, auto tile) {
+        Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        if (from) ahead.some = 0;
+        byte_scores<BITS, tile.size>(keys, ahead, work.count, width, group, scale, zero,
+                                     work.queries + from * padded(width), work.s + from * BLOCK);
+    });
+}
+
+template <int BITS>
+void add_bytes(const Work& work) {
+    const int64_t width = work.call.value_width, group = work.segment().v.group;
+    const int64_t groups = group_count(width, group);
+    float* scale = work.wide;
+    const float* zero = load_centred<BITS>(work, work.segment().v, groups, scale);
+    const Rows values =
+        even_rows(work.value, work.count, (char*)(scale + 2 * groups * BLOCK));
+    for_tiles<MOST_BYTE_VALUES>(work.records, [&](int64_t from, auto tile) {
+        byte_values<BITS, tile.size>(values, work.next, work.count, width, group, scale, zero,
+                                     work.s + from * BLOCK, work.alpha + from,
+                                     work.acc + from * work.value_stride);
+    });
+}
+#endif
+
 template <int BITS>
 void load_by_channel(const Work& work) {
     const int64_t width = work.call.key_width;
@@ -226,6 +323,9 @@ void score_by_channel(const Work& work) {
 
 template <int BITS>
 KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
+#if defined(KV_VNNI)
+    if (fits_bytes(x, width)) return {load_bytes<BITS>, score_bytes<BITS>};
+#endif
     if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
     if (channels_fit<BITS>(x, width)) return {load_by_channel<BITS>, score_by_channel<BITS>};
     if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
@@ -237,8 +337,11 @@ KeyMethod key_method(const Work& work, bool many) {
     if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
     if (x.plane.type > KV_I8) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(KV_BF16_PAIRS)
-    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && !many)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16) {
+        if (by_lanes(work.call.key_width, work.call.group * work.tokens))
+            return {load_lanes, score_lanes};
         return {load_queries<Dotted>, score<Dotted>};
+    }
 #endif
     KeyMethod method{};
     with_type(x.plane.type, [&](auto type) {
@@ -251,6 +354,9 @@ KeyMethod key_method(const Work& work, bool many) {
 
 template <int BITS>
 ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
+#if defined(KV_VNNI)
+    if (fits_bytes(x, width)) return {add_bytes<BITS>, write_sums<byte_lane<BITS>>};
+#endif
     if (!many && fits(x, width)) return {add_coded<BITS>, write_sums<coded_lane<BITS>>};
     return {decode_and_add<BITS>, write_sums<Widened<F32>::lane>};
 }
@@ -259,6 +365,10 @@ ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
     if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
     if (x.plane.type > KV_I8) return coded_value_method<4>(x, work.call.value_width, many);
+#if defined(KV_BF16_PAIRS)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16)
+        return {add_pairs_of_slots, write_sums<pair_lane>};
+#endif
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;

@@ -62,6 +62,18 @@ struct Tile {
     static constexpr int size = N;
 };
 
+// The tile of for_tiles that a record is in.
+struct TileOf {
+    int64_t first, size;
+    TileOf(int64_t record, int64_t records, int64_t most) {
+        const int64_t tiles = (records + most - 1) / most;
+        int64_t tile = record * tiles / records;
+        while (records * (tile + 1) / tiles <= record) ++tile;
+        first = records * tile / tiles;
+        size = records * (tile + 1) / tiles - first;
+    }
+};
+
 // Divides the records into tiles of at most MOST (8 or fewer), as equal as possible, and calls
 // f(first record, Tile<size>) for each.
 template <int MOST, class F>

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-// KV_EMULATE (16, or 17 with products of bfloat16 pairs) compiles the code of AVX-512 for any
-// processor, to test it.
+// KV_EMULATE (16, or 17 with products of bfloat16 pairs and of four bytes) compiles the code of
+// AVX-512 for any processor, to test it.
 #if defined(__AVX512F__) || defined(KV_EMULATE)
 #define KV_LANES 16
 #else
@@ -14,6 +14,9 @@
 #endif
 #if defined(__AVX512BF16__) || (defined(KV_EMULATE) && KV_EMULATE == 17)
 #define KV_BF16_PAIRS
+#endif
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(KV_EMULATE) && KV_EMULATE == 17)
+#define KV_VNNI
 #endif
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -30,6 +33,7 @@ namespace {
 constexpr int W = KV_LANES;
 typedef float vf __attribute__((vector_size(4 * KV_LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * KV_LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * KV_LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * KV_LANES)));
 
 template <class V>
@@ -66,7 +70,38 @@ KV_INLINE vf add_pairs(vf sum, vi a, vi b) {
     return sum + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & high) * (vf)(b & high);
 #endif
 }
+
+// sum += a * b, where each lane of a is a pair, and b is one pair for all lanes.
+KV_INLINE void add_pair(vf& sum, vi a, const uint16_t* b) {
+#if defined(__AVX512BF16__)
+    // In assembly, so that the processor repeats b as it multiplies.
+    const int32_t& pair = *(const int32_t*)b;
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(pair));
+#else
+    sum = add_pairs(sum, a, load<int32_t>(b) - vi{});
 #endif
+}
+
+// Rounds 2 W numbers to bfloat16.
+KV_INLINE void narrow_pairs(const float* x, uint16_t* to) {
+#if defined(__AVX512BF16__)
+    store(to, (vi)_mm512_cvtne2ps_pbh((__m512)load<vf>(x + W), (__m512)load<vf>(x)));
+#else
+    for (int i = 0; i < 2 * W; ++i) {  // as BF16::narrow1
+        uint32_t bits = load<uint32_t>(x + i);
+        to[i] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+#endif
+}
+#endif
+
+// The same address, of which the compiler knows nothing: so it addresses what lies there by constant
+// offsets, instead of keeping a register for each.
+template <class T>
+KV_INLINE const T* opaque(const T* x) {
+    asm("" : "+r"(x));
+    return x;
+}
 
 KV_INLINE vf pick(vi mask, vf yes, vf no) {
     return mask ? yes : no;
@@ -74,35 +109,56 @@ KV_INLINE vf pick(vi mask, vf yes, vf no) {
 
 // -- reductions ------------------------------------------------------------------------------
 
+struct Add {
+    KV_INLINE vf join(vf a, vf b) { return a + b; }
+};
+struct AddIntegers {
+    KV_INLINE vf join(vf a, vf b) { return (vf)((vu)a + (vu)b); }
+};
+struct LargestInteger {
+    KV_INLINE vf join(vf a, vf b) { return (vf)((vi)a > (vi)b ? (vi)a : (vi)b); }
+};
+
 #if KV_LANES == 16
+template <class J>
 KV_INLINE vf fold8(vf a, vf b) {  // halves: [a.lo + a.hi, b.lo + b.hi]
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return J::join(
+        __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+        __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
 }
+template <class J>
 KV_INLINE vf fold4(vf a, vf b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return J::join(
+        __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+        __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
 }
+template <class J>
 KV_INLINE vf fold2(vf a, vf b) {
-    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return J::join(
+        __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+        __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
 }
+template <class J>
 KV_INLINE vf fold1(vf a, vf b) {
-    return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    return J::join(
+        __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
+        __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
 }
 #else
+template <class J>
 KV_INLINE vf fold4(vf a, vf b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    return J::join(__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11),
+                   __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
 }
+template <class J>
 KV_INLINE vf fold2(vf a, vf b) {
-    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    return J::join(__builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13),
+                   __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15));
 }
+template <class J>
 KV_INLINE vf fold1(vf a, vf b) {
-    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
-           __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+    return J::join(__builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14),
+                   __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15));
 }
 #endif
 
@@ -110,17 +166,18 @@ KV_INLINE vf fold1(vf a, vf b) {
 // fold swaps the two lowest bits.
 constexpr int place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
 
-// Lane i is the sum of the lanes of v[place(i)].
+// Lane i is the sum (or what J makes) of the lanes of v[place(i)].
+template <class J = Add>
 KV_INLINE vf sums(vf (&v)[W]) {
 #if KV_LANES == 16
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) v[i] = fold8(v[i], v[i + 8]);
+    for (int i = 0; i < 8; ++i) v[i] = fold8<J>(v[i], v[i + 8]);
 #endif
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) v[i] = fold4(v[i], v[i + 4]);
-    v[0] = fold2(v[0], v[2]);
-    v[1] = fold2(v[1], v[3]);
-    return fold1(v[0], v[1]);
+    for (int i = 0; i < 4; ++i) v[i] = fold4<J>(v[i], v[i + 4]);
+    v[0] = fold2<J>(v[0], v[2]);
+    v[1] = fold2<J>(v[1], v[3]);
+    return fold1<J>(v[0], v[1]);
 }
 
 // swapN exchanges lanes at a distance of N, to add up the lanes of a vector.

@@ -69,7 +69,7 @@ def use_instructions(name: str) -> None:
     """Use the instruction set `name` from now on, for tests and benchmarks.
 
     Args:
-        name: "avx512bf16", "avx512", "avx2" or "portable".
+        name: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
 
     Raises:
         UnsupportedError: this processor or this build does not have it.
