@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "machine.h"
-#include "pool.h"
 #include "simd.h"
 
 namespace {

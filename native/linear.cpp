@@ -4,12 +4,10 @@
 #include <algorithm>
 
 #include "machine.h"
-#include "pool.h"
 
 namespace {
 
 constexpr int64_t TOGETHER = KV_LINEAR_OUTPUTS;
-constexpr int64_t SHARES = 4;  // of a thread, so that a thread that comes late leaves some to others
 
 int64_t tiles_of(const KvLinear& linear) { return (linear.outputs + TOGETHER - 1) / TOGETHER; }
 
@@ -25,7 +23,7 @@ int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_r
     int64_t outputs = 0, tiles = 0;
     for (int64_t l = 0; l < count; ++l) outputs += linears[l].outputs, tiles += tiles_of(linears[l]);
     const int64_t threads = threads_for(outputs * linears->inputs * size, linears->threads);
-    const int64_t shares = threads == 1 ? 1 : std::min(threads * SHARES, tiles);
+    const int64_t shares = std::min(threads, std::max<int64_t>(1, tiles));
     share(threads, shares, [&](int64_t i) {
         // The share's tiles, counted through all layers.
         int64_t first = tiles * i / shares, end = tiles * (i + 1) / shares;

@@ -174,11 +174,11 @@ class Weights:
             if held() is not weight or weight.data_ptr() != next(pointers):
                 return False
         for bias, (_, own) in zip(biases, self._given, strict=True):
-            if bias is None or own is None:
-                if bias is not own:
-                    return False
-            elif own() is not bias or bias.data_ptr() != next(pointers):
+            if (bias is None) != (own is None):
                 return False
+            if bias is not None and own is not None:
+                if own() is not bias or bias.data_ptr() != next(pointers):
+                    return False
         return True
 
     def product(self, x: Tensor) -> Tensor | None:

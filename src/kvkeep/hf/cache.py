@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep import cache as core
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.files import snapshot
-from kvkeep.graph.custom_ops import LayerTicket, Traced
+from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
     base_config,
     decoder_config,
@@ -161,6 +161,11 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             and not self.layers[0].padded
             and is_routed(self.config)
         )
+
+    @property
+    def tickets(self) -> Sequence[Ticket]:
+        """What a compiled graph is given for each layer."""
+        return cast(Sequence[Ticket], self._traced)
 
     def begin(self, columns: int, *given: Tensor) -> None:
         """Check that a forward of so many columns may begin, before its first layer changes
