@@ -90,31 +90,6 @@ int64_t threads_for(int64_t bytes, int64_t most) {
     return std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, most));
 }
 
-// A loop ends when all its threads have arrived. A thread that is not running, because another
-// process holds its core, arrives a scheduler's time slice later, and a decode step has hundreds of
-// loops. So after a loop that waited long, some loops run on the caller's thread alone, then one
-// tries again; each time that fails, twice as many.
-namespace {
-
-constexpr int64_t LONG = 400000;  // nanoseconds; a thread that runs arrives in a fraction
-constexpr int64_t FEWEST_ALONE = 64, MOST_ALONE = 8192;
-std::atomic<int64_t> alone_left{0}, alone_next{FEWEST_ALONE};
-
-}  // namespace
-
-bool is_crowded() { return alone_left.load() > 0 && alone_left.fetch_sub(1) > 0; }
-
-void note(Shared loop) {
-    // Waiting for a large piece of work is no sign: then this thread has computed large ones too.
-    if (loop.waited > LONG && loop.waited > 2 * loop.own) {
-        const int64_t next = alone_next.load();
-        alone_left = next;
-        alone_next = std::min(2 * next, MOST_ALONE);
-    } else if (alone_next.load() != FEWEST_ALONE) {
-        alone_next = std::max(alone_next.load() / 2, FEWEST_ALONE);
-    }
-}
-
 float* scratch(int piece, int64_t floats) {
     static thread_local std::unique_ptr<float[]> memory[3];
     static thread_local int64_t held[3] = {0, 0, 0};

@@ -1,6 +1,5 @@
 // Machine resources of the schedulers: the instruction set, threads, and their scratch memory.
 #pragma once
-#include <chrono>
 #include <cstdint>
 
 #include "kernel.h"
@@ -27,32 +26,13 @@ int64_t threads_for(int64_t bytes, int64_t most);
 // none.
 float* scratch(int piece, int64_t floats);
 
-// How a parallel loop went: nanoseconds from its start until this thread had no more to do, and
-// from then until the last thread arrived.
-struct Shared {
-    int64_t own, waited;
-};
-
-// Whether the next loop should run on one thread only, because other processes hold the cores.
-bool is_crowded();
-void note(Shared loop);
-
 // Calls f(0), ..., f(count - 1), distributed over threads.
 template <class F>
 void share(int64_t threads, int64_t count, F f) {
 #if defined(_OPENMP)
-    if (threads > 1 && count > 1 && !is_crowded()) {
-        typedef std::chrono::steady_clock Clock;
-        const auto start = Clock::now();
-        auto done = start;
-#pragma omp parallel num_threads(threads)
-        {
-#pragma omp for schedule(dynamic) nowait
-            for (int64_t i = 0; i < count; ++i) f(i);
-#pragma omp master
-            done = Clock::now();
-        }
-        note({(done - start).count(), (Clock::now() - done).count()});
+    if (threads > 1) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+        for (int64_t i = 0; i < count; ++i) f(i);
         return;
     }
 #else

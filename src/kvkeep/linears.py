@@ -176,9 +176,10 @@ class Weights:
         for bias, (_, own) in zip(biases, self._given, strict=True):
             if (bias is None) != (own is None):
                 return False
-            if bias is not None and own is not None:
-                if own() is not bias or bias.data_ptr() != next(pointers):
-                    return False
+            if bias is None or own is None:
+                continue
+            if own() is not bias or bias.data_ptr() != next(pointers):
+                return False
         return True
 
     def product(self, x: Tensor) -> Tensor | None:

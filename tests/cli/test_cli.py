@@ -155,6 +155,12 @@ def test_doctor():
     assert "reference" in run("doctor").stdout
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.1, False), (50.0, True)])
+def test_doctor_says_that_the_machine_is_busy(load, warned, monkeypatch):
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
+    assert ("set OMP_NUM_THREADS=1" in run("doctor").stdout) == warned
+
+
 def test_help_needs_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from kvkeep.cli import app; "

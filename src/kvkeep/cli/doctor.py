@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from kvkeep.cli.output import JsonFlag, print_json, print_table
@@ -22,4 +24,10 @@ def doctor(json: JsonFlag = False) -> None:
         return
     for name, value in machine.items():
         typer.echo(f"{name:>14}  {value}")
+    idle = (os.cpu_count() or 1) - machine["load"]
+    if idle < machine["threads"] - 0.5:
+        typer.echo(
+            f"Other processes want {machine['load']} of {os.cpu_count()} cores: a step waits for "
+            f"threads that are not running. Stop them, or set OMP_NUM_THREADS={max(1, int(idle))}."
+        )
     print_table("Attention backends, in the order they are tried", rows)
