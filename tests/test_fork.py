@@ -108,8 +108,10 @@ def test_all_rows_of_a_fork_read_the_same_slots(spec):
     alone = cache_of(spec)
     feed(alone, 40, 0, rows=1)
     alone.repeat(7)
+    # Queries that meet codes have 16 bits, or not, by how many are computed together.
+    error = 2e-5 if spec == "keep_all" else 2e-4
     for out, expected in zip(outs, go_on(alone, rows=7), strict=True):
-        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(out, expected, atol=error, rtol=1e-4)
 
 
 def test_what_is_shared_is_never_written_to():

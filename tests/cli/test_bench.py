@@ -225,7 +225,7 @@ def test_decode():
     assert [(row["system"], row["context"]) for row in result["rows"]] == [
         (system, context)
         for context in (8, 200)
-        for system in ("kvkeep", "kvkeep+linears", "hf-dynamic")
+        for system in ("kvkeep", "kvkeep+linears", "kvkeep+linears+compile", "hf-dynamic")
     ]
     assert all(row["agrees"] for row in result["rows"])
     median = {(row["system"], row["context"]): row["median_ms"] for row in result["rows"]}

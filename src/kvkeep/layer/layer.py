@@ -16,22 +16,20 @@ from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.native_step import NativeStep, settles_alone
+from kvkeep.layer.native_step import InOneCall, NativeStep, settles_alone
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Step, StepInputs, view_of
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import POSITION, Planes, Reach, limits, part, positions_of, slot_count
+from kvkeep.planes import POSITION, Planes, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
-_MOST = 2**62  # slots, where a policy has no budget
 
-
-class LayerCache(Readable, Step):
+class LayerCache(Readable, InOneCall, Step):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -217,45 +215,6 @@ class LayerCache(Readable, Step):
         if attend is None:  # attention weights refer to all columns, so all slots stay
             self._pack()
         return out
-
-    def _in_one_call(self, inputs: StepInputs) -> Tensor | None:
-        """A step of one token a row by the native library; None, with nothing changed, if it must
-        be made by parts."""
-        native, history = self._native, self._history
-        slots, storage = self._slots, self._slots.storage
-        if native is None or self._moving or self._writing or history.pads is not None:
-            return None
-        if not native.fits(slots, history.geometry, inputs):
-            return None
-        held, columns = storage.length, history.columns
-        length = native.frozen + held
-        if length != slots.length or (length != columns and not (history.floor or history.joined)):
-            return None
-        drops, reach = 0, self.policy.reach
-        if reach is not None or self.window is not None:
-            drops = length - self.reachable
-            if drops > 1 or (drops and (native.frozen or self.evicted is not None)):
-                return None
-            if limits(reach, self.window, 1, length + 1 - drops, columns + 1):
-                return None
-        if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
-            return None
-        self._begun, self._writing, self._moving = (history, (length,)), True, drops > 0
-        out = native.run(inputs, columns, held, drops > 0)
-        if out is not None:
-            storage.extend_to(held + 1 - drops)
-            self._history = history.with_column(floor=columns if drops else None)
-            self._chunk = inputs.position
-        self._writing = self._moving = False
-        return out
-
-    def _describe(self, inputs: StepInputs) -> None:
-        """Prepare `_in_one_call` for steps like the one just made."""
-        history = self._history
-        if history.pads is None:
-            self._native = NativeStep.of(
-                self._slots, history.geometry, self.policy.reach, self.window, inputs
-            )
 
     def mend(self) -> None:
         """Remove the tokens that an interrupted step wrote, if there was one.

@@ -7,6 +7,7 @@ step is packed once, and a step passes on a few addresses and numbers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from struct import Struct
 from typing import Any
 
@@ -24,11 +25,12 @@ from kvkeep.attention.native import (
 from kvkeep.checks import wants_gradients
 from kvkeep.codec.groups import ENCODING, encoding
 from kvkeep.geometry import Geometry
+from kvkeep.layer.history import History
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Reach, slot_count, unsliced
+from kvkeep.planes import POSITION, Reach, limits, slot_count, unsliced
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
 
@@ -36,6 +38,7 @@ _PLACE, _TOKEN = Struct("=6q"), Struct("=9q")
 """The positions of a KvStep, and KvToken, of native/abi.h."""
 
 _FAILED, _UNLIKE = 1, 2  # KvStepResult
+_MOST = 2**62  # slots, where a policy has no budget
 
 
 def settles_alone(policy: Policy) -> bool:
@@ -220,3 +223,62 @@ def _possible(slots: LayerSlots, inputs: StepInputs) -> bool:
         all(codec.layout != PLAIN or planes[name].dtype is x.dtype for codec, x, name in tail)
         and slot_count(planes) > 0
     )
+
+
+class InOneCall(ABC):
+    """The part of `LayerCache` that makes a step of one token a row by one native call."""
+
+    policy: Policy
+    window: int | None
+    evicted: list[Tensor] | None
+    _slots: LayerSlots
+    _history: History
+    _begun: tuple[History, tuple[int, ...]] | None
+    _chunk: Tensor | None
+    _writing: bool
+    _moving: bool
+    _native: NativeStep | None
+
+    @property
+    @abstractmethod
+    def reachable(self) -> int:
+        """How many of the slots in use the next query can reach."""
+
+    def _in_one_call(self, inputs: StepInputs) -> Tensor | None:
+        """A step of one token a row by the native library; None, with nothing changed, if it must
+        be made by parts."""
+        native, history = self._native, self._history
+        slots, storage = self._slots, self._slots.storage
+        if native is None or self._moving or self._writing or history.pads is not None:
+            return None
+        if not native.fits(slots, history.geometry, inputs):
+            return None
+        held, columns = storage.length, history.columns
+        length = native.frozen + held
+        if length != slots.length or (length != columns and not (history.floor or history.joined)):
+            return None
+        drops, reach = 0, self.policy.reach
+        if reach is not None or self.window is not None:
+            drops = length - self.reachable
+            if drops > 1 or (drops and (native.frozen or self.evicted is not None)):
+                return None
+            if limits(reach, self.window, 1, length + 1 - drops, columns + 1):
+                return None
+        if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
+            return None
+        self._begun, self._writing, self._moving = (history, (length,)), True, drops > 0
+        out = native.run(inputs, columns, held, drops > 0)
+        if out is not None:
+            storage.extend_to(held + 1 - drops)
+            self._history = history.with_column(floor=columns if drops else None)
+            self._chunk = inputs.position
+        self._writing = self._moving = False
+        return out
+
+    def _describe(self, inputs: StepInputs) -> None:
+        """Prepare `_in_one_call` for steps like the one just made."""
+        history = self._history
+        if history.pads is None:
+            self._native = NativeStep.of(
+                self._slots, history.geometry, self.policy.reach, self.window, inputs
+            )
