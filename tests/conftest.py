@@ -51,3 +51,12 @@ def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
     shape = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     home = tmp_path_factory.mktemp("home")
     return stand_in(home, num_hidden_layers=30, **shape)["KVKEEP_HOME"]
+
+
+@pytest.fixture
+def fresh_graphs():
+    """Nothing compiled before or after the test, and torch's counters at zero."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -13,7 +13,7 @@ from transformers import CompileConfig
 import kvkeep
 from kvkeep.errors import StateError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_graphs")
 
 SPECS = [
     "keep_all@fixed:300",
@@ -23,14 +23,6 @@ SPECS = [
     "h2o:40+int4",
     "keep_all",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def prompt(model, rows=2):

@@ -17,15 +17,9 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.graph.linear_op import route_linears
 from kvkeep.hf.compiled import CompiledSteps
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
+
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "vocab_size": 200}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ compiled in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary, ref
@@ -133,14 +134,21 @@ def _led_to(ticket: Tensor) -> Steps:
 
 
 _library: Any = torch.library.Library("kvkeep", "FRAGMENT")  # type: ignore[no-untyped-call]
-# Each declares that it changes the ticket, so that torch neither reorders nor merges calls. The
-# wrappers of `torch.library.custom_op` would take longer than a step's own Python.
-for schema in (
-    "fed(Tensor(a!) ticket) -> Tensor",
-    "next_positions(Tensor(a!) ticket, SymInt n, Tensor? real, Device device) -> Tensor",
-    f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor",
-):
-    _library.define(schema, tags=ON_HOST)
+
+
+def define_operator(
+    schema: str,
+    run: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    tags: tuple[torch.Tag, ...] = (),
+) -> Any:
+    """Define `kvkeep::...`, without gradients. `run` computes it, `fake` gives the shape of its
+    result. The wrappers of `torch.library.custom_op` would take longer than a step's own Python."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kvkeep::{name}", fake, lib=_library)
+    return getattr(torch.ops.kvkeep, name).default
 
 
 def _fed(ticket: Tensor) -> Tensor:
@@ -170,19 +178,16 @@ def _fake_step(ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object)
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-for name, function, fake in (
-    ("fed", _fed, _fake_fed),
-    ("next_positions", _next_positions, _fake_positions),
-    ("step", _step, _fake_step),
-):
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kvkeep::{name}", fake, lib=_library)
-fed, next_positions, step = (
-    torch.ops.kvkeep.fed.default,
-    torch.ops.kvkeep.next_positions.default,
-    torch.ops.kvkeep.step.default,
+# Each declares that it changes the ticket, so that torch neither reorders nor merges calls.
+fed = define_operator("fed(Tensor(a!) ticket) -> Tensor", _fed, _fake_fed, ON_HOST)
+next_positions = define_operator(
+    "next_positions(Tensor(a!) ticket, SymInt n, Tensor? real, Device device) -> Tensor",
+    _next_positions,
+    _fake_positions,
+    ON_HOST,
 )
-"""`Ticket.fed`, `Ticket.next_positions` and `Ticket.run` as operators."""
+step = define_operator(f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor", _step, _fake_step, ON_HOST)
+"""`Ticket.run` as an operator; the two before likewise."""
 
 
 def run(layer: LayerCache, inputs: StepInputs) -> Tensor:

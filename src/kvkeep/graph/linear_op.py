@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
+from kvkeep.graph.custom_ops import define_operator
 from kvkeep.linears import FEWEST_BYTES, MOST_ROWS, Weights, readable
 
 _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
-_library: Any = torch.library.Library("kvkeep", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor")
 
-
-def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
     """x (..., inputs), of few rows, times several weights (outputs, inputs): (..., all outputs).
     What the kernel does not read goes to torch."""
     out = Weights.known(weights, biases).product(x)
@@ -33,14 +31,13 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Te
     return out
 
 
-_library.impl("linears", linears, "CompositeExplicitAutograd")
-
-
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
-torch.library.register_fake("kvkeep::linears", _fake, lib=_library)
+linears = define_operator(
+    "linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor", _linears, _fake
+)
 
 
 def route_linears(graph: GraphModule) -> int:
@@ -64,7 +61,7 @@ def _join(graph: GraphModule, x: Node, layers: list[Node]) -> None:
     rows = _value(x).numel() // _value(x).shape[-1]
     with graph.graph.inserting_before(layers[0]):
         joined = graph.graph.call_function(
-            torch.ops.kvkeep.linears.default, (x, weights, [_bias(layer) for layer in layers])
+            linears, (x, weights, [_bias(layer) for layer in layers])
         )
         start = 0
         for layer, weight in zip(layers, weights, strict=True):

@@ -48,9 +48,8 @@ class CompiledSteps:
     """The `forward` of a model that is attached with `compile=True`.
 
     One token a row, without padding and gradients, through a kvkeep cache that holds a prompt, runs
-    in a compiled graph. All other calls go to the model's own forward. The first step compiles, for
-    each number of rows and each set of arguments; what was compiled once is found again in torch's
-    cache on disk.
+    in a compiled graph. All other calls go to the model's own forward. The first step compiles,
+    once for each number of rows; what was compiled is found again in torch's cache on disk.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
