@@ -7,6 +7,8 @@
 // row alone.
 //
 // Compiled once per instruction set, which KV_LINEAR names.
+#include <type_traits>
+
 #include "linear.h"
 
 #include "rows.h"
@@ -24,9 +26,28 @@ constexpr int outputs_at_once(int rows) {
     return of[W == 16][rows - 1];
 }
 
-// Whether to prefetch the next `outputs` rows of weights, of `bytes` each: the hardware prefetcher
-// does not recognise rows that are short, and reads ahead too little of few rows.
+// Whether to prefetch the next `outputs` rows of weights, of `bytes` each, where several are read side
+// by side: the hardware prefetcher does not recognise rows that are short, and reads ahead too little
+// of few rows.
 constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 || bytes <= 2048; }
+
+// Bytes to prefetch ahead where weights are read in the order of memory, which the hardware
+// prefetcher recognises; but several rows of x delay the reads.
+constexpr int64_t ahead_of(int rows) { return rows == 1 ? 0 : 8192; }
+
+// Whether weights of type K that are read for the first time are read in the order of memory, one
+// output after the other. The sums of an output are then one chain of additions, which takes longer
+// than reading unless each of them takes in enough weights.
+template <class K>
+constexpr bool in_order(int rows) {
+    constexpr int64_t bytes = STEP / K::PARTS * sizeof(typename K::T::Element);
+#if defined(__AVX2__)
+    constexpr bool quick = std::is_same_v<typename K::T, BF16>;
+#else
+    constexpr bool quick = false;
+#endif
+    return bytes == 64 || (rows == 1 && (bytes == 32 || quick));
+}
 
 // Weights widened to float, a vector of W at a time, with x in the order of their lanes.
 template <class T_>
@@ -103,14 +124,28 @@ KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_ro
     typedef typename K::T::Element Weight;
     vf sum[N * M] = {};
     const int64_t whole = count / STEP * STEP;
-    const bool fetch = cold && weight_row == count && needs_prefetch(N, count * sizeof(Weight));
-    const char* ahead = (const char*)(weight + N * weight_row);
     const Weight* at[N];
-    for (int64_t d = 0; d < whole; d += STEP) {
-        if (fetch) prefetch(ahead + d * N * sizeof(Weight), N * STEP * sizeof(Weight));
+    if (in_order<K>(M) && cold) {
+        for (int n = 0; n < N; ++n) {
+            const Weight* from = weight + n * weight_row;
+            vf own[M] = {};
+            for (int64_t d = 0; d < whole; d += STEP) {
+                const Weight* here = from + d;
+                if (ahead_of(M)) prefetch((const char*)here + ahead_of(M), STEP * sizeof(Weight));
+                add_step<K, 1, M>(own, &here, x + d, x_row);
+            }
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) sum[n * M + m] = own[m];
+        }
+    } else {
+        const bool fetch = cold && weight_row == count && needs_prefetch(N, count * sizeof(Weight));
+        const char* ahead = (const char*)(weight + N * weight_row);
+        for (int64_t d = 0; d < whole; d += STEP) {
+            if (fetch) prefetch(ahead + d * N * sizeof(Weight), N * STEP * sizeof(Weight));
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) at[n] = weight + n * weight_row + d;
-        add_step<K, N, M>(sum, at, x + d, x_row);
+            for (int n = 0; n < N; ++n) at[n] = weight + n * weight_row + d;
+            add_step<K, N, M>(sum, at, x + d, x_row);
+        }
     }
     if (whole < count) {
         Weight end[N][STEP] = {};
