@@ -31,9 +31,9 @@ constexpr int outputs_at_once(int rows) {
 // of few rows.
 constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 || bytes <= 2048; }
 
-// Bytes to prefetch ahead where weights are read in the order of memory, which the hardware
-// prefetcher recognises; but several rows of x delay the reads.
-constexpr int64_t ahead_of(int rows) { return rows == 1 ? 0 : 8192; }
+// Bytes to prefetch ahead where weights are read in the order of memory. The hardware prefetcher
+// recognises it; but several rows of x delay the reads.
+constexpr int64_t ahead_of(int rows) { return rows == 1 ? 1024 : 8192; }
 
 // Whether weights of type K that are read for the first time are read in the order of memory, one
 // output after the other. The sums of an output are then one chain of additions, which takes longer
@@ -131,7 +131,7 @@ KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_ro
             vf own[M] = {};
             for (int64_t d = 0; d < whole; d += STEP) {
                 const Weight* here = from + d;
-                if (ahead_of(M)) prefetch((const char*)here + ahead_of(M), STEP * sizeof(Weight));
+                prefetch((const char*)here + ahead_of(M), STEP * sizeof(Weight));
                 add_step<K, 1, M>(own, &here, x + d, x_row);
             }
 #pragma GCC unroll 4

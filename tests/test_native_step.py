@@ -11,8 +11,7 @@ import torch
 from kvkeep import native_library
 from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.native_step import NativeStep
-from kvkeep.layer.step import StepInputs
+from kvkeep.layer.native_step import ReadyStep
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.buffer import Buffer
 
@@ -66,15 +65,16 @@ class Pair:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The columns that were fed in one call."""
     found: list[int] = []
-    run = NativeStep.run
+    run = ReadyStep.run
 
-    def counted(self: NativeStep, inputs: StepInputs, column: int, *others: object) -> object:
-        out = run(self, inputs, column, *others)
-        if out is not None:
-            found.append(column)
-        return out
+    def counted(self: ReadyStep) -> bool:
+        found.append(self._layer._history.columns)
+        if run(self):
+            return True
+        found.pop()
+        return False
 
-    monkeypatch.setattr(NativeStep, "run", counted)
+    monkeypatch.setattr(ReadyStep, "run", counted)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from struct import Struct
 from typing import Any, ClassVar
 from weakref import finalize, ref
@@ -127,6 +128,15 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
+_Arguments = tuple[bytes, int, int, int, int, int]  # of kv_linear
+
+
+def _multiply(arguments: _Arguments) -> None:
+    assert LIBRARY is not None
+    if LIBRARY.kv_linear(*arguments):
+        raise MemoryError(f"no scratch memory for {arguments[4]} rows of {arguments[3]} inputs")
+
+
 class Weights:
     """Weights of layers that have the same inputs, and the records that describe them to the
     kernel."""
@@ -185,28 +195,41 @@ class Weights:
     def product(self, x: Tensor) -> Tensor | None:
         """x W^T + b with the outputs of all layers side by side, or None if the kernel does not
         take x or the weights."""
-        shape, inputs = x.shape, self._inputs
-        rows = x.numel() // inputs if inputs else 0
-        if not (
-            type(x) is Tensor
-            and x.dtype is self._dtype
-            and 0 < rows <= MOST_ROWS
-            and shape
-            and shape[-1] == inputs
-            and x.is_cpu
-            and x.layout is torch.strided
-        ):
+        if not self._takes(x):
             return None
-        assert LIBRARY is not None
-        if self._threads != torch.get_num_threads():
-            self._describe(torch.get_num_threads())
         if not x.is_contiguous():
             x = x.contiguous()
-        out = x.new_empty((*shape[:-1], self._outputs))
-        count = len(self._given)
-        if LIBRARY.kv_linear(self._records, count, x.data_ptr(), inputs, rows, out.data_ptr()):
-            raise MemoryError(f"no scratch memory for {rows} rows of {inputs} inputs")
+        out = x.new_empty((*x.shape[:-1], self._outputs))
+        _multiply(self._arguments(x, out))
         return out
+
+    def bound(self, x: Tensor, out: Tensor) -> Callable[[], None] | None:
+        """A call that writes the product of x to `out`, as often as it is made, while torch's
+        number of threads stays; None if the kernel does not read x as it lies. The caller keeps
+        the tensors."""
+        if not (self._takes(x) and x.is_contiguous()):
+            return None
+        return partial(_multiply, self._arguments(x, out))
+
+    def _takes(self, x: Tensor) -> bool:
+        inputs = self._inputs
+        return (
+            type(x) is Tensor
+            and x.dtype is self._dtype
+            and inputs > 0
+            and 0 < x.numel() <= MOST_ROWS * inputs
+            and x.dim() > 0
+            and x.shape[-1] == inputs
+            and x.is_cpu
+            and x.layout is torch.strided
+        )
+
+    def _arguments(self, x: Tensor, out: Tensor) -> _Arguments:
+        if self._threads != torch.get_num_threads():
+            self._describe(torch.get_num_threads())
+        inputs, count = self._inputs, len(self._given)
+        rows = x.numel() // inputs
+        return self._records, count, x.data_ptr(), inputs, rows, out.data_ptr()
 
     def _describe(self, threads: int) -> None:
         records = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import kvkeep
 from kvkeep import native_library
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.graph.linear_op import route_linears
+from kvkeep.graph.recording import Recording
 from kvkeep.hf.compiled import CompiledSteps
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
@@ -179,6 +181,120 @@ def test_weights_that_change_between_steps():
                 for one, c in zip((plain, model), caches, strict=True)
             ]
             torch.testing.assert_close(*logits, rtol=0.1, atol=0.1)
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """For each call of a recording, whether it was repeated."""
+    found = []
+    repeat = Recording.repeat
+
+    def noted(self, ids, layers):
+        out = repeat(self, ids, layers)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(Recording, "repeat", noted)
+    return found
+
+
+def test_a_recorded_step_serves_all_caches(repeated):
+    plain, model = pair("mistral")
+    specs = ("keep_all", "window:5,sinks=1", "h2o:6", "keep_all+int8", "keep_all@concat")
+    with torch.no_grad():
+        for rows in (1, 2):
+            ids = torch.randint(3, 200, (rows, 12))
+            caches = [(kvkeep.Cache(plain, spec), kvkeep.Cache(model, spec)) for spec in specs]
+            for one, other in caches:
+                plain(ids[:, :6], past_key_values=one)
+                model(ids[:, :6], past_key_values=other)
+            for turn in range(20):  # past the sliding window, and the first reallocations
+                chunk = ids[:, turn % 12, None]
+                found, expected = [], []
+                for one, other in caches:
+                    found.append(model(chunk, past_key_values=other).logits)
+                    expected.append(plain(chunk, past_key_values=one).logits)
+                for a, b in zip(found, expected, strict=True):
+                    torch.testing.assert_close(
+                        a, b, rtol=1e-3, atol=1e-2
+                    )  # int8 may round otherwise
+            assert all(one.stats() == other.stats() for one, other in caches)
+    assert repeated == [True] * 2 * (20 * len(specs) - 2)
+
+
+def test_a_recording_follows_the_number_of_threads_and_the_weights(repeated):
+    plain, model = pair("llama")
+    ids = torch.randint(3, 200, (1, 7))
+    threads = torch.get_num_threads()
+    caches = [kvkeep.Cache(one) for one in (plain, model)]
+    with torch.no_grad():
+        for turn, chunk in enumerate((ids, *[ids[:, :1]] * 9)):
+            if turn == 4:
+                torch.set_num_threads(threads % 2 + 1)
+            if turn == 7:
+                for one in (plain, model):
+                    one.lm_head.weight.data = one.lm_head.weight.data * 2
+            a, b = (
+                one(chunk, past_key_values=cache).logits
+                for one, cache in zip((plain, model), caches, strict=True)
+            )
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    torch.set_num_threads(threads)
+    assert repeated == [True] * 4  # steps 3, 5, 6 and 9: those before compile or record
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(monkeypatch):
+    _, model = pair("llama")
+    ids = torch.randint(3, 200, (1, 7))
+    kv_step, calls = native_library.LIBRARY.kv_step, []
+
+    def fails_in_the_second_layer(*given):
+        calls.append(given)
+        return 1 if len(calls) == 2 else kv_step(*given)
+
+    with torch.no_grad():
+        cache = kvkeep.Cache(model)
+        for chunk in (ids, ids[:, :1], ids[:, :1], ids[:, :1]):
+            last = model(chunk, past_key_values=cache).logits
+        cache.crop(-1)
+        with monkeypatch.context() as patch:
+            patch.setattr(native_library.LIBRARY, "kv_step", fails_in_the_second_layer)
+            with pytest.raises(MemoryError, match="scratch"):
+                model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(StateError, match="rewind"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.rewind(9)
+        for _ in range(2):  # other steps are as before
+            assert model(ids[:, :1], past_key_values=cache).logits.equal(last)
+            cache.crop(-1)
+
+
+def test_threads_with_caches_of_their_own_share_a_recording():
+    _, model = pair("llama")
+    prompts = [torch.randint(3, 200, (1, 5 + i)) for i in range(4)]
+
+    def answer(ids):
+        return model.generate(ids, max_new_tokens=25, do_sample=False)
+
+    alone = [answer(ids) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(answer, prompts))
+    assert all(a.equal(b) for a, b in zip(alone, together, strict=True))
+
+
+def test_what_cannot_be_recorded_runs_as_compiled(repeated):
+    plain, model = pair("mixtral")  # a token's experts depend on it
+    ids = torch.randint(3, 200, (1, 7))
+    with torch.no_grad():
+        caches = [kvkeep.Cache(one) for one in (plain, model)]
+        for chunk in (ids, *[ids[:, :1]] * 4):
+            a, b = (
+                one(chunk, past_key_values=cache).logits
+                for one, cache in zip((plain, model), caches, strict=True)
+            )
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    assert not repeated
 
 
 def test_detached_and_copied():

@@ -178,8 +178,9 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     def _admit(self, columns: int, *given: Tensor) -> None:
         self._end_recording()
         self._uncropped = True
-        for layer in self.layers:
-            layer.check_gradients(*given)
+        if given:
+            for layer in self.layers:
+                layer.check_gradients(*given)
         routed = is_routed(self.config)
         if self.fed and self.routed not in (None, routed):
             raise StateError(

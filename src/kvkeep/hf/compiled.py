@@ -7,20 +7,24 @@ each input; torch fuses the small operations between them. It serves all caches 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter, is_, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
+from torch._inductor.output_code import CompiledFxGraph
 from torch.fx import GraphModule
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.graph.linear_op import route_linears
+from kvkeep.graph.recording import Finder, Recording
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.inputs import check_fed
@@ -42,6 +46,9 @@ _PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False
 
 _OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 """Of torch's compiler: no checks in each step that operations return what they say."""
+
+
+_ADDRESS, _DTYPE = methodcaller("data_ptr"), attrgetter("dtype")
 
 
 class CompiledSteps:
@@ -67,7 +74,7 @@ class CompiledSteps:
             options={"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe},
         )
         self._progress: Any = None
-        self._ran: tuple[Callable[..., Any], tuple[Any, ...], Any] | None = None
+        self._ran: _Run | None = None
         self._known: dict[int, _Graph] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,9 +143,12 @@ class CompiledSteps:
         lowered: Any = compile_fx(graph, inputs, config_patches=_OPTIONS)
         self._advance(2)
 
+        finder = Finder()
+
         def run(*given: Any) -> Any:
-            found = lowered(*given)
-            self._ran = lowered, given, found
+            with nullcontext() if finder.graph else finder:
+                found = lowered(*given)
+            self._ran = _Run(lowered, finder.graph, given, found)
             return found
 
         return run
@@ -146,7 +156,7 @@ class CompiledSteps:
     def _learn(self, ids: Tensor, cache: Cache, out: Any) -> None:
         """Prepare to call the graph that has just run directly."""
         ran, self._ran = self._ran, None
-        graph = None if ran is None else _Graph.of(self._model, *ran, ids, cache, out)
+        graph = None if ran is None else _Graph.of(self._model, ran, ids, cache, out)
         if graph is not None:
             self._known[len(ids)] = graph
 
@@ -164,57 +174,63 @@ class CompiledSteps:
             self._progress = None
 
 
-class _Graph:
-    """A compiled graph of a step, called without torch's checks and reconstruction around it, which
-    take a tenth of a step."""
+class _Run(NamedTuple):
+    """A run of a graph that torch has compiled."""
 
-    def __init__(
-        self, model: PreTrainedModel, run: Callable[..., Any], given: list[Any], kind: type
-    ) -> None:
-        self._model, self._run, self._given, self._kind = model, run, given, kind
+    function: Callable[..., Any]
+    graph: CompiledFxGraph | None  # which `function` runs; None: unknown
+    given: tuple[Any, ...]
+    found: Sequence[Any]
+
+
+class _Graph:
+    """A compiled graph of a step, called without torch's checks and reconstruction around it; and
+    recorded, so that the generated code itself runs once."""
+
+    def __init__(self, model: PreTrainedModel, ran: _Run, kind: type) -> None:
+        self._model, self._kind = model, kind
+        self._function, self._given = ran.function, list(ran.given)
+        self._graph = ran.graph  # None: it cannot be recorded
+        self._recording: Recording | None = None
         self._token, self._logits = 0, 0
         self._tickets: list[tuple[int, int]] = []  # (place among the inputs, layer)
-        self._held: list[tuple[dict[str, Any], str, Tensor, int, torch.dtype]] = []
+        self._weights: list[Tensor] = []
+        self._owners: list[dict[str, Any]] = []  # of modules, which have them
+        self._names: list[str] = []  # there
+        self._whose: list[tuple[int, torch.dtype]] = []  # address and dtype
 
     @classmethod
     def of(
-        cls,
-        model: PreTrainedModel,
-        run: Callable[..., Any],
-        given: tuple[Any, ...],
-        found: Any,
-        ids: Tensor,
-        cache: Cache,
-        out: Any,
+        cls, model: PreTrainedModel, ran: _Run, ids: Tensor, cache: Cache, out: Any
     ) -> _Graph | None:
-        """The graph that `run` is, from one of its runs; None if it takes or gives anything but
-        token ids, tickets, weights and logits.
+        """The graph, after one of its runs; None if it takes or gives anything but token ids,
+        tickets, weights and logits.
 
         Args:
-            given, found: its inputs and outputs.
+            ran: the run.
             ids, cache, out: the inputs and the output of the model.
         """
         if changing_ropes(model.config) or set(out) - {"logits", "past_key_values"}:
             return None
-        graph = cls(model, run, list(given), type(out))
+        graph = cls(model, ran, type(out))
         layers = {id(ticket.number): layer for layer, ticket in enumerate(cache.tickets)}
-        weights = {
-            id(x): (owner, name, x, x.data_ptr(), x.dtype)
+        owned = {
+            id(x): (owner, name)
             for module in model.modules()
             for owner in (module._parameters, module._buffers)
             for name, x in owner.items()
             if x is not None
         }
-        for place, x in enumerate(given):
+        for place, x in enumerate(ran.given):
             if x is ids:
                 graph._token = place
             elif id(x) in layers:
                 graph._tickets.append((place, layers[id(x)]))
-            elif id(x) in weights:
-                graph._held.append(weights[id(x)])
+            elif id(x) in owned:
+                graph._hold(x, *owned[id(x)])
             else:
                 return None
-        results = [place for place, x in enumerate(found) if x is out.logits]
+        results = [place for place, x in enumerate(ran.found) if x is out.logits]
         if not results:
             return None
         graph._logits = results[0]
@@ -222,21 +238,48 @@ class _Graph:
             graph._given[place] = None
         return graph
 
+    def _hold(self, weight: Tensor, owner: dict[str, Any], name: str) -> None:
+        self._weights.append(weight)
+        self._owners.append(owner)
+        self._names.append(name)
+        self._whose.append((weight.data_ptr(), weight.dtype))
+
     def fits(self) -> bool:
         """Whether the model has the weights and the mode that the graph was made for."""
+        held = self._weights
+        # A few C calls for each weight: Python would take a twentieth of a step.
         return (
             not self._model.training
             and not torch.is_autocast_enabled(self._model.device.type)
-            and all(
-                owner.get(name) is x and x.data_ptr() == address and x.dtype is dtype
-                for owner, name, x, address, dtype in self._held
-            )
+            and all(map(is_, map(dict.get, self._owners, self._names), held))
+            and list(zip(map(_ADDRESS, held), map(_DTYPE, held), strict=True)) == self._whose
         )
 
     def run(self, ids: Tensor, cache: Cache) -> Any:
         """The model's output for token ids (B, 1)."""
-        given, tickets = self._given.copy(), cache.tickets
+        recording = self._recording
+        logits = None
+        if recording is not None and recording.current:
+            logits = recording.repeat(ids, cache.layers)
+        if logits is None:
+            logits = self._run_graph(ids, cache)
+        return self._kind(logits=logits, past_key_values=cache)
+
+    def _run_graph(self, ids: Tensor, cache: Cache) -> Tensor:
+        """The logits by the graph, which is recorded unless that was done or is impossible."""
+        given, numbers = self._given.copy(), [ticket.number for ticket in cache.tickets]
         given[self._token] = ids
         for place, layer in self._tickets:
-            given[place] = tickets[layer].number
-        return self._kind(logits=self._run(*given)[self._logits], past_key_values=cache)
+            given[place] = numbers[layer]
+
+        def run() -> Tensor:
+            found: Tensor = self._function(*given)[self._logits]
+            return found
+
+        known = self._recording
+        if self._graph is None or (known is not None and known.current):
+            return run()
+        self._recording, logits = Recording.of(self._graph, run, ids, numbers)
+        if self._recording is None:
+            self._graph = None
+        return logits

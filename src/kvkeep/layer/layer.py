@@ -190,21 +190,27 @@ class LayerCache(Readable, InOneCall, Step):
 
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Like `step`, with the inputs as one record."""
-        single = attend is None and self._settles_alone and inputs.q.shape[2] == 1
+        single = attend is None and inputs.q.shape[2] == 1
         with self.turn:
             if not self._writing:  # otherwise `mend` needs it
                 self._begun = None
+            ready = self.prepare(inputs) if single else None
+            if ready is not None:
+                ready.begin()
+                try:
+                    if ready.run():
+                        return ready.out
+                finally:
+                    ready.end()
             try:
-                out = self._in_one_call(inputs) if single else None
-                if out is None:
-                    out = self._in_parts(inputs, attend)
-                    if single:
-                        self._describe(inputs)
+                out = self._in_parts(inputs, attend)
             except BaseException:
                 begun = self._begun
                 if begun and not self._moving and self._history.floor == begun[0].floor:
                     self._take_back()  # no eviction has followed
                 raise
+            if single and self._settles_alone:
+                self._describe(inputs)
             return out
 
     def _in_parts(self, inputs: StepInputs, attend: Attend | None) -> Tensor:

@@ -28,6 +28,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.layer.history import History
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import StepInputs
+from kvkeep.layer.turn import Turn
 from kvkeep.native_library import LIBRARY
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Reach, limits, slot_count, unsliced
@@ -39,6 +40,10 @@ _PLACE, _TOKEN = Struct("=6q"), Struct("=9q")
 
 _FAILED, _UNLIKE = 1, 2  # KvStepResult
 _MOST = 2**62  # slots, where a policy has no budget
+
+_Arguments = tuple[bytes, bytes, bytes | None, int, bytes]  # of kv_step
+
+_UNBEGUN, _BEGUN, _RUNNING, _DONE = range(4)  # of a ReadyStep
 
 
 def settles_alone(policy: Policy) -> bool:
@@ -52,7 +57,7 @@ def settles_alone(policy: Policy) -> bool:
 
 class NativeStep:
     """The packed records of a layer's decode step: `fits` says whether they are those of a step,
-    which `run` then performs.
+    whose `arguments` then go to the library.
 
     Args:
         slots: the layer's slots, after a decode step with these inputs.
@@ -80,6 +85,8 @@ class NativeStep:
         self._storage, self._planes = slots.storage, slots.storage.described()
         self._count = len(planes)
         self._like, self._out = _like(inputs), (*q.shape[:3], value_width)
+        self._threads = torch.get_num_threads()
+        self.repeated: StepInputs | None = None  # inputs that fit, and come again
         self._kept: list[Tensor] = []  # tensors that the segments refer to
         self._segments = pack_segments(segments, q, True, self._kept)
         options = Options(inputs.scale, inputs.softcap)
@@ -129,34 +136,34 @@ class NativeStep:
             and slots.frozen is self._frozen
             and geometry is self._geometry
             and self._storage.described() is self._planes
-            and _like(inputs) == self._like
-            and inputs.sinks is None
-            and not wants_gradients(*inputs[:3])
+            and torch.get_num_threads() == self._threads
+            and (
+                inputs is self.repeated
+                or (
+                    _like(inputs) == self._like
+                    and inputs.sinks is None
+                    and not wants_gradients(*inputs[:3])
+                )
+            )
         )
 
-    def run(self, inputs: StepInputs, column: int, length: int, drops: bool) -> Tensor | None:
-        """Write the token and attend, q (B, Hq, 1, Dk) -> (B, Hq, 1, Dv); `Storage.extend_to` must
-        follow.
+    def arguments(
+        self, inputs: StepInputs, out: Tensor, column: int, length: int, drops: bool
+    ) -> _Arguments | None:
+        """The arguments of `kv_step`; None if it does not read the positions as they are.
 
         Args:
+            out: for the result, as `new_out` makes it.
             column: the token's position.
             length: slots in use of the storage, which is below its capacity unless `drops`.
             drops: first free the oldest slot that the reach does not keep.
-
-        Returns:
-            None, with nothing changed, if `inputs.position` is not `column` in every row.
-
-        Raises:
-            MemoryError: there is no scratch memory; a slot may have been freed.
         """
-        assert LIBRARY is not None
         q, k, v, position = inputs[:4]
         places = count = 0
         if position is not None:
             if position.dtype is not torch.int32 or not position.is_contiguous():
                 return None
             places, count = position.data_ptr(), position.numel()
-        out = q.new_empty(self._out)
         token = _TOKEN.pack(
             q.data_ptr(),
             k.data_ptr(),
@@ -168,12 +175,11 @@ class NativeStep:
             length,
             drops,
         )
-        result = LIBRARY.kv_step(self._step, self._segments, self._planes, self._count, token)
-        if result == _UNLIKE:
-            return None
-        if result == _FAILED:
-            raise MemoryError(f"no scratch memory for a step over {length} slots")
-        return out
+        return self._step, self._segments, self._planes, self._count, token
+
+    def new_out(self, inputs: StepInputs) -> Tensor:
+        """An empty tensor (B, Hq, 1, Dv) for the result."""
+        return inputs.q.new_empty(self._out)
 
 
 def _no_step() -> None:
@@ -198,7 +204,6 @@ def _like(inputs: StepInputs) -> tuple[object, ...]:
         v.device,
         inputs.scale,
         inputs.softcap,
-        torch.get_num_threads(),
     )
 
 
@@ -231,12 +236,14 @@ class InOneCall(ABC):
     policy: Policy
     window: int | None
     evicted: list[Tensor] | None
+    turn: Turn
     _slots: LayerSlots
     _history: History
     _begun: tuple[History, tuple[int, ...]] | None
     _chunk: Tensor | None
     _writing: bool
     _moving: bool
+    _settles_alone: bool
     _native: NativeStep | None
 
     @property
@@ -244,14 +251,23 @@ class InOneCall(ABC):
     def reachable(self) -> int:
         """How many of the slots in use the next query can reach."""
 
-    def _in_one_call(self, inputs: StepInputs) -> Tensor | None:
-        """A step of one token a row by the native library; None, with nothing changed, if it must
-        be made by parts."""
+    @abstractmethod
+    def _take_back(self) -> None:
+        """Remove the tokens that an unfinished step wrote."""
+
+    def prepare(self, inputs: StepInputs, out: Tensor | None = None) -> ReadyStep | None:
+        """Check and pack a step of one token a row; None, with nothing changed, if it must be made
+        by `LayerCache.run`.
+
+        Args:
+            out: contiguous (B, Hq, 1, Dv), for the result, where the same inputs come in every
+                step; None: a new tensor.
+        """
         native, history = self._native, self._history
         slots, storage = self._slots, self._slots.storage
         if native is None or self._moving or self._writing or history.pads is not None:
             return None
-        if not native.fits(slots, history.geometry, inputs):
+        if not (self._settles_alone and native.fits(slots, history.geometry, inputs)):
             return None
         held, columns = storage.length, history.columns
         length = native.frozen + held
@@ -266,19 +282,89 @@ class InOneCall(ABC):
                 return None
         if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
             return None
-        self._begun, self._writing, self._moving = (history, (length,)), True, drops > 0
-        out = native.run(inputs, columns, held, drops > 0)
-        if out is not None:
-            storage.extend_to(held + 1 - drops)
-            self._history = history.with_column(floor=columns if drops else None)
-            self._chunk = inputs.position
-        self._writing = self._moving = False
-        return out
+        if out is None:
+            out = native.new_out(inputs)
+        else:
+            native.repeated = inputs
+        arguments = native.arguments(inputs, out, columns, held, drops > 0)
+        if arguments is None:
+            return None
+        return ReadyStep(self, arguments, inputs.position, out, length, drops)
 
     def _describe(self, inputs: StepInputs) -> None:
-        """Prepare `_in_one_call` for steps like the one just made."""
+        """Prepare `prepare` for steps like the one just made."""
         history = self._history
         if history.pads is None:
             self._native = NativeStep.of(
                 self._slots, history.geometry, self.policy.reach, self.window, inputs
             )
+
+
+class ReadyStep:
+    """A step that only waits to be run: `begin`, `run`, and in any case `end`. From `begin` to
+    `end` the layer belongs to this thread.
+
+    Several layers can be prepared before the first runs: Python that has just run takes a fraction
+    of the time of Python that weights have displaced from the processor's caches.
+    """
+
+    __slots__ = ("_arguments", "_drops", "_layer", "_length", "_position", "_state", "out")
+
+    def __init__(
+        self,
+        layer: InOneCall,
+        arguments: _Arguments,
+        position: Tensor | None,
+        out: Tensor,
+        length: int,
+        drops: int,
+    ) -> None:
+        self._layer, self._arguments, self._position = layer, arguments, position
+        self._length, self._drops, self._state = length, drops, _UNBEGUN
+        self.out = out
+
+    def begin(self) -> None:
+        """Record the state to return to, should the step be interrupted.
+
+        Raises:
+            StateError: another thread is changing the layer.
+        """
+        layer = self._layer
+        layer.turn.__enter__()
+        self._state = _BEGUN
+        layer._begun, layer._writing = (layer._history, (self._length,)), True
+        layer._moving = self._drops > 0
+
+    def run(self) -> bool:
+        """Write the token and attend to all slots; False, with nothing changed, if the token's
+        position in some row is not the next column.
+
+        Raises:
+            MemoryError: there is no scratch memory; a slot may have been freed.
+        """
+        assert LIBRARY is not None
+        self._state = _RUNNING
+        result = LIBRARY.kv_step(*self._arguments)
+        if result == _FAILED:
+            raise MemoryError(f"no scratch memory for a step over {self._length} slots")
+        self._state = _BEGUN if result == _UNLIKE else _DONE
+        return bool(result != _UNLIKE)
+
+    def end(self) -> None:
+        """Count the token, if the step has run; otherwise return to the state before it."""
+        layer, state = self._layer, self._state
+        if state == _UNBEGUN:
+            return
+        self._state = _UNBEGUN
+        try:
+            if state == _DONE:
+                storage, history = layer._slots.storage, layer._history
+                storage.extend_to(storage.length + 1 - self._drops)
+                layer._history = history.with_column(floor=history.columns if self._drops else None)
+                layer._chunk = self._position
+            if state != _RUNNING:
+                layer._writing = layer._moving = False
+            elif not layer._moving:
+                layer._take_back()
+        finally:
+            layer.turn.__exit__(None, None, None)

@@ -1,0 +1,245 @@
+"""A compiled graph's calls, recorded in one step and repeated in the steps that follow.
+
+The code that torch's compiler generates for the CPU is a list of calls: of kernels that it has
+compiled, and of operators. The Python code around them takes longer than many of the calls. A
+recording keeps the calls with their tensors, so repeating them computes the next step in the same
+memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock, get_ident
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvkeep.graph import custom_ops
+from kvkeep.graph.linear_op import linears
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.native_step import ReadyStep
+from kvkeep.layer.step import StepInputs
+from kvkeep.linears import Weights
+
+_KNOWN = frozenset(
+    (
+        "torch",
+        "aten",
+        "device",
+        "extern_kernels",
+        "empty_strided",
+        "empty_strided_cpu",
+        "inductor_ops",
+        "reinterpret_tensor",
+    )
+)
+"""What generated code may refer to besides its kernels: what makes tensors, and operators, which a
+recorder is shown."""
+
+_VARYING = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+)
+
+
+_one_at_a_time = Lock()  # recordings
+
+
+class Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, `graph` becomes the compiled graph that is run: None if there was no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph: CompiledFxGraph | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        frame = None if self.graph is not None else sys._getframe()
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, CompiledFxGraph):
+                self.graph = caller
+            frame = frame.f_back
+        return func(*args, **kwargs or {})
+
+
+class Recording:
+    """The calls of one run of a graph of a decode step, for caches of the same number of rows."""
+
+    def __init__(self, ids: Tensor, tickets: Sequence[Tensor]) -> None:
+        """`ids`, `tickets`: the run's token ids, and the tickets of its cache's layers."""
+        self.complete = True  # whether all calls can be repeated
+        self._ids, self._result = ids, ids
+        self._layer_of = {id(ticket): layer for layer, ticket in enumerate(tickets)}
+        self._calls: list[Callable[[], object]] = []
+        self._steps: list[tuple[int, StepInputs, Tensor]] = []  # layer, inputs, where the result is
+        self._layers: Sequence[LayerCache] = ()  # of the repetition under way
+        self._ready: list[ReadyStep | None] = []
+        self._memory: set[int] = set()  # addresses of the recorded tensors' memory
+        self._kept: list[Tensor] = []  # tensors that calls refer to by address
+        self._threads, self._owner = torch.get_num_threads(), get_ident()
+        self._busy = Lock()
+
+    @classmethod
+    def of(
+        cls,
+        graph: CompiledFxGraph,
+        run: Callable[[], Tensor],
+        ids: Tensor,
+        tickets: Sequence[Tensor],
+    ) -> tuple[Recording | None, Tensor]:
+        """Run a graph and record its calls.
+
+        Args:
+            graph: the graph.
+            run: runs it and returns the one of its results that is wanted.
+            ids: its input of token ids; repetitions write theirs to this memory.
+            tickets: of the layers, among its inputs.
+
+        Returns:
+            The recording, None if the graph has calls that cannot be repeated; and the result.
+        """
+        with _one_at_a_time:
+            code = graph.current_callable
+            function = getattr(code, "__func__", None)
+            if not (isinstance(code, MethodType) and isinstance(function, FunctionType)):
+                return None, run()
+            names = function.__globals__
+            kernels = {name for name, value in names.items() if _is_kernel(value)}
+            called = {name for name in function.__code__.co_names if name in names}
+            if not called <= kernels | _KNOWN:
+                return None, run()
+            recording = cls(ids, tickets)
+            recorded = names | {name: recording._kernel(names[name]) for name in kernels}
+            again = FunctionType(function.__code__, recorded)
+            graph.current_callable = MethodType(again, code.__self__)
+            try:
+                with _Recorder(recording):
+                    recording._result = result = run()
+            finally:
+                graph.current_callable = code
+            own = result.untyped_storage().data_ptr() in recording._memory
+            return recording if own and recording.complete else None, result.clone()
+
+    @property
+    def current(self) -> bool:
+        """Whether torch's number of threads is what it was."""
+        return self._threads == torch.get_num_threads()
+
+    def repeat(self, ids: Tensor, layers: Sequence[LayerCache]) -> Tensor | None:
+        """Make the calls again for these token ids and layers, and return the result; None, with
+        nothing changed, while another thread does."""
+        if not self._busy.acquire(blocking=False):
+            return None
+        ready = self._ready
+        try:
+            self._ids.copy_(ids)
+            for layer, inputs, out in self._steps:
+                ready.append(layers[layer].prepare(inputs, out))
+            for step in ready:
+                if step is not None:
+                    step.begin()
+            self._layers = layers
+            for call in self._calls:
+                call()
+            return self._result.clone()
+        finally:
+            self._layers = ()
+            for step in ready:
+                if step is not None:
+                    step.end()
+            ready.clear()
+            self._busy.release()
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator's call, which has returned `out`."""
+        if func is custom_ops.step:
+            self._add_step(self._layer_of[id(args[0])], StepInputs(*args[1:]), out)
+        elif func is custom_ops.fed:
+            self._add_fed(self._layer_of[id(args[0])], out)
+        elif func is custom_ops.next_positions:
+            self._add_positions(self._layer_of[id(args[0])], args[1:], out)
+        elif func is linears and (call := Weights.known(*args[1:]).bound(args[0], out)):
+            self._kept += (args[0], out)
+            self._calls.append(call)
+        else:
+            self._add_any(func, args, kwargs, out)
+        self._note(out)
+
+    def _add_any(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = (*args, *kwargs.values())
+        if any(tag in func.tags for tag in _VARYING) or not isinstance(out, Tensor):
+            self.complete = False
+        elif func._schema.is_mutable:
+            self.complete &= any(x is out for x in given)
+            self._calls.append(partial(func, *args, **kwargs))
+        elif not func.is_view:  # a view remains one
+            call = partial(func, *args, **kwargs)
+            self._calls.append(lambda: out.copy_(call()))
+
+    def _add_step(self, layer: int, inputs: StepInputs, out: Tensor) -> None:
+        position = inputs.position
+        assert position is not None
+        # All rows have the same positions.
+        inputs = inputs._replace(position=position[0])
+        place = len(self._steps)
+        self._steps.append((layer, inputs, out))
+
+        def again() -> None:
+            ready = self._ready[place]
+            if ready is None or not ready.run():
+                if ready is not None:
+                    ready.end()
+                out.copy_(self._layers[layer].run(inputs))
+
+        self._calls.append(again)
+
+    def _add_fed(self, layer: int, out: Tensor) -> None:
+        self._calls.append(lambda: out.fill_(self._layers[layer].fed))
+
+    def _add_positions(self, layer: int, given: tuple[Any, ...], out: Tensor) -> None:
+        n, real, device = given
+        self.complete &= real is None
+        self._calls.append(lambda: out.copy_(self._layers[layer].next_positions(n, device)))
+
+    def _kernel(self, kernel: Callable[..., object]) -> Callable[..., None]:
+        """A kernel that also records its calls."""
+
+        def recorded(*args: Any) -> None:
+            kernel(*args)
+            if get_ident() == self._owner:  # other threads may run the graph meanwhile
+                self._calls.append(partial(kernel, *args))
+                for x in args:
+                    self._note(x)
+
+        return recorded
+
+    def _note(self, x: Any) -> None:
+        if isinstance(x, Tensor):
+            self._memory.add(x.untyped_storage().data_ptr())
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **kwargs or {})
+        self._recording.add(func, args, kwargs or {}, out)
+        return out
+
+
+def _is_kernel(value: object) -> bool:
+    """Whether a name of generated code is a kernel that was compiled for it."""
+    return isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
