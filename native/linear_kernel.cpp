@@ -32,7 +32,8 @@ constexpr int outputs_at_once(int rows) {
 constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 || bytes <= 2048; }
 
 // Bytes to prefetch ahead where weights are read in the order of memory. The hardware prefetcher
-// recognises it; but several rows of x delay the reads.
+// recognises it; but several rows of x delay the reads. Where a block of an output's inputs ends
+// before the output does, the block of the next output is prefetched.
 constexpr int64_t ahead_of(int rows) { return rows == 1 ? 1024 : 8192; }
 
 // Whether weights of type K that are read for the first time are read in the order of memory, one
@@ -126,12 +127,14 @@ KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_ro
     const int64_t whole = count / STEP * STEP;
     const Weight* at[N];
     if (in_order<K>(M) && cold) {
+        const int64_t ahead = weight_row == count ? ahead_of(M) / sizeof(Weight) : whole;
         for (int n = 0; n < N; ++n) {
             const Weight* from = weight + n * weight_row;
             vf own[M] = {};
             for (int64_t d = 0; d < whole; d += STEP) {
                 const Weight* here = from + d;
-                prefetch((const char*)here + ahead_of(M), STEP * sizeof(Weight));
+                const int64_t skip = d + ahead < whole ? 0 : weight_row - count;
+                prefetch((const char*)(here + ahead + skip), STEP * sizeof(Weight));
                 add_step<K, 1, M>(own, &here, x + d, x_row);
             }
 #pragma GCC unroll 4
