@@ -215,9 +215,8 @@ def test_a_recorded_step_serves_all_caches(repeated):
                     found.append(model(chunk, past_key_values=other).logits)
                     expected.append(plain(chunk, past_key_values=one).logits)
                 for a, b in zip(found, expected, strict=True):
-                    torch.testing.assert_close(
-                        a, b, rtol=1e-3, atol=1e-2
-                    )  # int8 may round otherwise
+                    # Codes of int8 may round otherwise.
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
             assert all(one.stats() == other.stats() for one, other in caches)
     assert repeated == [True] * 2 * (20 * len(specs) - 2)
 

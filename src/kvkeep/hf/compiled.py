@@ -51,6 +51,11 @@ _OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 _ADDRESS, _DTYPE = methodcaller("data_ptr"), attrgetter("dtype")
 
 
+def _own(ids: Tensor) -> Tensor:
+    """A contiguous copy of a graph's token ids, in memory that the caller does not change."""
+    return ids.clone(memory_format=torch.contiguous_format)
+
+
 class CompiledSteps:
     """The `forward` of a model that is attached with `compile=True`.
 
@@ -93,12 +98,12 @@ class CompiledSteps:
         try:
             # Tensors of inference mode would need a graph of their own.
             with torch.inference_mode(False), torch.no_grad():
-                ids = ids.clone(memory_format=torch.contiguous_format)
                 known = self._known.get(len(ids))
                 if known is not None:
                     if known.fits():
                         return known.run(ids, cache)
                     self._known.clear()
+                ids = _own(ids)
                 out = self._compiled(input_ids=ids, past_key_values=cache, use_cache=True)
                 self._learn(ids, cache, out)
                 return out
@@ -268,7 +273,7 @@ class _Graph:
     def _run_graph(self, ids: Tensor, cache: Cache) -> Tensor:
         """The logits by the graph, which is recorded unless that was done or is impossible."""
         given, numbers = self._given.copy(), [ticket.number for ticket in cache.tickets]
-        given[self._token] = ids
+        given[self._token] = ids = _own(ids)
         for place, layer in self._tickets:
             given[place] = numbers[layer]
 

@@ -336,8 +336,8 @@ class ReadyStep:
         layer._moving = self._drops > 0
 
     def run(self) -> bool:
-        """Write the token and attend to all slots; False, with nothing changed, if the token's
-        position in some row is not the next column.
+        """Write the token and attend to all slots; False, with nothing changed and the step ended,
+        if the token's position in some row is not the next column.
 
         Raises:
             MemoryError: there is no scratch memory; a slot may have been freed.
@@ -347,8 +347,12 @@ class ReadyStep:
         result = LIBRARY.kv_step(*self._arguments)
         if result == _FAILED:
             raise MemoryError(f"no scratch memory for a step over {self._length} slots")
-        self._state = _BEGUN if result == _UNLIKE else _DONE
-        return bool(result != _UNLIKE)
+        if result == _UNLIKE:
+            self._state = _BEGUN
+            self.end()
+            return False
+        self._state = _DONE
+        return True
 
     def end(self) -> None:
         """Count the token, if the step has run; otherwise return to the state before it."""
