@@ -9,8 +9,8 @@
 #if defined(KV_VNNI)
 namespace {
 
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
-typedef uint16_t u16x32 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 
 // In each 32-bit lane: sum += four bytes of `codes` (unsigned) times the four at `factors`
@@ -24,6 +24,14 @@ KV_INLINE void add_dot4(u32x16& sum, u8x64 codes, const int8_t* factors) {
     const u32x16 x = (u32x16)codes;
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) sum += (x >> 8 * i & 255) * (uint32_t)(int32_t)factors[i];
+#endif
+}
+
+KV_INLINE i8x16 lowest_bytes(vi x) {  // GCC 12 converts each number by itself
+#if defined(__AVX512F__)
+    return (i8x16)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+    return __builtin_convertvector(x, i8x16);
 #endif
 }
 
@@ -75,6 +83,7 @@ struct ByteQueries {
           middle((uint32_t*)(codes + tile * width * C::QUERY_BYTES)),
           step((float*)(middle + tile * groups)), total(step + tile * groups) {}
 
+    // Sets query m of the tile to x (width), whose elements are in the order of `in_quads`.
     void set(int64_t m, const float* x, int64_t width, int64_t group) {
         int16_t rounded[MOST_WIDTH];
         for (int64_t g = 0; g < groups; ++g) {
@@ -87,16 +96,53 @@ struct ByteQueries {
             for (int64_t i = from; i < from + size; i += W) added += load<vf>(x + i);
             total[m * groups + g] = sum(added);
         }
+        alignas(64) int8_t high[MOST_WIDTH], low[MOST_WIDTH];
+        for (int64_t i = 0; i < width; ++i) {
+            high[i] = (int8_t)((rounded[i] + 128) >> 8);
+            low[i] = (int8_t)rounded[i];
+        }
+        interleave(m, high, low, width);
+    }
+
+    // As `set` in 8 bits for one group, the width: `most` has the bits of the largest magnitude in
+    // x, `zeros` is the query's total.
+    void set_bytes(int64_t m, const float* x, int64_t width, int32_t most, float zeros) {
+        static_assert(C::QUERY_BYTES == 1, "");
+        alignas(64) int8_t low[MOST_WIDTH];
+        float high;
+        memcpy(&high, &most, 4);
+        const bool small = high < 1e-30f;  // the inverse of a smaller number would overflow
+        const vf inverse = all(small ? 0.0f : 127 / high), magic = all(12582912.0f);
+        vi added{};
+        for (int64_t d = 0; d < width; d += W) {
+            const vi code = (vi)(load<vf>(x + d) * inverse + magic);  // in the low bits
+            added += code - (vi)magic;
+            store(low + d, lowest_bytes(code));
+        }
+        middle[m] = -(uint32_t)C::MIDDLE * (uint32_t)sum(added);
+        // NaN if a number is not finite.
+        step[m] = small ? 0.0f : high * (1.0f / 127) + (high - high);
+        total[m] = zeros;
+        interleave(m, nullptr, low, width);
+    }
+
+  private:
+    // Puts bytes of a query, the high ones of two, beside those of the other queries.
+    void interleave(int64_t m, const int8_t* high, const int8_t* low, int64_t width) {
         int8_t* to = codes + m * BYTES;
-        for (int64_t four = 0; four < width; four += 4 * C::PARTS)
-            for (int64_t k = 0; k < C::PARTS; ++k, to += tile * BYTES)
-                for (int64_t i = 0; i < 4; ++i) {
-                    const int16_t code = rounded[four + i * C::PARTS + k];
-                    if (C::QUERY_BYTES == 2) to[i] = (int8_t)((code + 128) >> 8);
-                    to[BYTES - 4 + i] = (int8_t)code;
-                }
+        for (int64_t i = 0; i < width; i += 4, to += tile * BYTES) {
+            if (C::QUERY_BYTES == 2) memcpy(to, high + i, 4);
+            memcpy(to + BYTES - 4, low + i, 4);
+        }
     }
 };
+
+// Numbers in the order in which `byte_scores` meets elements.
+template <int BITS>
+KV_INLINE vf in_quads(vf x) {
+    if constexpr (BITS == 8) return x;
+    return __builtin_shufflevector(x, x, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+}
 
 // Scores s (MT rows of BLOCK) of MT queries on the keys of a block, 16 keys in the lanes of a
 // vector. `scale` and `zero` (groups, BLOCK) are those of codes counted from their middle; `zero`

@@ -32,6 +32,8 @@ struct Lines {
     }
 };
 
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+
 // The rows of a block in 32-byte units and by 16 slots: the rows as they are, or a copy with zeros
 // behind.
 [[maybe_unused]] Rows even_rows(Rows rows, int64_t count, char* memory) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "chain.h"
 #include "channels.h"
+#include "channels_vnni.h"
 #include "coded.h"
 #include "coded_vnni.h"
 #include "pairs.h"
@@ -205,12 +206,20 @@ void decode_and_add(const Work& work) {
     add_wide(work);
 }
 
+// Calls f(record, its query as floats) for each query.
+template <class F>
+void each_float_query(const Work& work, F f) {
+    each_query(work, [&](int64_t record, auto x) {
+        float query[MOST_WIDTH];
+        for (int64_t i = 0; i < work.call.key_width; ++i) query[i] = x(i);
+        f(record, query);
+    });
+}
+
 template <int BITS>
 void load_coded(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
-    each_query(work, [&](int64_t record, auto x) {
-        float query[MOST_WIDTH];
-        for (int64_t i = 0; i < width; ++i) query[i] = x(i);
+    each_float_query(work, [&](int64_t record, float* query) {
         code_query<BITS>(query, width, group, work.segment().k.zero.data,
                          {work.queries + record * padded(width), width, group_count(width, group)});
     });
@@ -248,10 +257,10 @@ void add_coded(const Work& work) {
 template <int BITS>
 void load_bytes(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
-    each_query(work, [&](int64_t record, auto x) {
-        float query[MOST_WIDTH];
-        for (int64_t i = 0; i < width; ++i) query[i] = x(i);
+    each_float_query(work, [&](int64_t record, float* query) {
         const TileOf tile(record, work.records, MOST_BYTE_SCORES);
+        for (int64_t i = 0; i < width; i += W)
+            store(query + i, in_quads<BITS>(load<vf>(query + i)));
         ByteQueries<BITS>(work.queries + tile.first * padded(width), tile.size, width, group)
             .set(record - tile.first, query, width, group);
     });
@@ -307,9 +316,7 @@ void add_bytes(const Work& work) {
 template <int BITS>
 void load_by_channel(const Work& work) {
     const int64_t width = work.call.key_width;
-    each_query(work, [&](int64_t record, auto x) {
-        float query[MOST_WIDTH];
-        for (int64_t i = 0; i < width; ++i) query[i] = x(i);
+    each_float_query(work, [&](int64_t record, float* query) {
         in_lanes<BITS>(query, width, work.queries + record * padded(width));
     });
 }
@@ -321,10 +328,32 @@ void score_by_channel(const Work& work) {
                          work.s, work.columns, work.wide_keys);
 }
 
+#if defined(KV_VNNI)
+template <int BITS>
+void load_in_quads(const Work& work) {
+    const int64_t width = work.call.key_width;
+    each_float_query(work, [&](int64_t record, float* query) {
+        for (int64_t i = 0; i < width; i += W)
+            store(work.queries + record * padded(width) + i, in_quads<BITS>(load<vf>(query + i)));
+    });
+}
+
+template <int BITS>
+void score_by_channel_bytes(const Work& work) {
+    const int64_t width = work.call.key_width;
+    channel_byte_scores<BITS>(work.segment().k, work.run.row0, work.run.head, work.at(), work.key,
+                              work.value, work.count, width, work.queries, work.records, work.s,
+                              work.columns, (char*)work.wide_keys);
+}
+#endif
+
 template <int BITS>
 KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
 #if defined(KV_VNNI)
     if (fits_bytes(x, width)) return {load_bytes<BITS>, score_bytes<BITS>};
+    if constexpr (BITS == 4)
+        if (channels_fit_bytes<BITS>(x, width))
+            return {load_in_quads<BITS>, score_by_channel_bytes<BITS>};
 #endif
     if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
     if (channels_fit<BITS>(x, width)) return {load_by_channel<BITS>, score_by_channel<BITS>};

@@ -76,7 +76,6 @@ template <int MT, int N>
 KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
                             int64_t valid, const uint16_t (&weights)[MT][BLOCK],
                             const float* alpha, float* acc) {
-    typedef uint16_t u16x32 __attribute__((vector_size(64)));
     constexpr int64_t BYTES = N * 64;
     // As in value_columns.
     const bool compact = next.stride == next.bytes;
