@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 5;
+constexpr int KV_ABI = 6;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -165,6 +165,28 @@ constexpr int64_t KV_LINEAR_ROWS = 32;  // the most rows of a call
 // in float32. `x_row` is a stride in elements. Returns 0, or 1 if memory cannot be allocated.
 KV_PUBLIC int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row,
                         int64_t rows, void* out);
+
+// A call to repeat.
+enum KvRecordedKind : int64_t {
+    KV_RECORDED_OTHER = 0,   // made by the caller of kv_repeat
+    KV_RECORDED_KERNEL = 1,  // `function`, which returns nothing, with `count` pointers
+    KV_RECORDED_LINEAR = 2,  // kv_linear
+    KV_RECORDED_STEP = 3,    // kv_step; after four arguments there is the KvToken itself
+};
+
+constexpr int64_t KV_ARGUMENTS = 16;  // the most of a kernel
+
+struct KvRecorded {
+    int64_t kind;
+    const void* function;
+    int64_t count;
+    int64_t arguments[KV_ARGUMENTS];
+};
+
+// Makes the calls `first` to `end` - 1, in order. Returns `end`; or the first call that did not
+// succeed, and in `result` a KvStepResult: KV_STEP_FAILED also for other calls, KV_STEP_UNLIKE also
+// for KV_RECORDED_OTHER.
+KV_PUBLIC int64_t kv_repeat(const KvRecorded* calls, int64_t first, int64_t end, int64_t* result);
 
 // The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();

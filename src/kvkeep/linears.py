@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from struct import Struct
 from typing import Any, ClassVar
 from weakref import finalize, ref
@@ -128,10 +127,15 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
-_Arguments = tuple[bytes, int, int, int, int, int]  # of kv_linear
+Arguments = tuple[bytes, int, int, int, int, int]  # of kv_linear
 
 
-def _multiply(arguments: _Arguments) -> None:
+def multiply(arguments: Arguments) -> None:
+    """Compute what `Weights.arguments` describes.
+
+    Raises:
+        MemoryError: there is no scratch memory.
+    """
     assert LIBRARY is not None
     if LIBRARY.kv_linear(*arguments):
         raise MemoryError(f"no scratch memory for {arguments[4]} rows of {arguments[3]} inputs")
@@ -200,16 +204,14 @@ class Weights:
         if not x.is_contiguous():
             x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self._outputs))
-        _multiply(self._arguments(x, out))
+        multiply(self._arguments(x, out))
         return out
 
-    def bound(self, x: Tensor, out: Tensor) -> Callable[[], None] | None:
-        """A call that writes the product of x to `out`, as often as it is made, while torch's
-        number of threads stays; None if the kernel does not read x as it lies. The caller keeps
-        the tensors."""
-        if not (self._takes(x) and x.is_contiguous()):
-            return None
-        return partial(_multiply, self._arguments(x, out))
+    def arguments(self, x: Tensor, out: Tensor) -> Arguments | None:
+        """What lets `multiply` write the product of x to `out`, as often as it is called, while
+        torch's number of threads stays; None if the kernel does not read x as it lies. The caller
+        keeps the tensors."""
+        return self._arguments(x, out) if self._takes(x) and x.is_contiguous() else None
 
     def _takes(self, x: Tensor) -> bool:
         inputs = self._inputs
@@ -224,7 +226,7 @@ class Weights:
             and x.layout is torch.strided
         )
 
-    def _arguments(self, x: Tensor, out: Tensor) -> _Arguments:
+    def _arguments(self, x: Tensor, out: Tensor) -> Arguments:
         if self._threads != torch.get_num_threads():
             self._describe(torch.get_num_threads())
         inputs, count = self._inputs, len(self._given)

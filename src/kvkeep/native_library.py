@@ -45,7 +45,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
         library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
-        library.kv_step.argtypes = (c_char_p, c_char_p, c_char_p, c_int64, c_char_p)
+        library.kv_repeat.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+        library.kv_repeat.restype = c_int64
+        library.kv_step.argtypes = (*[c_void_p] * 3, c_int64, c_char_p)
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
         library.kv_use_instructions.restype = c_int
@@ -59,10 +61,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> KvType of native/abi.h."""
 
-_ABI = 5  # KV_ABI of native/abi.h
+_ABI = 6  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None
+
+
+def address_of(record: bytes) -> int:
+    """Where a packed record lies, as long as the caller keeps it."""
+    return ctypes.cast(c_char_p(record), c_void_p).value or 0
 
 
 def use_instructions(name: str) -> None:

@@ -16,7 +16,9 @@ import kvkeep
 from kvkeep import native_library
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.graph.linear_op import route_linears
+from kvkeep.graph.native_calls import NativeCalls
 from kvkeep.graph.recording import Recording
+from kvkeep.hf import compiled as compiled_module
 from kvkeep.hf.compiled import CompiledSteps
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
@@ -242,31 +244,67 @@ def test_a_recording_follows_the_number_of_threads_and_the_weights(repeated):
     assert repeated == [True] * 4  # steps 3, 5, 6 and 9: those before compile or record
 
 
-@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
-def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(monkeypatch):
+@pytest.fixture
+def recorded():
+    """A model with a recorded step, a cache for its next step, and that step's logits."""
     _, model = pair("llama")
     ids = torch.randint(3, 200, (1, 7))
-    kv_step, calls = native_library.LIBRARY.kv_step, []
-
-    def fails_in_the_second_layer(*given):
-        calls.append(given)
-        return 1 if len(calls) == 2 else kv_step(*given)
-
     with torch.no_grad():
         cache = kvkeep.Cache(model)
         for chunk in (ids, ids[:, :1], ids[:, :1], ids[:, :1]):
             last = model(chunk, past_key_values=cache).logits
         cache.crop(-1)
-        with monkeypatch.context() as patch:
-            patch.setattr(native_library.LIBRARY, "kv_step", fails_in_the_second_layer)
-            with pytest.raises(MemoryError, match="scratch"):
-                model(ids[:, :1], past_key_values=cache)
-        with pytest.raises(StateError, match="rewind"):
-            model(ids[:, :1], past_key_values=cache)
-        cache.rewind(9)
-        for _ in range(2):  # other steps are as before
-            assert model(ids[:, :1], past_key_values=cache).logits.equal(last)
-            cache.crop(-1)
+        yield model, cache, ids[:, :1], last
+
+
+def stop(patch, at, result):
+    """Let the library make no call `at`, and return `result` for it."""
+    make = NativeCalls.make
+
+    def stopped(self, first, end):
+        if not first <= at < end:
+            return make(self, first, end)
+        assert make(self, first, at) == (at, 0)
+        return at, result
+
+    patch.setattr(NativeCalls, "make", stopped)
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+@pytest.mark.parametrize("failing", ["step", "kernel"])
+def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(recorded, monkeypatch, failing):
+    model, cache, token, last = recorded
+    recording = model.forward._known[1]._recording
+    at = recording._steps[1].call
+    if failing == "kernel":
+        at = next(i for i in range(at, 0, -1) if recording._calls[i].native.is_kernel)
+    with monkeypatch.context() as patch:
+        stop(patch, at, 1)
+        error, message = (MemoryError, "scratch") if failing == "step" else (RuntimeError, "kernel")
+        with pytest.raises(error, match=message):
+            model(token, past_key_values=cache)
+    with pytest.raises(StateError, match="rewind"):
+        model(token, past_key_values=cache)
+    cache.rewind(9)
+    for _ in range(2):  # other steps are as before
+        assert model(token, past_key_values=cache).logits.equal(last)
+        cache.crop(-1)
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+def test_a_recorded_step_of_a_layer_that_the_library_refuses(recorded, monkeypatch):
+    model, cache, token, last = recorded
+    stop(monkeypatch, model.forward._known[1]._recording._steps[1].call, 2)
+    torch.testing.assert_close(model(token, past_key_values=cache).logits, last)
+    assert {layer.fed for layer in cache.layers} == {10}
+
+
+def test_the_error_of_a_recorded_kernel_is_raised(recorded, monkeypatch):
+    model, cache, token, last = recorded
+    monkeypatch.setattr(compiled_module, "check_fed", lambda *given: None)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        model(token * 0 + 200, past_key_values=cache)
+    assert model(token, past_key_values=cache).logits.equal(last)
 
 
 def test_threads_with_caches_of_their_own_share_a_recording():

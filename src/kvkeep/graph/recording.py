@@ -9,11 +9,12 @@ memory.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock, get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.graph import custom_ops
 from kvkeep.graph.linear_op import linears
+from kvkeep.graph.native_calls import NativeCall, NativeCalls
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.native_step import ReadyStep
 from kvkeep.layer.step import StepInputs
-from kvkeep.linears import Weights
+from kvkeep.linears import Weights, multiply
+from kvkeep.native_library import available
 
 _KNOWN = frozenset(
     (
@@ -71,6 +74,18 @@ class Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
+class _Call(NamedTuple):
+    again: Callable[[], object]
+    native: NativeCall | None = None  # the same call, for the library
+
+
+class _Step(NamedTuple):
+    call: int  # its index
+    layer: int
+    inputs: StepInputs
+    out: Tensor
+
+
 class Recording:
     """The calls of one run of a graph of a decode step, for caches of the same number of rows."""
 
@@ -79,8 +94,9 @@ class Recording:
         self.complete = True  # whether all calls can be repeated
         self._ids, self._result = ids, ids
         self._layer_of = {id(ticket): layer for layer, ticket in enumerate(tickets)}
-        self._calls: list[Callable[[], object]] = []
-        self._steps: list[tuple[int, StepInputs, Tensor]] = []  # layer, inputs, where the result is
+        self._calls: list[_Call] = []
+        self._steps: list[_Step] = []
+        self._native: NativeCalls | None = None
         self._layers: Sequence[LayerCache] = ()  # of the repetition under way
         self._ready: list[ReadyStep | None] = []
         self._memory: set[int] = set()  # addresses of the recorded tensors' memory
@@ -126,6 +142,8 @@ class Recording:
                     recording._result = result = run()
             finally:
                 graph.current_callable = code
+            if available:
+                recording._native = NativeCalls([call.native for call in recording._calls])
             own = result.untyped_storage().data_ptr() in recording._memory
             return recording if own and recording.complete else None, result.clone()
 
@@ -142,22 +160,59 @@ class Recording:
         ready = self._ready
         try:
             self._ids.copy_(ids)
-            for layer, inputs, out in self._steps:
-                ready.append(layers[layer].prepare(inputs, out))
-            for step in ready:
-                if step is not None:
-                    step.begin()
+            for step in self._steps:
+                ready.append(layers[step.layer].prepare(step.inputs, step.out))
+            for prepared in ready:
+                if prepared is not None:
+                    prepared.begin()
             self._layers = layers
-            for call in self._calls:
-                call()
+            if self._native is None:
+                for call in self._calls:
+                    call.again()
+            else:
+                self._make(self._native)
             return self._result.clone()
         finally:
             self._layers = ()
-            for step in ready:
-                if step is not None:
-                    step.end()
+            for prepared in ready:
+                if prepared is not None:
+                    prepared.end()
             ready.clear()
             self._busy.release()
+
+    def _make(self, native: NativeCalls) -> None:
+        """Make the calls: the library those that it can, the others from here."""
+        waiting = deque[tuple[int, ReadyStep]]()
+        for step, ready in zip(self._steps, self._ready, strict=True):
+            native.set_step(step.call, ready)
+            if ready is not None:
+                waiting.append((step.call, ready))
+        at, end = 0, len(self._calls)
+        while at < end:
+            if self._calls[at].native is None:
+                self._calls[at].again()
+                at += 1
+                continue
+            for _, ready in waiting:
+                ready.start()
+            stopped, result = native.make(at, end)
+            while waiting and waiting[0][0] < stopped:
+                waiting.popleft()[1].finish(0)
+            if stopped == end:
+                return
+            for _, ready in waiting:
+                ready.start(False)
+            self._make_alone(stopped, result, waiting)
+            at = stopped + 1
+
+    def _make_alone(self, at: int, result: int, waiting: deque[tuple[int, ReadyStep]]) -> None:
+        """Make a call from here that the library did not: `result` is what it returned."""
+        call = self._calls[at]
+        if waiting and waiting[0][0] == at:
+            waiting.popleft()[1].finish(result)
+        call.again()
+        if call.native is not None and call.native.is_kernel:
+            raise RuntimeError("a kernel of a compiled step failed, but not a second time")
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator's call, which has returned `out`."""
@@ -167,9 +222,9 @@ class Recording:
             self._add_fed(self._layer_of[id(args[0])], out)
         elif func is custom_ops.next_positions:
             self._add_positions(self._layer_of[id(args[0])], args[1:], out)
-        elif func is linears and (call := Weights.known(*args[1:]).bound(args[0], out)):
+        elif func is linears and (given := Weights.known(*args[1:]).arguments(args[0], out)):
             self._kept += (args[0], out)
-            self._calls.append(call)
+            self._calls.append(_Call(partial(multiply, given), NativeCall.of_linears(given)))
         else:
             self._add_any(func, args, kwargs, out)
         self._note(out)
@@ -180,33 +235,30 @@ class Recording:
             self.complete = False
         elif func._schema.is_mutable:
             self.complete &= any(x is out for x in given)
-            self._calls.append(partial(func, *args, **kwargs))
+            self._calls.append(_Call(partial(func, *args, **kwargs)))
         elif not func.is_view:  # a view remains one
             call = partial(func, *args, **kwargs)
-            self._calls.append(lambda: out.copy_(call()))
+            self._calls.append(_Call(lambda: out.copy_(call())))
 
     def _add_step(self, layer: int, inputs: StepInputs, out: Tensor) -> None:
         position = inputs.position
         assert position is not None
         # All rows have the same positions.
         inputs = inputs._replace(position=position[0])
-        place = len(self._steps)
-        self._steps.append((layer, inputs, out))
+        self._steps.append(_Step(len(self._calls), layer, inputs, out))
+        again = partial(self._run_layer, layer, inputs, out)
+        self._calls.append(_Call(again, NativeCall.of_step()))
 
-        def again() -> None:
-            ready = self._ready[place]
-            if ready is None or not ready.run():
-                out.copy_(self._layers[layer].run(inputs))
-
-        self._calls.append(again)
+    def _run_layer(self, layer: int, inputs: StepInputs, out: Tensor) -> None:
+        out.copy_(self._layers[layer].run(inputs))
 
     def _add_fed(self, layer: int, out: Tensor) -> None:
-        self._calls.append(lambda: out.fill_(self._layers[layer].fed))
+        self._calls.append(_Call(lambda: out.fill_(self._layers[layer].fed)))
 
     def _add_positions(self, layer: int, given: tuple[Any, ...], out: Tensor) -> None:
         n, real, device = given
         self.complete &= real is None
-        self._calls.append(lambda: out.copy_(self._layers[layer].next_positions(n, device)))
+        self._calls.append(_Call(lambda: out.copy_(self._layers[layer].next_positions(n, device))))
 
     def _kernel(self, kernel: Callable[..., object]) -> Callable[..., None]:
         """A kernel that also records its calls."""
@@ -214,7 +266,8 @@ class Recording:
         def recorded(*args: Any) -> None:
             kernel(*args)
             if get_ident() == self._owner:  # other threads may run the graph meanwhile
-                self._calls.append(partial(kernel, *args))
+                native = NativeCall.of_kernel(kernel, args)
+                self._calls.append(_Call(partial(kernel, *args), native))
                 for x in args:
                     self._note(x)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ _OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 """Of torch's compiler: no checks in each step that operations return what they say."""
 
 
-_ADDRESS, _DTYPE = methodcaller("data_ptr"), attrgetter("dtype")
+_ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
 
 
 def _own(ids: Tensor) -> Tensor:
@@ -202,7 +202,8 @@ class _Graph:
         self._weights: list[Tensor] = []
         self._owners: list[dict[str, Any]] = []  # of modules, which have them
         self._names: list[str] = []  # there
-        self._whose: list[tuple[int, torch.dtype]] = []  # address and dtype
+        self._addresses: list[int] = []
+        self._dtypes: list[torch.dtype] = []
 
     @classmethod
     def of(
@@ -247,7 +248,8 @@ class _Graph:
         self._weights.append(weight)
         self._owners.append(owner)
         self._names.append(name)
-        self._whose.append((weight.data_ptr(), weight.dtype))
+        self._addresses.append(weight.data_ptr())
+        self._dtypes.append(weight.dtype)
 
     def fits(self) -> bool:
         """Whether the model has the weights and the mode that the graph was made for."""
@@ -257,7 +259,8 @@ class _Graph:
             not self._model.training
             and not torch.is_autocast_enabled(self._model.device.type)
             and all(map(is_, map(dict.get, self._owners, self._names), held))
-            and list(zip(map(_ADDRESS, held), map(_DTYPE, held), strict=True)) == self._whose
+            and list(map(_ADDRESS, held)) == self._addresses
+            and list(map(_DTYPE, held)) == self._dtypes
         )
 
     def run(self, ids: Tensor, cache: Cache) -> Any:

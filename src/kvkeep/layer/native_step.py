@@ -29,7 +29,7 @@ from kvkeep.layer.history import History
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import StepInputs
 from kvkeep.layer.turn import Turn
-from kvkeep.native_library import LIBRARY
+from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Reach, limits, slot_count, unsliced
 from kvkeep.policy import Policy
@@ -41,7 +41,8 @@ _PLACE, _TOKEN = Struct("=6q"), Struct("=9q")
 _FAILED, _UNLIKE = 1, 2  # KvStepResult
 _MOST = 2**62  # slots, where a policy has no budget
 
-_Arguments = tuple[bytes, bytes, bytes | None, int, bytes]  # of kv_step
+_Records = tuple[int, int, int, int]
+"""The arguments of kv_step that stay: addresses of records, and the number of planes."""
 
 _UNBEGUN, _BEGUN, _RUNNING, _DONE = range(4)  # of a ReadyStep
 
@@ -57,7 +58,7 @@ def settles_alone(policy: Policy) -> bool:
 
 class NativeStep:
     """The packed records of a layer's decode step: `fits` says whether they are those of a step,
-    whose `arguments` then go to the library.
+    whose `token` then goes to the library with them.
 
     Args:
         slots: the layer's slots, after a decode step with these inputs.
@@ -89,12 +90,13 @@ class NativeStep:
         self.repeated: StepInputs | None = None  # inputs that fit, and come again
         self._kept: list[Tensor] = []  # tensors that the segments refer to
         self._segments = pack_segments(segments, q, True, self._kept)
+        assert self._planes is not None  # `_possible`
         options = Options(inputs.scale, inputs.softcap)
         keys, values = codecs.key.layout, codecs.value.layout
         assert keys is not None  # `possible`
         assert values is not None
         kept = Reach(0) if reach is None else reach
-        self._step = b"".join(
+        self._step = step = b"".join(
             [
                 CALL.pack(*call_of_step(q, heads, value_width, len(segments), options)),
                 ENCODING.pack(*encoding(k, planes, "k", keys)),
@@ -106,6 +108,8 @@ class NativeStep:
                 ),
             ]
         )
+        packed = address_of(step), address_of(self._segments), address_of(self._planes)
+        self.records: _Records = (*packed, self._count)
 
     @classmethod
     def of(
@@ -147,10 +151,10 @@ class NativeStep:
             )
         )
 
-    def arguments(
+    def token(
         self, inputs: StepInputs, out: Tensor, column: int, length: int, drops: bool
-    ) -> _Arguments | None:
-        """The arguments of `kv_step`; None if it does not read the positions as they are.
+    ) -> bytes | None:
+        """The packed KvToken; None if `kv_step` does not read the positions as they are.
 
         Args:
             out: for the result, as `new_out` makes it.
@@ -164,7 +168,7 @@ class NativeStep:
             if position.dtype is not torch.int32 or not position.is_contiguous():
                 return None
             places, count = position.data_ptr(), position.numel()
-        token = _TOKEN.pack(
+        return _TOKEN.pack(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -175,7 +179,6 @@ class NativeStep:
             length,
             drops,
         )
-        return self._step, self._segments, self._planes, self._count, token
 
     def new_out(self, inputs: StepInputs) -> Tensor:
         """An empty tensor (B, Hq, 1, Dv) for the result."""
@@ -286,10 +289,10 @@ class InOneCall(ABC):
             out = native.new_out(inputs)
         else:
             native.repeated = inputs
-        arguments = native.arguments(inputs, out, columns, held, drops > 0)
-        if arguments is None:
+        token = native.token(inputs, out, columns, held, drops > 0)
+        if token is None:
             return None
-        return ReadyStep(self, arguments, inputs.position, out, length, drops)
+        return ReadyStep(self, native, token, inputs.position, out, length, drops)
 
     def _describe(self, inputs: StepInputs) -> None:
         """Prepare `prepare` for steps like the one just made."""
@@ -308,20 +311,26 @@ class ReadyStep:
     of the time of Python that weights have displaced from the processor's caches.
     """
 
-    __slots__ = ("_arguments", "_drops", "_layer", "_length", "_position", "_state", "out")
+    __slots__ = ("_drops", "_layer", "_length", "_native", "_position", "_state", "out", "token")
 
     def __init__(
         self,
         layer: InOneCall,
-        arguments: _Arguments,
+        native: NativeStep,
+        token: bytes,
         position: Tensor | None,
         out: Tensor,
         length: int,
         drops: int,
     ) -> None:
-        self._layer, self._arguments, self._position = layer, arguments, position
+        self._layer, self._native, self._position = layer, native, position
         self._length, self._drops, self._state = length, drops, _UNBEGUN
-        self.out = out
+        self.token, self.out = token, out
+
+    @property
+    def records(self) -> _Records:
+        """The arguments of `kv_step` before the token."""
+        return self._native.records
 
     def begin(self) -> None:
         """Record the state to return to, should the step be interrupted.
@@ -343,8 +352,15 @@ class ReadyStep:
             MemoryError: there is no scratch memory; a slot may have been freed.
         """
         assert LIBRARY is not None
-        self._state = _RUNNING
-        result = LIBRARY.kv_step(*self._arguments)
+        self.start()
+        return self.finish(LIBRARY.kv_step(*self.records, self.token))
+
+    def start(self, running: bool = True) -> None:
+        """Note that the caller is about to call `kv_step`, or that it did not after all."""
+        self._state = _RUNNING if running else _BEGUN
+
+    def finish(self, result: int) -> bool:
+        """Note the result of `kv_step`; as `run`."""
         if result == _FAILED:
             raise MemoryError(f"no scratch memory for a step over {self._length} slots")
         if result == _UNLIKE:
