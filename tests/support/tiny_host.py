@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from kvkeep.host import (
     Layerwise,
     ModelCache,
     Narrowed,
+    Piece,
+    packed,
     register,
 )
 from kvkeep.host.fingerprint import fingerprint_of
@@ -148,6 +150,17 @@ class TinyHost(Host):
                 x, at = x[:, chosen.indices], chosen.positions
             x = module(x, at, self.model.inv_freq, attention(cache.layers[index], at))
         return self.model.head(self.model.norm(x[:, -last:]))
+
+    @property
+    def unpackable(self) -> str:
+        return ""
+
+    def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
+        with packed(pieces, self.device) as tokens:
+            x, at = self.model.embedding(tokens.ids), tokens.positions[0]
+            for module, layer in zip(self.model.layers, tokens.layers, strict=True):
+                x = module(x, at, self.model.inv_freq, attention(layer, at))
+            return self.model.head(self.model.norm(x[0, tokens.last]))
 
     @property
     def narrows(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from threading import get_ident
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
-from kvkeep.hf.attach import attach, detach
+from kvkeep.hf.attach import attach, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
     base_config,
@@ -29,6 +29,7 @@ from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
+from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.host import (
     Activation,
@@ -39,7 +40,9 @@ from kvkeep.host import (
     Layerwise,
     ModelCache,
     Narrowed,
+    Piece,
     Specs,
+    packed,
 )
 from kvkeep.host.adapters import activate
 from kvkeep.host.cache import DEFAULT_SPEC
@@ -157,6 +160,29 @@ class TransformersHost(Host):
             return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
         finally:  # so that the adapter takes no part in later forwards
             activate(self.model, None, at)
+
+    # -- several sequences in one forward ---------------------------------------------------
+
+    @property
+    def unpackable(self) -> str:
+        return unpackable(unwrapped(self.model))
+
+    def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
+        model = unwrapped(self.model)
+        require_packable(model, [piece.cache for piece in pieces])
+        check_packed(model, pieces)
+        with packed(pieces, self.device) as all_tokens:
+            ids, position, last, _ = all_tokens
+            options = {"logits_to_keep": last} if self._skips_logits else {}
+            output = self.model(
+                input_ids=ids,
+                position_ids=position,
+                past_key_values=PackedCache(all_tokens, self._config),
+                use_cache=True,
+                **options,
+            )
+            logits: Tensor = output.logits[0]
+        return logits if self._skips_logits else logits[last]
 
     # -- adapters ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from kvkeep.host.cache import Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
 from kvkeep.host.generation import Generation, GenerationOptions
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
+from kvkeep.host.packed import Packed, Piece, packed
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 
@@ -18,10 +19,13 @@ __all__ = [
     "Layerwise",
     "ModelCache",
     "Narrowed",
+    "Packed",
+    "Piece",
     "Specs",
     "fitting_some",
     "host_of",
     "load_model",
+    "packed",
     "per_layer",
     "register",
 ]

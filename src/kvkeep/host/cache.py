@@ -74,6 +74,10 @@ class ModelCache(Cache):
                 raise
         Cache.__init__(self, layers)
 
+    def begin(self, columns: int) -> None:
+        """Check, before a forward of so many columns, that it may begin."""
+        self.admit(columns)
+
     def token_limit(self, layer: int | None = None) -> int | None:
         """Most tokens that fit into one layer, or into every layer; None: no limit."""
         layers = self.layers if layer is None else self.layers[layer : layer + 1]

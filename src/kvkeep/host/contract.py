@@ -7,7 +7,7 @@ library is added by one folder with a `Host`, and a row in `kvkeep.host.registry
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +19,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.generation import Generation, GenerationOptions, generate
 from kvkeep.host.layerwise import Layerwise
+from kvkeep.host.packed import Piece
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.rotary import Rotary
 
@@ -174,6 +175,32 @@ class Host(ABC):
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         """`forward`, without logits."""
         self.forward(ids, cache, position=position)
+
+    # -- several sequences in one forward ---------------------------------------------------
+
+    @property
+    def unpackable(self) -> str:
+        """Why `forward_packed` does not work for this model now; empty if it does."""
+        return f"kvkeep's host for {self.library} has no packed forwards"
+
+    def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
+        """Feed the next tokens of several sequences in one forward, without padding. A sequence's
+        result is what it would be alone, up to rounding. If the forward fails, every cache returns
+        to what it held, unless it evicted tokens.
+
+        Args:
+            pieces: each sequence's next tokens, and its cache from `new_cache`, of one row.
+
+        Returns:
+            Logits (sequences, V), of each one's last token.
+
+        Raises:
+            UnsupportedError: the model cannot compute them in one forward.
+            ShapeError, StateError, CapacityError: as in `kvkeep.host.packed`; nothing was fed.
+        """
+        raise UnsupportedError(
+            f"{self.name} cannot compute several sequences in one forward: {self.unpackable}"
+        )
 
     # -- adapters ---------------------------------------------------------------------------
 

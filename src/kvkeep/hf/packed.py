@@ -1,0 +1,121 @@
+"""Packed forwards of transformers models: the cache that such a forward is given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import changing_ropes, decoder_config, is_latent, is_routed
+from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.inputs import check_fed
+from kvkeep.host import ModelCache
+from kvkeep.host.packed import Packed
+from kvkeep.layer.packed import PackedLayer
+
+
+def unpackable(model: PreTrainedModel) -> str:
+    """Why a forward of the model cannot compute tokens of several sequences; empty if it can."""
+    text = decoder_config(model.config)
+    if is_latent(model.config):
+        return "it expands a latent cache itself, for all tokens of a forward alike"
+    changing = next(iter(changing_ropes(model.config)), "")
+    if changing:
+        return (
+            f"the frequencies of its rotary embedding ({changing}) follow the longest text of a "
+            "forward"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no positions"
+    if not is_routed(text):
+        return "it is not attached: call kvkeep.attach(model) first"
+    return ""
+
+
+def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> None:
+    """Raise UnsupportedError, or StateError for a cache that is not the model's, unless
+    `PackedCache` can serve a forward of these sequences."""
+    reason = unpackable(model)
+    if reason:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot compute several sequences in one forward: {reason}"
+        )
+    for cache in caches:
+        if not isinstance(cache, Cache):
+            raise StateError(
+                f"a packed forward through a {type(cache).__name__}; build each sequence's cache "
+                "as kvkeep.Cache(model)"
+            )
+        if cache.activation is not None:
+            raise UnsupportedError(
+                "a packed forward cannot start an activated adapter at a token of each sequence; "
+                "feed the sequences of the adapter one by one"
+            )
+
+
+def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, ModelCache]]) -> None:
+    """Check each sequence's next token ids, (n,), as a forward of its own would.
+
+    Raises:
+        ShapeError: an id is outside the vocabulary.
+    """
+    for ids, cache in sequences:
+        check_fed(model, (), {"input_ids": ids[None]}, cache.fed)
+
+
+class PackedCache(transformers.Cache):
+    """What a model takes as `past_key_values` in a packed forward: an empty cache, whose layers
+    hand the new keys and values of each sequence to the sequence's own layer."""
+
+    is_compileable = False
+    is_initialized = True
+    is_croppable = False
+
+    def __init__(self, packed: Packed, config: Any) -> None:
+        self.layers: list[PackedLayer] = packed.layers  # type: ignore[assignment]
+        self._config = decoder_config(config)
+        self._handed: Handed | None = None
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Tag the new keys and values (1, H, n, D) with their layer, for kvkeep's attention."""
+        if len(key_states) != 1:
+            raise ShapeError(
+                f"a packed forward has one row, but layer {layer_idx} is given {len(key_states)}"
+            )
+        if self._handed is not None and not self._handed.taken:
+            raise UnsupportedError(
+                "the model attends to other keys than those it gave to the cache, so its sequences "
+                "cannot be packed; feed them one by one"
+            )
+        self._handed = hand_over(key_states, value_states, self.layers[layer_idx], None)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: the tokens before these are the sequences' own."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and first column of the keys that `update` will return for this layer."""
+        length = MaskLength(query_length)
+        length.layer, length.routed = self.layers[layer_idx], is_routed(self._config)
+        length.traced, length.compileable = None, False
+        return length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit for all sequences."""
+        return -1
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.window is not None for layer in self.layers]

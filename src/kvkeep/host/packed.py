@@ -1,0 +1,108 @@
+"""Packed forwards: one forward computes the next tokens of several sequences, without padding.
+
+A sequence is a cache of one row. All tokens lie side by side in one row of token ids: linear
+layers, norms and experts run over all of them, and attention runs in each sequence's own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import RollbackError, ShapeError, StateError
+from kvkeep.host.cache import ModelCache
+from kvkeep.layer.packed import PackedLayer
+
+
+class Piece(NamedTuple):
+    """The next tokens of one sequence: int64 (n,), and its cache, of one row."""
+
+    ids: Tensor
+    cache: ModelCache
+
+
+class Packed(NamedTuple):
+    """The tokens of a packed forward: ids and positions, int64 (1, tokens), the index of each
+    sequence's last token, int64 (sequences,), and the layers that attend."""
+
+    ids: Tensor
+    positions: Tensor
+    last: Tensor
+    layers: list[PackedLayer]
+
+
+@contextmanager
+def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
+    """Begin a forward of every cache, and pack the tokens. If the body raises, the caches return to
+    what they held, except those that evicted tokens: they raise until they are reset.
+
+    Args:
+        device: where the model takes token ids.
+
+    Raises:
+        ShapeError: there is no piece, or one is not a row of token ids with a cache of one row.
+        StateError: two pieces have the same cache, or a cache cannot be fed now.
+        CapacityError: a cache has no room. Nothing was fed in any of these cases.
+    """
+    _check(pieces)
+    counts = [len(piece.ids) for piece in pieces]
+    caches = [piece.cache for piece in pieces]
+    fed = [cache.fed for cache in caches]
+    try:
+        for cache, count in zip(caches, counts, strict=True):
+            cache.begin(count)
+        layers = [
+            PackedLayer(of_sequences, counts)
+            for of_sequences in zip(*(cache.layers for cache in caches), strict=True)
+        ]
+        positions = [torch.arange(a, a + n) for a, n in zip(fed, counts, strict=True)]
+        yield Packed(
+            torch.cat([piece.ids.to(device) for piece in pieces])[None],
+            torch.cat(positions)[None].to(device),
+            torch.tensor(counts, device=device).cumsum(0) - 1,
+            layers,
+        )
+        for cache, before, count in zip(caches, fed, counts, strict=True):
+            short = {layer.fed for layer in cache.layers} - {before + count}
+            if short:
+                raise StateError(
+                    f"a packed forward of {count} tokens after {before} left layers at "
+                    f"{sorted(short)}: the model does not attend once in each layer; feed its "
+                    "sequences one by one"
+                )
+    except BaseException:
+        for cache, before in zip(caches, fed, strict=True):
+            with suppress(RollbackError, StateError):
+                cache.rewind(before)
+        raise
+
+
+def _check(pieces: Sequence[Piece]) -> None:
+    if not pieces:
+        raise ShapeError("a packed forward of no sequence; give at least one piece")
+    if len({id(piece.cache) for piece in pieces}) < len(pieces):
+        raise StateError(
+            "two pieces of a packed forward have the same cache; give each sequence a cache of its "
+            "own, or a fork"
+        )
+    for index, (ids, cache) in enumerate(pieces):
+        if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+            raise ShapeError(
+                f"piece {index} of a packed forward has token ids {tuple(ids.shape)} of "
+                f"{ids.dtype}; give at least one, int64 (n,)"
+            )
+        if cache.rows > 1 or (cache.rows and cache.layers[0].padded):
+            raise ShapeError(
+                f"piece {index} of a packed forward has a cache of {cache.rows} rows"
+                f"{' with padding' if cache.layers[0].padded else ''}; give each sequence a cache "
+                "of one row, without padding"
+            )
+        if len(cache) != len(pieces[0].cache):
+            raise ShapeError(
+                f"piece {index} of a packed forward has a cache of {len(cache)} layers, the first "
+                f"{len(pieces[0].cache)}; give caches of one model"
+            )
