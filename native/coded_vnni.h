@@ -113,13 +113,13 @@ struct ByteQueries {
         memcpy(&high, &most, 4);
         const bool small = high < 1e-30f;  // the inverse of a smaller number would overflow
         const vf inverse = all(small ? 0.0f : 127 / high), magic = all(12582912.0f);
-        vi added{};
+        vu added{};
         for (int64_t d = 0; d < width; d += W) {
-            const vi code = (vi)(load<vf>(x + d) * inverse + magic);  // in the low bits
-            added += code - (vi)magic;
-            store(low + d, lowest_bytes(code));
+            const vu code = (vu)(load<vf>(x + d) * inverse + magic);  // in the low bits
+            added += code - (vu)magic;
+            store(low + d, lowest_bytes((vi)code));
         }
-        middle[m] = -(uint32_t)C::MIDDLE * (uint32_t)sum(added);
+        middle[m] = -(uint32_t)C::MIDDLE * (uint32_t)sum((vi)added);
         // NaN if a number is not finite.
         step[m] = small ? 0.0f : high * (1.0f / 127) + (high - high);
         total[m] = zeros;

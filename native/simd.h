@@ -218,12 +218,13 @@ KV_INLINE int32_t largest(vi v) {
     return v[0];
 }
 
-KV_INLINE int32_t sum(vi v) {
-    if (W == 16) v += (vi)swap8((vf)v);
-    v += (vi)swap4((vf)v);
-    v += (vi)swap2((vf)v);
-    v += (vi)swap1((vf)v);
-    return v[0];
+KV_INLINE int32_t sum(vi x) {
+    vu v = (vu)x;  // unsigned: numbers that are not finite leave any bits
+    if (W == 16) v += (vu)swap8((vf)v);
+    v += (vu)swap4((vf)v);
+    v += (vu)swap2((vf)v);
+    v += (vu)swap1((vf)v);
+    return (int32_t)v[0];
 }
 
 KV_INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
@@ -252,7 +253,7 @@ KV_INLINE vf exp_down(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const vi power = ((vi)shifted - (vi)magic + 127) << 23;
+    const vu power = ((vu)shifted - (vu)magic + 127) << 23;  // unsigned: of any number
     return pick(x < all(-87.3f), vf{}, p * (vf)power);
 }
 

@@ -13,6 +13,7 @@ ROOT = Path(kvkeep.__file__).parent
 
 def test_exported_names():
     assert sorted(kvkeep.__all__) == [
+        "Batch",
         "Cache",
         "CacheSpec",
         "CacheStats",
@@ -35,6 +36,7 @@ def test_exported_names():
         "detach",
         "export",
         "fingerprint",
+        "generate_many",
         "load",
     ]
     for name in kvkeep.__all__:

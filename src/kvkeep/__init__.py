@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeep.attention import attend as attend
+    from kvkeep.batch.batch import Batch as Batch
+    from kvkeep.batch.many import generate_many as generate_many
     from kvkeep.cache import CacheStats as CacheStats
     from kvkeep.errors import CapacityError as CapacityError
     from kvkeep.errors import KVKeepError as KVKeepError
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Batch": "kvkeep.batch.batch",
     "Cache": "kvkeep.hf.cache",
     "CacheSpec": "kvkeep.spec",
     "CacheStats": "kvkeep.cache",
@@ -60,6 +63,7 @@ _HOME = {
     "detach": "kvkeep.hf.attach",
     "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",
+    "generate_many": "kvkeep.batch.many",
     "load": "kvkeep.hf.load",
 }
 """Public name -> the module from which it is imported when it is first used. Type checkers read the

@@ -10,8 +10,8 @@ from support.tiny_host import TinyHost, TinyModel, tiny_model
 
 from kvkeep import PrefixStore
 from kvkeep.errors import ShapeError
-from kvkeep.host import host_of, register
-from kvkeep.host.generation import GenerationOptions, chosen
+from kvkeep.host import Sampling, drawn, host_of, register
+from kvkeep.host.generation import GenerationOptions
 from kvkeep.serve.engine import Engine, Piece, Used
 from kvkeep.serve.requests import read
 
@@ -90,18 +90,18 @@ def test_what_ends_a_generation(model, greedy):
 
 
 def test_sampling(model, greedy):
-    def drawn(**options):
+    def answer(**options):
         return generated(model, max_new_tokens=12, **options).ids
 
-    assert drawn(temperature=2.0, seed=3).equal(drawn(temperature=2.0, seed=3))
-    assert not drawn(temperature=2.0, seed=3).equal(drawn(temperature=2.0, seed=4))
-    assert drawn(temperature=2.0, top_p=1e-6, seed=3).equal(greedy)
+    assert answer(temperature=2.0, seed=3).equal(answer(temperature=2.0, seed=3))
+    assert not answer(temperature=2.0, seed=3).equal(answer(temperature=2.0, seed=4))
+    assert answer(temperature=2.0, top_p=1e-6, seed=3).equal(greedy)
 
 
 def test_top_p_draws_from_the_fewest_tokens_that_reach_it():
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().expand(400, 4)
-    assert chosen(logits, 1.0, 0.7).unique().tolist() == [1, 3]
-    assert chosen(logits, 1.0, 1.0).unique().tolist() == [0, 1, 2, 3]
+    assert drawn(logits, Sampling(1.0, top_p=0.7)).unique().tolist() == [1, 3]
+    assert drawn(logits, Sampling(1.0)).unique().tolist() == [0, 1, 2, 3]
 
 
 def test_the_engine_answers_with_another_library(model, greedy):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvkeep.batch.stops import Stops
 from kvkeep.host.generation import TextStream
-from kvkeep.serve.stops import Stops
 
 
 @pytest.mark.parametrize(

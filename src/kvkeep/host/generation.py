@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.cache import CacheStats
 from kvkeep.errors import ShapeError
 from kvkeep.host.cache import ModelCache
+from kvkeep.host.sampling import Sampling, drawn
 
 if TYPE_CHECKING:
     from kvkeep.host.contract import Host
@@ -141,8 +142,9 @@ def generate(
     stream = TextStream(tokenizer, options.on_text)
     for chunk in torch.split(left, options.prefill_chunk or left.shape[1], dim=1):
         logits = host.forward(chunk, cache)[:, -1]
+    sampling = Sampling(options.temperature, top_p=options.top_p)
     while True:
-        token = chosen(logits, options.temperature, options.top_p)
+        token = drawn(logits, sampling)
         ids = torch.cat([ids, token], dim=1)
         stream.push([int(token)])
         if options.stopped() or int(token) in ends or ids.shape[1] - prompt == most:
@@ -150,14 +152,3 @@ def generate(
         logits = host.forward(token, cache)[:, -1]
     stream.close()
     return stream.generation(start, ids, prompt, cache.stats())
-
-
-def chosen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The next token, int64 (B, 1), from logits (B, V): at temperature 0 the likeliest, otherwise
-    sampled from the fewest likeliest tokens whose probabilities sum to at least `top_p`."""
-    if not temperature > 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    sorted_, order = (logits.float() / temperature).softmax(dim=-1).sort(dim=-1, descending=True)
-    before = sorted_.cumsum(dim=-1) - sorted_
-    drawn = sorted_.masked_fill(before >= top_p, 0).multinomial(1)
-    return order.gather(1, drawn)

@@ -15,11 +15,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from kvkeep.batch.stops import Stops
 from kvkeep.errors import UnsupportedError
 from kvkeep.host import GenerationOptions, ModelCache, Specs, host_of
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
-from kvkeep.serve.stops import Stops
 from kvkeep.store.identity import require_steady
 from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore

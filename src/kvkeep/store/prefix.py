@@ -196,6 +196,29 @@ class PrefixStore:
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
+        tokens = flat(tokens)
+        cache, found = self.find(
+            model, tokens, prompt=prompt, spec=spec, namespace=namespace, capacity=capacity
+        )
+        host = host_of(model)
+        feed(host, tokens[found:], cache, chunk)
+        if cache.fed > found:
+            text = keyed(host, tokens, cache.specs, namespace, cache.activation)
+            self.offer(*text, cache, priority=priority)
+        return Reading(cache, found)
+
+    def find(
+        self,
+        model: Any,
+        tokens: Tensor,
+        *,
+        prompt: Tensor | None = None,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+        capacity: int | None = None,
+    ) -> Reading:
+        """A cache of the stored prefix of some tokens, which may be empty: `read` without computing
+        the rest. See there for the arguments and errors."""
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
         require_keepable(cache)
@@ -206,11 +229,7 @@ class PrefixStore:
         with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
-        found = cache.fed
-        feed(host, tokens[cache.fed :], cache, chunk)
-        if cache.fed > found:
-            self.offer(identity, keys, cache, priority=priority)
-        return Reading(cache, found)
+        return Reading(cache, cache.fed)
 
     def learn(
         self,

@@ -1,0 +1,185 @@
+"""Answer: a prompt and what the model continues it with, in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.batch.stops import Stops
+from kvkeep.cache import Frozen
+from kvkeep.errors import SpecError
+from kvkeep.host import ModelCache, Sampling, Specs, TextStream, drawn
+
+GREEDY = Sampling()
+STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to continue a prompt.
+
+    Args:
+        max_new_tokens: most tokens of the answer.
+        sampling: how they are chosen. The n answers to one prompt draw from seeds seed, seed + 1,
+            and so on.
+        stop: strings that end the answer; they are not part of its text.
+        end_tokens: tokens that end the answer; None: the model's own.
+        logprobs: record the logarithm of each token's probability, at temperature 1, before
+            anything else changed it.
+        priority: answers of higher priority are admitted first, and may put others aside.
+
+    Raises:
+        SpecError: a number out of its range.
+    """
+
+    max_new_tokens: int = 256
+    sampling: Sampling = GREEDY
+    stop: Sequence[str] = ()
+    end_tokens: frozenset[int] | None = None
+    logprobs: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise SpecError(f"max_new_tokens is {self.max_new_tokens}; give at least 1")
+        if isinstance(self.stop, str) or "" in self.stop:
+            raise SpecError(f"stop is {self.stop!r}; give a list of strings that are not empty")
+
+
+class Prompt:
+    """A prompt, whose answers share its slots.
+
+    Args:
+        ids: int64 (n,), on the CPU.
+        answers: how many answers it has.
+        shared_bytes: what its tokens but the last take, if the answers can share them.
+    """
+
+    def __init__(self, ids: Tensor, answers: int, shared_bytes: int) -> None:
+        self.ids, self.shared_bytes = ids, shared_bytes
+        self.unfilled = answers  # answers whose caches do not hold it yet
+        self.frozen: Frozen[ModelCache] | None = None  # all but the last token
+
+    def filled(self) -> None:
+        """Note that one more answer's cache holds it."""
+        self.unfilled -= 1
+        if not self.unfilled:
+            self.frozen = None
+
+
+class Answer:
+    """One answer of a batch.
+
+    Attributes:
+        prompt: the prompt's token ids, int64 (n,).
+        index: which of the prompt's n answers it is.
+        settings: as given.
+        tokens: the new token ids so far.
+        logprobs: one for each of `tokens`, if they were asked for.
+        text: the text so far; empty without a tokenizer. What may still become a stop string, or is
+            an incomplete character, is held back.
+        reason: why it ended: "stop", "length" or "cancelled"; empty while it goes on.
+        cached: tokens of the prompt that were found in a store.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        index: int,
+        settings: Settings,
+        *,
+        order: int,
+        ends: set[int],
+        tokenizer: Any,
+        spec: Specs,
+        own_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.index, self.settings = index, settings
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text, self.reason, self.cached = "", "", 0
+        self.origin, self.order, self.spec, self.own_bytes = prompt, order, spec, own_bytes
+        self.cache: ModelCache | None = None  # None: waiting, put aside or ended
+        self.aside: Any = None  # what was put aside
+        self._ends = ends if settings.end_tokens is None else set(settings.end_tokens)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, self._take_text)
+        self._stops, self._new_text = Stops(settings.stop), ""
+        self._random: torch.Generator | None = None
+        if settings.sampling.temperature > 0:
+            self._random = torch.Generator(device)
+            seed = settings.sampling.seed
+            self._random.seed() if seed is None else self._random.manual_seed(seed + index)
+
+    def __repr__(self) -> str:
+        state = self.reason or ("waiting" if self.cache is None else "running")
+        return f"Answer({len(self.prompt)} + {len(self.tokens)} tokens, {state})"
+
+    @property
+    def prompt(self) -> Tensor:
+        return self.origin.ids
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete, or was cancelled."""
+        return bool(self.reason)
+
+    def cancel(self) -> None:
+        """End it: the batch frees its slots before the next step. What it has stays."""
+        if not self.reason:
+            self.reason = CANCELLED
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sorts answers in the order in which they are admitted."""
+        return -self.settings.priority, self.order
+
+    @property
+    def ids(self) -> Tensor:
+        """The prompt's and the new token ids, int64 (n,)."""
+        return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64)])
+
+    @property
+    def unfed(self) -> int:
+        """How many of its tokens its cache does not hold."""
+        fed = 0 if self.cache is None else self.cache.fed
+        return len(self.prompt) + len(self.tokens) - fed
+
+    def next_ids(self, count: int) -> Tensor:
+        """The next token ids to feed, int64 (count,)."""
+        assert self.cache is not None
+        fed, prompt = self.cache.fed, len(self.prompt)
+        if fed >= prompt:
+            return torch.tensor(self.tokens[fed - prompt :][:count])
+        return self.prompt[fed : fed + count] if fed + count <= prompt else self.ids[fed:][:count]
+
+    def choose(self, logits: Tensor) -> tuple[int, str]:
+        """Choose the next token from logits (V,); returns it and the text it completes."""
+        sampling, row = self.settings.sampling, logits[None]
+        if sampling.processors:
+            ids = self.ids[None].to(logits.device)
+            for process in sampling.processors:
+                row = process(ids, row)
+        token = int(drawn(row, sampling, self._random))
+        if self.settings.logprobs:
+            self.logprobs.append(float(logits.float().log_softmax(dim=-1)[token]))
+        self.tokens.append(token)
+        if self._stream is not None:
+            self._stream.push([token])
+        if token in self._ends or self._stops.found:
+            self.reason = STOP
+        elif len(self.tokens) == self.settings.max_new_tokens:
+            self.reason = LENGTH
+        if self.reason and self._stream is not None:
+            self._stream.close()
+            self._new_text += self._stops.rest()
+        text, self._new_text = self._new_text, ""
+        self.text += text
+        return token, text
+
+    def _take_text(self, text: str) -> None:
+        self._new_text += self._stops.push(text)

@@ -1,0 +1,46 @@
+"""generate_many: the answers to many prompts, with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from kvkeep.batch.answer import Answer, Settings
+from kvkeep.batch.batch import Batch
+
+
+def generate_many(
+    model: Any,
+    prompts: Sequence[str | Tensor | Sequence[int]],
+    settings: Settings | Sequence[Settings] | None = None,
+    *,
+    tokenizer: Any = None,
+    n: int = 1,
+    progress: bool | None = None,
+    **options: Any,
+) -> list[list[Answer]]:
+    """Answer many prompts at once.
+
+    Args:
+        model, tokenizer, options: see `Batch`.
+        prompts: texts, or token ids.
+        settings: for all prompts, or one for each.
+        n: answers to each prompt.
+        progress: show a progress bar; None: on a terminal.
+
+    Returns:
+        For each prompt, its n answers.
+
+    Raises:
+        ShapeError: there are not as many settings as prompts; see also `Batch.add`.
+    """
+    batch = Batch(model, tokenizer, **options)
+    each = list(settings) if isinstance(settings, Sequence) else [settings] * len(prompts)
+    answers = [batch.add(prompt, own, n=n) for prompt, own in zip(prompts, each, strict=True)]
+    disable = None if progress is None else not progress
+    for _ in tqdm(batch, desc="Answers", total=n * len(prompts), unit="answer", disable=disable):
+        pass
+    return answers

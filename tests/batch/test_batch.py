@@ -1,0 +1,294 @@
+"""Batch: answers are what each prompt gets alone, whoever else comes and goes."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from support.tiny_host import tiny_model
+from support.tiny_models import tiny
+
+import kvkeep
+from kvkeep.batch import Batch, Settings, generate_many
+from kvkeep.errors import (
+    CapacityError,
+    OutOfMemoryError,
+    ShapeError,
+    SpecError,
+    UnsupportedError,
+)
+from kvkeep.files.offload import Offload
+from kvkeep.host import Sampling, host_of
+
+SPECS = ("keep_all", "window:9,sinks=1", "h2o:10", "keep_all+int8", "keep_all+kivi:4,together=4")
+WARM = Sampling(temperature=1.0, top_k=30, top_p=0.95, min_p=0.01, seed=7)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = tiny("llama")
+    kvkeep.attach(model)
+    return model
+
+
+def tokens(n, seed=0):
+    return torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def alone(model, prompt, settings, **options):
+    """The tokens of each answer to one prompt, in a batch of its own."""
+    (answers,) = generate_many(model, [prompt], settings, progress=False, **options)
+    return [answer.tokens for answer in answers]
+
+
+def test_an_answer_is_what_forwards_of_one_sequence_give(model):
+    host, prompt = host_of(model), tokens(7)
+    with torch.inference_mode():
+        cache, expected, logprobs = host.new_cache(), [], []
+        row = prompt[None]
+        for _ in range(5):
+            logits = host.forward(row, cache)[0, -1]
+            row = logits.argmax()[None, None]
+            expected.append(int(row))
+            logprobs.append(float(logits.log_softmax(0)[row]))
+    (answer,) = Batch(model).add(prompt, Settings(5))
+    assert answer.tokens == []
+    batch = Batch(model)
+    (answer,) = batch.add(prompt, Settings(5, logprobs=True))
+    assert list(batch) == [answer]
+    assert (answer.tokens, answer.reason, batch.running, batch.waiting) == (
+        expected,
+        "length",
+        0,
+        0,
+    )
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4])
+def test_answers_do_not_depend_on_company(model, seed):
+    """Random arrivals, lengths, specs, priorities, cancels, and too little memory for all."""
+    rng = random.Random(seed)
+    cases = []
+    for i in range(12):
+        sampling = WARM if rng.random() < 0.5 else Sampling()
+        settings = Settings(rng.randint(1, 12), sampling, priority=rng.choice((0, 0, 1, 2)))
+        cases.append(
+            (tokens(rng.randint(1, 40), i), settings, rng.choice(SPECS), rng.choice((1, 1, 3)))
+        )
+    host = host_of(model)
+    most = host.new_cache().bytes_of(host.geometries(), 60)
+    batch = Batch(model, max_bytes=most, chunk=8, step_tokens=rng.choice((8, 16, 64)))
+    left, found, asides = list(cases), [], 0
+    cancelled = rng.sample(range(12), 2)
+    while left or batch.running or batch.waiting:
+        for _ in range(min(len(left), rng.randint(0, 2))):
+            prompt, settings, spec, n = left.pop(0)
+            found.append(batch.add(prompt, settings, n=n, spec=spec))
+            if len(found) - 1 in cancelled:
+                found[-1][0].cancel()
+        batch.step()
+        assert batch.promised_bytes <= most
+        asides += sum(answer.aside is not None for answers in found for answer in answers)
+    for i, (answers, (prompt, settings, spec, n)) in enumerate(zip(found, cases, strict=True)):
+        expected = alone(model, prompt, settings, n=n, spec=spec, chunk=8)
+        for answer, own in zip(answers, expected, strict=True):
+            if i in cancelled and answer.index == 0:
+                assert (answer.reason, answer.tokens) == ("cancelled", [])
+            else:
+                assert answer.tokens == own
+    assert asides
+
+
+@pytest.mark.parametrize("host_bytes", [None, 0])
+def test_what_was_put_aside_goes_on_exactly(model, host_bytes, tmp_path):
+    host = host_of(model)
+    most = host.new_cache().bytes_of(host.geometries(), 30)
+    offload = None if host_bytes is None else Offload(host_bytes, str(tmp_path))
+    batch = Batch(model, max_bytes=most, offload=offload)
+    (first,) = batch.add(tokens(10), Settings(20, WARM))
+    for _ in range(5):
+        batch.step()
+    (urgent,) = batch.add(tokens(12, 1), Settings(8, priority=1))
+    (equal,) = batch.add(tokens(3, 2), Settings(4))
+    batch.step()
+    assert (first.cache, batch.running, batch.waiting) == (None, 1, 2)
+    assert list(batch) == [urgent, first, equal]
+    assert [first.tokens] == alone(model, tokens(10), Settings(20, WARM))
+    if offload is not None:
+        assert offload.file_bytes == offload.host_bytes == 0
+
+
+def test_without_memory_the_youngest_is_put_aside(model, monkeypatch):
+    batch = Batch(model)
+    answers = [batch.add(tokens(6, i), Settings(4))[0] for i in range(3)]
+    batch.step()
+    forward, sizes = batch._host.forward_packed, []
+
+    def small(pieces):
+        sizes.append(len(pieces))
+        if len(pieces) > 1:
+            raise OutOfMemoryError("no memory")
+        return forward(pieces)
+
+    monkeypatch.setattr(batch._host, "forward_packed", small)
+    batch.step()
+    assert sizes == [3, 2, 1]
+    assert [answer.cache is None for answer in answers] == [False, True, True]
+    monkeypatch.undo()
+    for answer in batch:
+        assert [answer.tokens] == alone(model, answer.prompt, Settings(4))
+
+
+def test_answers_to_one_prompt_share_its_slots(model):
+    host = host_of(model)
+    batch = Batch(model, chunk=50)
+    answers = batch.add(tokens(90), Settings(6, WARM), n=4)
+    batch.add(tokens(5), Settings(20))
+    assert batch.promised_bytes == 0
+    for _ in range(4):
+        batch.step()
+    one, both = (host.new_cache().bytes_of(host.geometries(), n) for n in (89, 96))
+    assert batch.promised_bytes <= one + 4 * (both - one) + host.new_cache().bytes_of(
+        host.geometries(), 25
+    )
+    held = {
+        run.planes["k"].data_ptr()
+        for answer in answers
+        for run in answer.cache.layers[0]._slots.frozen.runs
+    }
+    assert len(held) == 1  # the same memory
+    for _ in batch:
+        pass
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+    assert [a.tokens for a in answers] == alone(model, tokens(90), Settings(6, WARM), n=4)
+
+
+def test_a_long_prompt_delays_others_by_a_chunk(model, monkeypatch):
+    batch = Batch(model, chunk=16, step_tokens=16)
+    (short,) = batch.add(tokens(4), Settings(30))
+    batch.step()
+    (long,) = batch.add(tokens(80, 1), Settings(2))
+    forward, sizes = batch._host.forward_packed, []
+
+    def noted(pieces):
+        sizes.append([len(piece.ids) for piece in pieces])
+        return forward(pieces)
+
+    monkeypatch.setattr(batch._host, "forward_packed", noted)
+    while not long.tokens:
+        before = len(short.tokens)
+        batch.step()
+        assert len(short.tokens) == before + 1
+    assert sizes == [[1, 16]] * 5
+
+
+def test_text_streams_and_stops(model):
+    class Letters:
+        def __call__(self, text):
+            return {"input_ids": [ord(c) - 30 for c in text]}
+
+        def decode(self, ids, skip_special_tokens):
+            return "".join(chr(token + 30) for token in ids)
+
+    letters = Letters()
+    batch = Batch(model, letters)
+    (whole,) = batch.add("hello", Settings(12))
+    streamed = ""
+    while not whole.ended:
+        streamed += "".join(new.text for new in batch.step())
+    assert streamed == whole.text == letters.decode(whole.tokens, True)
+    stop = whole.text[4:7]
+    batch = Batch(model, letters)
+    (cut,) = batch.add("hello", Settings(12, stop=[stop]))
+    (ended,) = batch.add("hello", Settings(12, end_tokens=frozenset(whole.tokens[2:3])))
+    list(batch)
+    assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
+    assert (ended.reason, ended.tokens[-1]) == ("stop", whole.tokens[2])
+
+
+def test_logits_processors_see_the_whole_text(model):
+    seen = []
+
+    def only_even(ids, logits):
+        seen.append(ids.shape)
+        return logits.masked_fill(torch.arange(logits.shape[-1]) % 2 == 1, float("-inf"))
+
+    settings = Settings(4, Sampling(processors=[only_even]))
+    assert all(token % 2 == 0 for token in alone(model, tokens(5), settings)[0])
+    assert seen == [(1, n) for n in (5, 6, 7, 8)]
+
+
+def test_a_store_is_asked_and_learns(model):
+    store = kvkeep.PrefixStore()
+    expected = alone(model, tokens(30), Settings(6))
+    for cached in (0, 29):
+        batch = Batch(model, store=store)
+        (answer,) = batch.add(tokens(30), Settings(6))
+        list(batch)
+        assert (answer.tokens, answer.cached) == (expected[0], cached)
+    longer = torch.cat([tokens(30), torch.tensor(expected[0]), tokens(5, 3)])
+    batch = Batch(model, store=store)
+    (answer,) = batch.add(longer, Settings(3))
+    (evicting,) = batch.add(longer, Settings(3), spec="h2o:8")
+    list(batch)
+    assert (answer.cached, evicting.cached) == (35, 0)
+    assert [answer.tokens] == alone(model, longer, Settings(3))
+
+
+def test_threads_add_and_cancel_while_one_steps(model):
+    batch, done = Batch(model), []
+
+    def add(i):
+        (answer,) = batch.add(tokens(5 + i, i), Settings(10))
+        if i % 3 == 0:
+            answer.cancel()
+        return answer
+
+    with ThreadPoolExecutor(4) as pool:
+        added = [pool.submit(add, i) for i in range(20)]
+        while not all(one.done() for one in added) or batch.running or batch.waiting:
+            batch.step()
+        done = [one.result() for one in added]
+    for i, answer in enumerate(done):
+        if answer.reason != "cancelled":
+            assert [answer.tokens] == alone(model, tokens(5 + i, i), Settings(10))
+
+
+def test_any_host_that_packs():
+    model = tiny_model()
+    batch = Batch(model)
+    answers = [batch.add(tokens(n, n) % 61, Settings(5))[0] for n in (3, 9, 20)]
+    list(batch)
+    for answer in answers:
+        assert [answer.tokens] == alone(model, answer.prompt, Settings(5))
+
+
+def test_refused_before_anything_is_changed(model):
+    with pytest.raises(UnsupportedError, match="not attached"):
+        Batch(tiny("llama"))
+    with pytest.raises(SpecError, match="step_tokens is 0"):
+        Batch(model, step_tokens=0)
+    batch = Batch(model, max_bytes=5000)
+    for given, error, message in (
+        (([],), ShapeError, "0 tokens"),
+        (("text",), ShapeError, "no tokenizer"),
+        (([3, 500],), ShapeError, "vocabulary has 0 to 95"),
+        ((tokens(100), Settings(100)), ShapeError, "context of 128"),
+        ((tokens(100), Settings(20)), CapacityError, "may hold 5000"),
+    ):
+        with pytest.raises(error, match=message):
+            batch.add(*given)
+    with pytest.raises(ShapeError, match="n is 0"):
+        batch.add(tokens(3), n=0)
+    with pytest.raises(CapacityError, match="storage holds 8"):
+        batch.add(tokens(6), Settings(4), spec="keep_all@fixed:8")
+    for wrong in ({"top_p": 1.5}, {"temperature": -1}, {"min_p": 2}, {"top_k": -1}):
+        with pytest.raises(SpecError, match=next(iter(wrong))):
+            Sampling(**wrong)
+    with pytest.raises(SpecError, match="list of strings"):
+        Settings(stop="end")
+    assert batch.step() == []
