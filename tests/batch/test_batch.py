@@ -21,6 +21,7 @@ from kvkeep.errors import (
 )
 from kvkeep.files.offload import Offload
 from kvkeep.host import Sampling, host_of
+from kvkeep.layer.layer import LayerCache
 
 SPECS = ("keep_all", "window:9,sinks=1", "h2o:10", "keep_all+int8", "keep_all+kivi:4,together=4")
 WARM = Sampling(temperature=1.0, top_k=30, top_p=0.95, min_p=0.01, seed=7)
@@ -220,6 +221,57 @@ def test_logits_processors_see_the_whole_text(model):
     settings = Settings(4, Sampling(processors=[only_even]))
     assert all(token % 2 == 0 for token in alone(model, tokens(5), settings)[0])
     assert seen == [(1, n) for n in (5, 6, 7, 8)]
+
+
+def test_an_error_of_one_answer_ends_that_answer(model):
+    def fails(ids, logits):
+        raise ValueError("no")
+
+    batch = Batch(model)
+    (bad,) = batch.add(tokens(5), Settings(4, Sampling(processors=[fails])))
+    (good,) = batch.add(tokens(6), Settings(4))
+    assert list(batch) == [bad, good]
+    assert (bad.reason, str(bad.error), good.reason) == ("error", "no", "length")
+    assert [good.tokens] == alone(model, tokens(6), Settings(4))
+    with pytest.raises(ValueError, match="no"):
+        alone(model, tokens(5), bad.settings)
+    with pytest.raises(ShapeError, match="2 settings for 1"):
+        alone(model, tokens(5), [Settings(), Settings()])
+
+
+def test_a_failed_step_ends_only_what_cannot_go_back(model, monkeypatch):
+    batch = Batch(model)
+    (exact,) = batch.add(tokens(20), Settings(6))
+    (evicting,) = batch.add(tokens(20, 1), Settings(6), spec="h2o:8")
+    batch.step()
+    run, last = LayerCache.run, evicting.cache.layers[1]
+
+    def fails(self, inputs, attend=None):
+        if self is last:
+            raise OutOfMemoryError("no memory")
+        return run(self, inputs, attend)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerCache, "run", fails)
+        batch.step()
+    list(batch)
+    assert (evicting.reason, exact.reason) == ("error", "length")
+    assert [exact.tokens] == alone(model, tokens(20), Settings(6))
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:6"])
+def test_siblings_that_are_cancelled_change_nothing(model, spec):
+    expected = alone(model, tokens(30), Settings(5, WARM), n=3, spec=spec, chunk=8)
+    for moment in (0, 2, 5):
+        batch = Batch(model, chunk=8, spec=spec)
+        answers = batch.add(tokens(30), Settings(5, WARM), n=3)
+        for _ in range(moment):
+            batch.step()
+        answers[0].cancel()
+        answers[2].cancel()
+        list(batch)
+        assert answers[1].tokens == expected[1]
+        assert answers[0].origin.frozen is None
 
 
 def test_a_store_is_asked_and_learns(model):

@@ -15,7 +15,7 @@ from kvkeep.errors import SpecError
 from kvkeep.host import ModelCache, Sampling, Specs, TextStream, drawn
 
 GREEDY = Sampling()
-STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
+STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,19 @@ class Prompt:
     """
 
     def __init__(self, ids: Tensor, answers: int, shared_bytes: int) -> None:
-        self.ids, self.shared_bytes = ids, shared_bytes
-        self.unfilled = answers  # answers whose caches do not hold it yet
+        self.ids, self.answers, self.shared_bytes = ids, answers, shared_bytes
+        self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
         self.frozen: Frozen[ModelCache] | None = None  # all but the last token
 
-    def filled(self) -> None:
-        """Note that one more answer's cache holds it."""
-        self.unfilled -= 1
-        if not self.unfilled:
+    @property
+    def awaited(self) -> bool:
+        """Whether some answer's cache does not hold it yet."""
+        return bool(self._unfilled)
+
+    def filled(self, index: int) -> None:
+        """Note that an answer's cache holds it, or needs it no more."""
+        self._unfilled.discard(index)
+        if not self._unfilled:
             self.frozen = None
 
 
@@ -82,7 +87,8 @@ class Answer:
         logprobs: one for each of `tokens`, if they were asked for.
         text: the text so far; empty without a tokenizer. What may still become a stop string, or is
             an incomplete character, is held back.
-        reason: why it ended: "stop", "length" or "cancelled"; empty while it goes on.
+        reason: why it ended: "stop", "length", "cancelled" or "error"; empty while it goes on.
+        error: what was raised, if the reason is "error".
         cached: tokens of the prompt that were found in a store.
     """
 
@@ -103,6 +109,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.text, self.reason, self.cached = "", "", 0
+        self.error: Exception | None = None
         self.origin, self.order, self.spec, self.own_bytes = prompt, order, spec, own_bytes
         self.cache: ModelCache | None = None  # None: waiting, put aside or ended
         self.aside: Any = None  # what was put aside
@@ -132,6 +139,16 @@ class Answer:
         """End it: the batch frees its slots before the next step. What it has stays."""
         if not self.reason:
             self.reason = CANCELLED
+
+    def fail(self, error: Exception) -> None:
+        """End it because of an error."""
+        self.reason, self.error = self.reason or ERROR, error
+
+    @property
+    def reads_for_all(self) -> bool:
+        """Whether its next tokens are those of the prompt that all answers share."""
+        origin, fed = self.origin, 0 if self.cache is None else self.cache.fed
+        return origin.answers > 1 and origin.frozen is None and fed < len(origin.ids) - 1
 
     @property
     def rank(self) -> tuple[int, int]:

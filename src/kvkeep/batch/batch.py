@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.batch.answer import CANCELLED, Answer, Prompt, Settings
+from kvkeep.batch.answer import LENGTH, STOP, Answer, Prompt, Settings
 from kvkeep.cache import Snapshot
 from kvkeep.errors import CapacityError, OutOfMemoryError, ShapeError, SpecError, UnsupportedError
 from kvkeep.files.offload import Offload
@@ -85,6 +85,7 @@ class Batch:
         self._orders = count()
         self._waiting: list[Answer] = []  # for admission, by rank
         self._running: list[Answer] = []  # in the order of admission
+        self._ended: list[Answer] = []  # in the last step
         self._lock = RLock()  # held while the lists change, not during a forward
 
     # -- answers ----------------------------------------------------------------------------
@@ -202,9 +203,8 @@ class Batch:
     def __iter__(self) -> Iterator[Answer]:
         """Take steps until all answers ended, and yield each when it has."""
         while self._waiting or self._running:
-            before = [*self._running, *self._waiting]
             self.step()
-            yield from (answer for answer in before if answer.ended)
+            yield from self._ended
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -215,6 +215,7 @@ class Batch:
         Raises:
             OutOfMemoryError: there is no memory for a step of a single answer.
         """
+        self._ended = []
         while True:
             with self._lock:
                 self._leave()
@@ -229,31 +230,39 @@ class Batch:
             ]
             try:
                 logits = self._host.forward_packed(pieces)
-            except OutOfMemoryError:
-                if len(self._running) < 2:
-                    raise
+            except Exception as error:
                 with self._lock:
-                    self._put_aside(max(self._running, key=lambda answer: answer.rank))
-                    self._limit = self._promised(self._running)
+                    if not self._recovered(planned, error):
+                        raise
                 continue
             with self._lock:
                 return self._take(planned, logits)
 
+    def _recovered(self, planned: Sequence[tuple[Answer, int]], error: Exception) -> bool:
+        """Whether a step that raised an error can be taken again with fewer answers."""
+        for answer, _ in planned:
+            cache = answer.cache
+            if cache is not None and len({layer.fed for layer in cache.layers}) > 1:
+                answer.fail(error)  # it evicted tokens, so it cannot go back
+        left = [answer for answer in self._running if not answer.ended]
+        if not isinstance(error, OutOfMemoryError) or len(self._running) < 2:
+            return False
+        if len(left) == len(self._running):
+            self._put_aside(max(left, key=lambda answer: answer.rank))
+        self._limit = self._promised([answer for answer in self._running if not answer.ended])
+        return True
+
     def _leave(self) -> None:
         """Free what ended, or was cancelled."""
-        for answer in [x for x in self._running if x.ended]:
-            self._running.remove(answer)
+        for answer in [x for x in (*self._running, *self._waiting) if x.ended]:
+            (self._running if answer in self._running else self._waiting).remove(answer)
+            self._ended.append(answer)
+            self._drop_aside(answer)
+            answer.origin.filled(answer.index)
             cache, answer.cache = answer.cache, None
-            if cache is not None and cache.fed < len(answer.prompt) - 1:
-                answer.origin.filled()
-            if self.store is not None and cache is not None and answer.reason != CANCELLED:
+            if self.store is not None and cache is not None and answer.reason in (STOP, LENGTH):
                 ids = answer.ids[: cache.fed]
                 self.store.learn(self._model, ids, cache, namespace=self.namespace)
-        for answer in [x for x in self._waiting if x.ended]:
-            self._waiting.remove(answer)
-            self._drop_aside(answer)
-            if answer.aside is None:
-                answer.origin.filled()
         self._waiting.sort(key=lambda answer: answer.rank)
 
     def _promised(self, answers: Sequence[Answer]) -> int:
@@ -278,8 +287,8 @@ class Batch:
                 stay.remove(youngest)
             for answer in [x for x in self._running if x not in stay]:
                 self._put_aside(answer)
-            self._waiting.remove(first)
             self._begin(first)
+            self._waiting.remove(first)
             self._running.append(first)
 
     def _begin(self, answer: Answer) -> None:
@@ -347,9 +356,9 @@ class Batch:
                 continue
             if origin.frozen is not None and cache.fed < len(answer.prompt) - 1:
                 answer.cache = cache = origin.frozen.fork()
-                origin.filled()
+                origin.filled(answer.index)
                 left = 1
-            elif self._reads_for_others(answer):
+            elif answer.reads_for_all:
                 if id(origin) in reading:
                     continue
                 reading.add(id(origin))
@@ -361,22 +370,21 @@ class Batch:
             tokens += some
         return planned
 
-    def _reads_for_others(self, answer: Answer) -> bool:
-        """Whether an answer that reads its prompt does so for other answers too."""
-        origin = answer.origin
-        return not answer.tokens and origin.unfilled > 1 and origin.frozen is None
-
     def _take(self, planned: Sequence[tuple[Answer, int]], logits: Tensor) -> list[NewToken]:
         """Choose the next tokens of the answers that were fed all of theirs."""
         found = []
         for (answer, _), row in zip(planned, logits, strict=True):
             cache, origin = answer.cache, answer.origin
             assert cache is not None
-            if self._reads_for_others(answer) and cache.fed == len(answer.prompt) - 1:
-                origin.frozen = cache.freeze()
-                origin.filled()
+            if cache.fed == len(origin.ids) - 1 and origin.frozen is None:
+                origin.filled(answer.index)
+                if origin.awaited:
+                    origin.frozen = cache.freeze()
             if answer.unfed == 0 and not answer.ended:
-                found.append(NewToken(answer, *answer.choose(row)))
+                try:
+                    found.append(NewToken(answer, *answer.choose(row)))
+                except Exception as error:  # a processor's or the tokenizer's
+                    answer.fail(error)
         self._leave()
         return found
 

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from kvkeep.batch.answer import Answer, Settings
 from kvkeep.batch.batch import Batch
+from kvkeep.errors import ShapeError
 
 
 def generate_many(
@@ -36,11 +37,16 @@ def generate_many(
 
     Raises:
         ShapeError: there are not as many settings as prompts; see also `Batch.add`.
+        Exception: whatever ended an answer, such as a logits processor's error.
     """
     batch = Batch(model, tokenizer, **options)
+    if isinstance(settings, Sequence) and len(settings) != len(prompts):
+        raise ShapeError(f"{len(settings)} settings for {len(prompts)} prompts; give one for each")
     each = list(settings) if isinstance(settings, Sequence) else [settings] * len(prompts)
     answers = [batch.add(prompt, own, n=n) for prompt, own in zip(prompts, each, strict=True)]
     disable = None if progress is None else not progress
-    for _ in tqdm(batch, desc="Answers", total=n * len(prompts), unit="answer", disable=disable):
-        pass
+    ended = tqdm(batch, desc="Answers", total=n * len(prompts), unit="answer", disable=disable)
+    for answer in ended:
+        if answer.error is not None:
+            raise answer.error
     return answers
