@@ -28,7 +28,7 @@ redis:
 	  echo "no redis-server: its tests are skipped"
 
 # The native kernels' tests.
-KERNELS := tests/attention tests/test_linears.py tests/test_native_step.py
+KERNELS := tests/attention tests/test_linears.py tests/test_native_step.py tests/test_native_packed.py
 
 # With kernels that stop at any access outside of memory.
 sanitize: .venv/installed

@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 6;
+constexpr int KV_ABI = 7;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -52,9 +52,16 @@ struct KvReach {
     int64_t size, sinks, keep_from, keep_to;
 };
 
+// Rows `first` to `end` - 1.
+struct KvRows {
+    int64_t first, end;
+};
+
 struct KvCall {
-    const KvSegment* segments;  // these two are set by kv_attend
+    const KvSegment* segments;  // these four are set by the library
     const KvReach* reaches;
+    const KvRows* holders;      // for each segment, the rows whose slots it holds; null: all rows
+    void* const* outs;          // where each row's output begins, or null: `out` has all rows
     const int32_t* position;  // the queries' positions
     const float* sinks;       // sink logits (heads * group), or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
@@ -148,6 +155,28 @@ enum KvStepResult : int { KV_STEP_DONE = 0, KV_STEP_FAILED = 1, KV_STEP_UNLIKE =
 // have been freed; KV_STEP_UNLIKE, with nothing changed, if the positions are others.
 KV_PUBLIC int kv_step(const KvStep* step, const KvSegment* segments, const KvSlots* planes,
                       int64_t plane_count, const KvToken* token);
+
+// Tokens of several sequences, side by side: token i is `i` strides, in bytes, behind each address.
+struct KvTokens {
+    const char *q, *k, *v;
+    char* out;
+    const int32_t* positions;  // contiguous
+    int64_t q_stride, k_stride, v_stride, out_stride;
+};
+
+// The step of one sequence, of one row: the arguments of kv_step, with the token at `index`.
+struct KvSequence {
+    const KvStep* step;
+    const KvSegment* segments;
+    const KvSlots* planes;
+    int64_t plane_count;
+    int64_t index, position, slots, drops;
+};
+
+// Makes the steps of `count` sequences, whose calls have the same heads, widths, types and scale.
+// Threads share the work of all. Segments that several sequences begin with are read once for them.
+// Returns what kv_step returns, for all together.
+KV_PUBLIC int kv_step_packed(const KvSequence* sequences, int64_t count, const KvTokens* tokens);
 
 // A linear layer: weights (outputs, inputs) with elements of one row side by side, and a bias
 // (outputs) or null, of one KvType: F32, BF16 or F16. Any alignment is allowed.

@@ -20,6 +20,7 @@ constexpr int64_t MOST_WEIGHTS = 1 << 24;      // in memory for the mass, unless
 // How a chain is divided into runs.
 struct ChainPlan {
     int64_t segment, segments, slots;       // its first segment, how many it has, and their slots
+    KvRows holders;                         // the rows whose slots it holds
     int64_t rows, row_tiles, parts, first;  // rows per tile; tiles; parts per tile; its first run
 };
 
@@ -40,8 +41,10 @@ struct Plan {
     int64_t tokens, token_tiles, threads;
     std::vector<ChainPlan> chains;
     std::vector<KvRun> runs;
+    std::vector<int64_t> chains_of_rows, first_chain;  // the chains of each row, one row after the
+                                                       // other, and where each row's begin
     int64_t records = 0;    // most of any run
-    bool alone = false;     // each tile is one run, so nothing is merged
+    bool alone = true;      // each tile is one run, so nothing is merged
 
     Plan(const KvCall& call, Range range) : range(range) {
         const int64_t queries = range.end - range.first;
@@ -53,10 +56,12 @@ struct Plan {
             if (!i || !segment.follows) {
                 ChainPlan plan{};
                 plan.segment = i;
+                plan.holders = call.holders ? call.holders[i] : KvRows{0, call.rows};
+                const int64_t rows = plan.holders.end - plan.holders.first;
                 plan.rows = segment.shared
-                                ? std::clamp<int64_t>(KV_RECORDS / (call.group * tokens), 1, call.rows)
+                                ? std::clamp<int64_t>(KV_RECORDS / (call.group * tokens), 1, rows)
                                 : 1;
-                plan.row_tiles = (call.rows + plan.rows - 1) / plan.rows;
+                plan.row_tiles = (rows + plan.rows - 1) / plan.rows;
                 chains.push_back(plan);
             }
             ChainPlan& plan = chains.back();
@@ -69,7 +74,30 @@ struct Plan {
         const int64_t share =
             threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
         for (ChainPlan& chain : chains) add_runs(call, chain, share);
-        alone = chains.size() == 1 && chains[0].parts == 1 && !range.mass;
+        find_chains(call.rows);
+        alone &= !range.mass;
+    }
+
+    // The chains of a row.
+    const int64_t* chains_of(int64_t row) const { return &chains_of_rows[first_chain[row]]; }
+    int64_t chain_count(int64_t row) const { return first_chain[row + 1] - first_chain[row]; }
+
+    void find_chains(int64_t rows) {
+        first_chain.assign(rows + 1, 0);
+        for (const ChainPlan& chain : chains)
+            for (int64_t row = chain.holders.first; row < chain.holders.end; ++row)
+                ++first_chain[row + 1];
+        for (int64_t row = 0; row < rows; ++row) {
+            alone &= first_chain[row + 1] == 1;
+            first_chain[row + 1] += first_chain[row];
+        }
+        chains_of_rows.resize(first_chain[rows]);
+        std::vector<int64_t> next(first_chain);
+        for (const ChainPlan& chain : chains) {
+            alone &= chain.parts == 1;
+            for (int64_t row = chain.holders.first; row < chain.holders.end; ++row)
+                chains_of_rows[next[row]++] = &chain - chains.data();
+        }
     }
 
     void add_runs(const KvCall& call, ChainPlan& plan, int64_t share) {
@@ -86,8 +114,8 @@ struct Plan {
                         run.segments = plan.segments;
                         run.past = slots - call.queries;
                         run.head = head;
-                        run.row0 = row_tile * plan.rows;
-                        run.row1 = std::min(run.row0 + plan.rows, call.rows);
+                        run.row0 = plan.holders.first + row_tile * plan.rows;
+                        run.row1 = std::min(run.row0 + plan.rows, plan.holders.end);
                         // The newest tokens see most slots, so they are computed first.
                         run.query0 = range.first + (token_tiles - 1 - tile) * tokens;
                         run.query1 = std::min(run.query0 + tokens, range.end);
@@ -105,7 +133,7 @@ struct Plan {
     const KvRun& run_of(const KvCall& call, const ChainPlan& plan, int64_t part, int64_t row,
                         int64_t head, int64_t token) const {
         const int64_t tile = token_tiles - 1 - (token - range.first) / tokens;
-        const int64_t row_tile = row / plan.rows;
+        const int64_t row_tile = (row - plan.holders.first) / plan.rows;
         return runs[plan.first +
                     ((row_tile * call.heads + head) * token_tiles + tile) * plan.parts + part];
     }
@@ -117,12 +145,12 @@ int64_t record_of(const KvCall& call, const KvRun& run, int64_t row, int64_t g, 
 
 // -- merging ---------------------------------------------------------------------------------
 
-// Writes one element of the output in its type.
-void put(const KvCall& call, int64_t index, float x) {
+// Writes one element of an output in its type.
+void put(const KvCall& call, void* out, int64_t index, float x) {
     switch (call.out_type) {
-        case KV_F32: ((float*)call.out)[index] = x; break;
-        case KV_BF16: ((uint16_t*)call.out)[index] = BF16::narrow1(x); break;
-        default: ((uint16_t*)call.out)[index] = F16::narrow1(x); break;
+        case KV_F32: ((float*)out)[index] = x; break;
+        case KV_BF16: ((uint16_t*)out)[index] = BF16::narrow1(x); break;
+        default: ((uint16_t*)out)[index] = F16::narrow1(x); break;
     }
 }
 
@@ -142,11 +170,13 @@ Softmax merge(const KvCall& call, const float* const* partial, int64_t count, in
     float total = std::exp(sink - base);
     for (int64_t i = 0; i < count; ++i)
         total += std::exp(partial[i][width] - base) * partial[i][width + 1];
-    const int64_t at = row * call.out_row + head * call.out_head + token * call.out_query;
+    void* const out = call.outs ? call.outs[row] : call.out;
+    const int64_t at = (call.outs ? 0 : row * call.out_row) + head * call.out_head +
+                       token * call.out_query;
     const float inverse = total == 0 ? 0.0f : 1.0f / total;
     if (count == 1) {
         const float weight = std::exp(partial[0][width] - base) * inverse;
-        for (int64_t d = 0; d < width; ++d) put(call, at + d, partial[0][d] * weight);
+        for (int64_t d = 0; d < width; ++d) put(call, out, at + d, partial[0][d] * weight);
     } else {
         float* sum = scratch(0, width);
         std::fill(sum, sum + width, 0.0f);
@@ -154,7 +184,7 @@ Softmax merge(const KvCall& call, const float* const* partial, int64_t count, in
             const float weight = std::exp(partial[i][width] - base) * inverse;
             for (int64_t d = 0; d < width; ++d) sum[d] += weight * partial[i][d];
         }
-        for (int64_t d = 0; d < width; ++d) put(call, at + d, sum[d]);
+        for (int64_t d = 0; d < width; ++d) put(call, out, at + d, sum[d]);
     }
     return {base, inverse};
 }
@@ -232,8 +262,10 @@ struct Job {
     // Merges all partial results of one row and query head.
     void finish(int64_t row, int64_t query_head) {
         const int64_t head = query_head / call.group, g = query_head % call.group;
+        const int64_t* const chains = plan.chains_of(row);
+        const int64_t chain_count = plan.chain_count(row);
         int64_t most = 0;
-        for (const ChainPlan& chain : plan.chains) most += chain.parts;
+        for (int64_t i = 0; i < chain_count; ++i) most += plan.chains[chains[i]].parts;
         const float** partial = (const float**)scratch(1, most * 2);
         if (!partial) {
             failed = true;
@@ -241,12 +273,14 @@ struct Job {
         }
         for (int64_t token = plan.range.first; token < plan.range.end; ++token) {
             int64_t count = 0;
-            for (const ChainPlan& chain : plan.chains)
+            for (int64_t i = 0; i < chain_count; ++i) {
+                const ChainPlan& chain = plan.chains[chains[i]];
                 for (int64_t part = 0; part < chain.parts; ++part) {
                     const KvRun& run = plan.run_of(call, chain, part, row, head, token);
                     partial[count++] =
                         run.partial + record_of(call, run, row, g, token) * record_floats;
                 }
+            }
             const Softmax found = merge(call, partial, count, row, query_head, token);
             if (plan.range.mass) softmax_of(row, query_head, token) = found;
         }
@@ -330,15 +364,21 @@ bool attend(const KvCall& call) {
 
 }  // namespace
 
-int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* reaches) {
-    KvCall call = *given;
-    call.segments = segments;
-    call.reaches = reaches;
+int kv_attend_call(const KvCall& call) {
     try {
         return !attend(call);
     } catch (const std::bad_alloc&) {
         return 1;
     }
+}
+
+int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* reaches) {
+    KvCall call = *given;
+    call.segments = segments;
+    call.reaches = reaches;
+    call.holders = nullptr;
+    call.outs = nullptr;
+    return kv_attend_call(call);
 }
 
 int kv_abi() { return KV_ABI; }

@@ -51,6 +51,9 @@ static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
            kv_gathered(call) + kv_spread(key) + kv_spread(value);
 }
 
+// kv_attend, where the fields that the library sets are set.
+int kv_attend_call(const KvCall& call);
+
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);
 KvKernel kv_run_portable, kv_run_avx2, kv_run_avx512, kv_run_avx512vnni,
     kv_run_avx512bf16;

@@ -48,6 +48,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_repeat.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         library.kv_repeat.restype = c_int64
         library.kv_step.argtypes = (*[c_void_p] * 3, c_int64, c_char_p)
+        library.kv_step_packed.argtypes = (c_char_p, c_int64, c_char_p)
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
         library.kv_use_instructions.restype = c_int
@@ -61,7 +62,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> KvType of native/abi.h."""
 
-_ABI = 6  # KV_ABI of native/abi.h
+_ABI = 7  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

@@ -34,7 +34,7 @@ _READABLE = ("plain", "int8", "int4", "int2")
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, _REACH = Struct("=24q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, _REACH = Struct("=26q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -93,8 +93,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     position = None if dense else view.position.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     call = CALL.pack(
-        0,
-        0,
+        *(0,) * 4,
         0 if position is None else position.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
@@ -130,7 +129,7 @@ def call_of_step(
     """The fields of a KvCall for one token a row that sees all slots; those of `out` and of the
     segments are 0. `options` have neither sinks nor mass."""
     return (
-        *(0,) * 7,
+        *(0,) * 9,
         segments,
         *(0,) * 4,
         *_shape(q, heads, value_width),

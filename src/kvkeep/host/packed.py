@@ -60,12 +60,19 @@ def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
             for of_sequences in zip(*(cache.layers for cache in caches), strict=True)
         ]
         positions = [torch.arange(a, a + n) for a, n in zip(fed, counts, strict=True)]
-        yield Packed(
+        tokens = Packed(
             torch.cat([piece.ids.to(device) for piece in pieces])[None],
             torch.cat(positions)[None].to(device),
             torch.tensor(counts, device=device).cumsum(0) - 1,
             layers,
         )
+        try:
+            for layer in layers:
+                layer.prepare()
+            yield tokens
+        finally:
+            for layer in layers:
+                layer.end()
         for cache, before, count in zip(caches, fed, counts, strict=True):
             short = {layer.fed for layer in cache.layers} - {before + count}
             if short:

@@ -199,6 +199,7 @@ class LayerCache(Readable, InOneCall, Step):
                 ready.begin()
                 try:
                     if ready.run():
+                        assert ready.out is not None
                         return ready.out
                 finally:
                     ready.end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,16 +35,26 @@ from kvkeep.planes import POSITION, Reach, limits, slot_count, unsliced
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
 
-_PLACE, _TOKEN = Struct("=6q"), Struct("=9q")
-"""The positions of a KvStep, and KvToken, of native/abi.h."""
+_PLACE, _TOKEN, _SEQUENCE = Struct("=6q"), Struct("=9q"), Struct("=8q")
+"""The positions of a KvStep, KvToken, and KvSequence, of native/abi.h."""
 
-_FAILED, _UNLIKE = 1, 2  # KvStepResult
+DONE, FAILED, UNLIKE = range(3)  # KvStepResult
 _MOST = 2**62  # slots, where a policy has no budget
 
 _Records = tuple[int, int, int, int]
 """The arguments of kv_step that stay: addresses of records, and the number of planes."""
 
 _UNBEGUN, _BEGUN, _RUNNING, _DONE = range(4)  # of a ReadyStep
+
+
+class Place(NamedTuple):
+    """Where a step writes its token: its position, the slots in use of the layer and of its
+    storage, and whether the oldest slot that the reach does not keep is freed first."""
+
+    column: int
+    length: int
+    held: int
+    drops: bool
 
 
 def settles_alone(policy: Policy) -> bool:
@@ -85,7 +95,7 @@ class NativeStep:
         self._slots, self._frozen, self._geometry = slots, slots.frozen, geometry
         self._storage, self._planes = slots.storage, slots.storage.described()
         self._count = len(planes)
-        self._like, self._out = _like(inputs), (*q.shape[:3], value_width)
+        self.kind, self.out_shape = kind_of(inputs), (*q.shape[:3], value_width)
         self._threads = torch.get_num_threads()
         self.repeated: StepInputs | None = None  # inputs that fit, and come again
         self._kept: list[Tensor] = []  # tensors that the segments refer to
@@ -133,34 +143,31 @@ class NativeStep:
         """Slots that are frozen."""
         return self._frozen.length
 
-    def fits(self, slots: LayerSlots, geometry: Geometry | None, inputs: StepInputs) -> bool:
-        """Whether these are the slots, at the same addresses, and inputs of the same kind."""
+    def holds(self, slots: LayerSlots, geometry: Geometry | None) -> bool:
+        """Whether these are the slots, at the same addresses."""
         return (
             slots is self._slots
             and slots.frozen is self._frozen
             and geometry is self._geometry
             and self._storage.described() is self._planes
             and torch.get_num_threads() == self._threads
-            and (
-                inputs is self.repeated
-                or (
-                    _like(inputs) == self._like
-                    and inputs.sinks is None
-                    and not wants_gradients(*inputs[:3])
-                )
-            )
         )
 
-    def token(
-        self, inputs: StepInputs, out: Tensor, column: int, length: int, drops: bool
-    ) -> bytes | None:
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether inputs of one token a row are of the kind that the records were made for."""
+        return inputs is self.repeated or (
+            inputs.k.shape[2] == inputs.v.shape[2] == 1
+            and kind_of(inputs) == self.kind
+            and inputs.sinks is None
+            and not wants_gradients(*inputs[:3])
+        )
+
+    def token(self, inputs: StepInputs, out: Tensor, place: Place) -> bytes | None:
         """The packed KvToken; None if `kv_step` does not read the positions as they are.
 
         Args:
             out: for the result, as `new_out` makes it.
-            column: the token's position.
-            length: slots in use of the storage, which is below its capacity unless `drops`.
-            drops: first free the oldest slot that the reach does not keep.
+            place: in the storage, which has room.
         """
         q, k, v, position = inputs[:4]
         places = count = 0
@@ -175,39 +182,47 @@ class NativeStep:
             out.data_ptr(),
             places,
             count,
-            column,
-            length,
-            drops,
+            place.column,
+            place.held,
+            place.drops,
         )
+
+    def sequence(self, index: int, place: Place) -> bytes:
+        """The packed KvSequence of a token with that index among those of a packed forward."""
+        return _SEQUENCE.pack(*self.records, index, place.column, place.held, place.drops)
 
     def new_out(self, inputs: StepInputs) -> Tensor:
         """An empty tensor (B, Hq, 1, Dv) for the result."""
-        return inputs.q.new_empty(self._out)
+        return inputs.q.new_empty(self.out_shape)
 
 
 def _no_step() -> None:
     return None
 
 
-def _like(inputs: StepInputs) -> tuple[object, ...]:
-    """What must be the same in all steps that use the same records."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
+_kinds: dict[object, object] = {}
+_MOST_KINDS = 1024
+
+
+def kind_of(inputs: StepInputs) -> object:
+    """What must be the same in all steps that use the same records, whatever the number of tokens:
+    equal kinds are the same object."""
+    kind = (
+        _layout(inputs.q),
+        _layout(inputs.k),
+        _layout(inputs.v),
         inputs.scale,
         inputs.softcap,
     )
+    if len(_kinds) == _MOST_KINDS:
+        _kinds.clear()
+    return _kinds.setdefault(kind, kind)
+
+
+def _layout(x: Tensor) -> tuple[object, ...]:
+    rows, heads, _, width = x.shape
+    by_row, by_head, _, by_element = x.stride()
+    return (rows, heads, width, by_row if rows > 1 else 0, by_head, by_element, x.dtype, x.device)
 
 
 def _possible(slots: LayerSlots, inputs: StepInputs) -> bool:
@@ -266,13 +281,34 @@ class InOneCall(ABC):
             out: contiguous (B, Hq, 1, Dv), for the result, where the same inputs come in every
                 step; None: a new tensor.
         """
-        native, history = self._native, self._history
-        slots, storage = self._slots, self._slots.storage
+        native, place = self._native, self._place()
+        if native is None or place is None or not native.takes(inputs):
+            return None
+        if out is None:
+            out = native.new_out(inputs)
+        else:
+            native.repeated = inputs
+        token = native.token(inputs, out, place)
+        if token is None:
+            return None
+        return ReadyStep(self, native, token, inputs.position, out, place)
+
+    def prepare_packed(self, index: int) -> ReadyStep | None:
+        """Like `prepare`, for the token with that index in a packed forward, whose inputs must be
+        of the records' kind."""
+        native, place = self._native, self._place()
+        if native is None or place is None:
+            return None
+        return ReadyStep(self, native, native.sequence(index, place), None, None, place)
+
+    def _place(self) -> Place | None:
+        """Where a step of one token a row writes it; None if the library cannot make the step."""
+        native, history, slots = self._native, self._history, self._slots
         if native is None or self._moving or self._writing or history.pads is not None:
             return None
-        if not (self._settles_alone and native.fits(slots, history.geometry, inputs)):
+        if not (self._settles_alone and native.holds(slots, history.geometry)):
             return None
-        held, columns = storage.length, history.columns
+        held, columns = slots.storage.length, history.columns
         length = native.frozen + held
         if length != slots.length or (length != columns and not (history.floor or history.joined)):
             return None
@@ -285,14 +321,7 @@ class InOneCall(ABC):
                 return None
         if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
             return None
-        if out is None:
-            out = native.new_out(inputs)
-        else:
-            native.repeated = inputs
-        token = native.token(inputs, out, columns, held, drops > 0)
-        if token is None:
-            return None
-        return ReadyStep(self, native, token, inputs.position, out, length, drops)
+        return Place(columns, length, held, drops > 0)
 
     def _describe(self, inputs: StepInputs) -> None:
         """Prepare `prepare` for steps like the one just made."""
@@ -311,7 +340,7 @@ class ReadyStep:
     of the time of Python that weights have displaced from the processor's caches.
     """
 
-    __slots__ = ("_drops", "_layer", "_length", "_native", "_position", "_state", "out", "token")
+    __slots__ = ("_layer", "_native", "_place", "_position", "_state", "out", "token")
 
     def __init__(
         self,
@@ -319,18 +348,22 @@ class ReadyStep:
         native: NativeStep,
         token: bytes,
         position: Tensor | None,
-        out: Tensor,
-        length: int,
-        drops: int,
+        out: Tensor | None,
+        place: Place,
     ) -> None:
         self._layer, self._native, self._position = layer, native, position
-        self._length, self._drops, self._state = length, drops, _UNBEGUN
+        self._place, self._state = place, _UNBEGUN
         self.token, self.out = token, out
 
     @property
     def records(self) -> _Records:
         """The arguments of `kv_step` before the token."""
         return self._native.records
+
+    @property
+    def native(self) -> NativeStep:
+        """The packed records of the layer."""
+        return self._native
 
     def begin(self) -> None:
         """Record the state to return to, should the step be interrupted.
@@ -341,8 +374,8 @@ class ReadyStep:
         layer = self._layer
         layer.turn.__enter__()
         self._state = _BEGUN
-        layer._begun, layer._writing = (layer._history, (self._length,)), True
-        layer._moving = self._drops > 0
+        layer._begun, layer._writing = (layer._history, (self._place.length,)), True
+        layer._moving = self._place.drops
 
     def run(self) -> bool:
         """Write the token and attend to all slots; False, with nothing changed and the step ended,
@@ -361,9 +394,9 @@ class ReadyStep:
 
     def finish(self, result: int) -> bool:
         """Note the result of `kv_step`; as `run`."""
-        if result == _FAILED:
-            raise MemoryError(f"no scratch memory for a step over {self._length} slots")
-        if result == _UNLIKE:
+        if result == FAILED:
+            raise MemoryError(f"no scratch memory for a step over {self._place.length} slots")
+        if result == UNLIKE:
             self._state = _BEGUN
             self.end()
             return False
@@ -378,9 +411,9 @@ class ReadyStep:
         self._state = _UNBEGUN
         try:
             if state == _DONE:
-                storage, history = layer._slots.storage, layer._history
-                storage.extend_to(storage.length + 1 - self._drops)
-                layer._history = history.with_column(floor=history.columns if self._drops else None)
+                column, _, held, drops = self._place
+                layer._slots.storage.extend_to(held + 1 - drops)
+                layer._history = layer._history.with_column(floor=column if drops else None)
                 layer._chunk = self._position
             if state != _RUNNING:
                 layer._writing = layer._moving = False

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from struct import Struct
 
 import torch
 from torch import Tensor
 
+from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.native_step import UNLIKE, ReadyStep, kind_of
 from kvkeep.layer.step import StepInputs
+from kvkeep.native_library import LIBRARY
+
+_TOKENS = Struct("=9q")  # KvTokens of native/abi.h
 
 
 class PackedLayer:
-    """Runs a step of each sequence's own layer, on its range of the tokens.
+    """Runs a step of each sequence's own layer, on its range of the tokens. The steps of one token
+    that the native library can make are one call of it, whose threads share the work of all.
 
     Args:
         layers: one layer of each sequence's cache; they hold one row each, or nothing.
@@ -25,6 +32,7 @@ class PackedLayer:
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
+        self._ready: dict[int, ReadyStep] = {}  # by the sequence
 
     @property
     def window(self) -> int | None:
@@ -61,16 +69,80 @@ class PackedLayer:
         ]
         return torch.cat(found)
 
+    def prepare(self) -> None:
+        """Prepare the steps that the native library can make. They hold their layers until `end`.
+
+        All layers are prepared before the first runs: Python that has just run takes a fraction of
+        the time of Python that weights have displaced from the processor's caches.
+
+        Raises:
+            StateError: another thread is changing a layer.
+        """
+        first = 0
+        for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
+            if count == 1:
+                ready = layer.prepare_packed(first)
+                if ready is not None:
+                    ready.begin()
+                    self._ready[sequence] = ready
+            first += count
+
+    def end(self) -> None:
+        """Count the tokens of the steps that the native library made, and return the others'
+        layers to their state before `prepare`."""
+        for ready in self._ready.values():
+            ready.end()
+        self._ready.clear()
+
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
         q, k, v, position = inputs[:4]
         assert position is not None
-        outs, first = [], 0
-        for layer, count in zip(self._layers, self._counts, strict=True):
-            at = slice(first, first + count)
-            own = inputs._replace(
-                q=q[:, :, at], k=k[:, :, at], v=v[:, :, at], position=position[..., at]
-            )
-            outs.append(layer.run(own))
+        # As models use it next: the heads of a token side by side.
+        out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        made = self._run_together(inputs, out)
+        first = 0
+        for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
+            if sequence not in made:
+                at = slice(first, first + count)
+                own = inputs._replace(
+                    q=q[:, :, at], k=k[:, :, at], v=v[:, :, at], position=position[..., at]
+                )
+                out[:, :, at] = layer.run(own)
             first += count
-        return torch.cat(outs, dim=2)
+        return out
+
+    def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
+        """Make the steps that are ready by one native call; returns their sequences. Those of other
+        inputs than expected are ready no more."""
+        ready = self._ready
+        if not ready:
+            return ()
+        kind = kind_of(inputs)
+        if wants_gradients(*inputs[:3]) or inputs.sinks is not None:
+            kind = None
+        for sequence in [x for x, step in ready.items() if step.native.kind is not kind]:
+            ready.pop(sequence).end()
+        if not ready:
+            return ()
+        assert LIBRARY is not None
+        q, k, v, position = inputs[:4]
+        places = position is not None and position.dtype is torch.int32 and position.is_contiguous()
+        tokens = _TOKENS.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            position.data_ptr() if position is not None and places else 0,
+            *(x.stride(2) * x.element_size() for x in (q, k, v, out)),
+        )
+        steps = list(ready.values())
+        for step in steps:
+            step.start()
+        packed = b"".join([step.token for step in steps])
+        result = LIBRARY.kv_step_packed(packed, len(steps), tokens)
+        for step in steps:
+            step.finish(result)
+        if result == UNLIKE:
+            ready.clear()
+        return ready.keys()
