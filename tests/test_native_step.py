@@ -68,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = ReadyStep.run
 
     def counted(self: ReadyStep) -> bool:
-        found.append(self._layer._history.columns)
+        found.append(self.column)
         if run(self):
             return True
         found.pop()

@@ -88,8 +88,12 @@ class Cache:
             CapacityError: a layer has no room.
             StateError: the layers were fed different numbers of tokens.
         """
+        layers = self.layers
+        untouched = n == 1 and all(layer.untouched for layer in layers)
+        if untouched and len({layer.fed for layer in layers}) == 1:
+            return
         self._between_forwards("another forward")
-        for layer in self.layers:
+        for layer in layers:
             layer.require(n)
 
     def reset(self) -> None:

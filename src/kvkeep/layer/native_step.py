@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,23 +38,13 @@ from kvkeep.policy.ranking import RANKING
 _PLACE, _TOKEN, _SEQUENCE = Struct("=6q"), Struct("=9q"), Struct("=8q")
 """The positions of a KvStep, KvToken, and KvSequence, of native/abi.h."""
 
-DONE, FAILED, UNLIKE = range(3)  # KvStepResult
+FAILED, UNLIKE = 1, 2  # KvStepResult
 _MOST = 2**62  # slots, where a policy has no budget
 
 _Records = tuple[int, int, int, int]
 """The arguments of kv_step that stay: addresses of records, and the number of planes."""
 
-_UNBEGUN, _BEGUN, _RUNNING, _DONE = range(4)  # of a ReadyStep
-
-
-class Place(NamedTuple):
-    """Where a step writes its token: its position, the slots in use of the layer and of its
-    storage, and whether the oldest slot that the reach does not keep is freed first."""
-
-    column: int
-    length: int
-    held: int
-    drops: bool
+UNBEGUN, BEGUN, RUNNING, DONE = range(4)  # of a ReadyStep
 
 
 def settles_alone(policy: Policy) -> bool:
@@ -95,8 +85,10 @@ class NativeStep:
         self._slots, self._frozen, self._geometry = slots, slots.frozen, geometry
         self._storage, self._planes = slots.storage, slots.storage.described()
         self._count = len(planes)
+        self.bounded = reach is not None or window is not None
+        self.next: ReadyStep | None = None  # the step that follows the last one, if it is known
         self.kind, self.out_shape = kind_of(inputs), (*q.shape[:3], value_width)
-        self._threads = torch.get_num_threads()
+        self.threads = torch.get_num_threads()
         self.repeated: StepInputs | None = None  # inputs that fit, and come again
         self._kept: list[Tensor] = []  # tensors that the segments refer to
         self._segments = pack_segments(segments, q, True, self._kept)
@@ -150,7 +142,7 @@ class NativeStep:
             and slots.frozen is self._frozen
             and geometry is self._geometry
             and self._storage.described() is self._planes
-            and torch.get_num_threads() == self._threads
+            and torch.get_num_threads() == self.threads
         )
 
     def takes(self, inputs: StepInputs) -> bool:
@@ -162,12 +154,12 @@ class NativeStep:
             and not wants_gradients(*inputs[:3])
         )
 
-    def token(self, inputs: StepInputs, out: Tensor, place: Place) -> bytes | None:
+    def token(self, inputs: StepInputs, out: Tensor, step: ReadyStep) -> bytes | None:
         """The packed KvToken; None if `kv_step` does not read the positions as they are.
 
         Args:
             out: for the result, as `new_out` makes it.
-            place: in the storage, which has room.
+            step: says where the token is written.
         """
         q, k, v, position = inputs[:4]
         places = count = 0
@@ -182,14 +174,10 @@ class NativeStep:
             out.data_ptr(),
             places,
             count,
-            place.column,
-            place.held,
-            place.drops,
+            step.column,
+            step.held,
+            step.drops,
         )
-
-    def sequence(self, index: int, place: Place) -> bytes:
-        """The packed KvSequence of a token with that index among those of a packed forward."""
-        return _SEQUENCE.pack(*self.records, index, place.column, place.held, place.drops)
 
     def new_out(self, inputs: StepInputs) -> Tensor:
         """An empty tensor (B, Hq, 1, Dv) for the result."""
@@ -281,30 +269,44 @@ class InOneCall(ABC):
             out: contiguous (B, Hq, 1, Dv), for the result, where the same inputs come in every
                 step; None: a new tensor.
         """
-        native, place = self._native, self._place()
-        if native is None or place is None or not native.takes(inputs):
+        native, step = self._native, self._following()
+        if native is None or step is None or not native.takes(inputs):
             return None
         if out is None:
             out = native.new_out(inputs)
         else:
             native.repeated = inputs
-        token = native.token(inputs, out, place)
+        token = native.token(inputs, out, step)
         if token is None:
             return None
-        return ReadyStep(self, native, token, inputs.position, out, place)
+        step.layer, step.token, step.position, step.out = self, token, inputs.position, out
+        return step
 
     def prepare_packed(self, index: int) -> ReadyStep | None:
         """Like `prepare`, for the token with that index in a packed forward, whose inputs must be
-        of the records' kind."""
-        native, place = self._native, self._place()
-        if native is None or place is None:
-            return None
-        return ReadyStep(self, native, native.sequence(index, place), None, None, place)
+        of the kind that `ReadyStep.kind` says."""
+        step = self._following()
+        if step is not None:
+            place = step.column, step.held, step.drops
+            step.layer, step.token = self, _SEQUENCE.pack(*step.native.records, index, *place)
+        return step
 
-    def _place(self) -> Place | None:
-        """Where a step of one token a row writes it; None if the library cannot make the step."""
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has happened since a step after which there is room for one token."""
+        native = self._native
+        return native is not None and native.next is not None and native.next.follows(self.turn)
+
+    def _following(self) -> ReadyStep | None:
+        """The next step of one token a row, without its token; None if the library cannot make
+        it."""
         native, history, slots = self._native, self._history, self._slots
-        if native is None or self._moving or self._writing or history.pads is not None:
+        if native is None:
+            return None
+        following = native.next
+        if following is not None and following.follows(self.turn):
+            return following if native.threads == torch.get_num_threads() else None
+        if self._moving or self._writing or history.pads is not None:
             return None
         if not (self._settles_alone and native.holds(slots, history.geometry)):
             return None
@@ -321,7 +323,7 @@ class InOneCall(ABC):
                 return None
         if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
             return None
-        return Place(columns, length, held, drops > 0)
+        return ReadyStep(self, native, columns, length, held, drops > 0)
 
     def _describe(self, inputs: StepInputs) -> None:
         """Prepare `prepare` for steps like the one just made."""
@@ -340,30 +342,43 @@ class ReadyStep:
     of the time of Python that weights have displaced from the processor's caches.
     """
 
-    __slots__ = ("_layer", "_native", "_place", "_position", "_state", "out", "token")
+    __slots__ = (
+        *("_entries", "_state", "_turn", "column", "drops", "held", "layer", "length", "native"),
+        *("out", "position", "token"),
+    )
 
     def __init__(
         self,
         layer: InOneCall,
         native: NativeStep,
-        token: bytes,
-        position: Tensor | None,
-        out: Tensor | None,
-        place: Place,
+        column: int,
+        length: int,
+        held: int,
+        drops: bool,
     ) -> None:
-        self._layer, self._native, self._position = layer, native, position
-        self._place, self._state = place, _UNBEGUN
-        self.token, self.out = token, out
+        """A step that writes the token of position `column` behind the `length` slots in use of the
+        layer, `held` of them in its storage, after freeing one if it `drops`."""
+        self.layer: InOneCall | None = layer  # until the end
+        self.native, self._state = native, UNBEGUN
+        self.column, self.length, self.held, self.drops = column, length, held, drops
+        self.token = b""  # packed
+        self.position: Tensor | None = None
+        self.out: Tensor | None = None
+        self._turn, self._entries = layer.turn, 0
+
+    def follows(self, turn: Turn) -> bool:
+        """Whether the turn was not taken since the step before this one."""
+        return self._entries == turn.entries and self._turn is turn
 
     @property
     def records(self) -> _Records:
         """The arguments of `kv_step` before the token."""
-        return self._native.records
+        return self.native.records
 
     @property
-    def native(self) -> NativeStep:
-        """The packed records of the layer."""
-        return self._native
+    def kind(self) -> object:
+        """What `kind_of` says of the inputs that it takes."""
+        return self.native.kind
 
     def begin(self) -> None:
         """Record the state to return to, should the step be interrupted.
@@ -371,11 +386,12 @@ class ReadyStep:
         Raises:
             StateError: another thread is changing the layer.
         """
-        layer = self._layer
+        layer = self.layer
+        assert layer is not None
         layer.turn.__enter__()
-        self._state = _BEGUN
-        layer._begun, layer._writing = (layer._history, (self._place.length,)), True
-        layer._moving = self._place.drops
+        self._state = BEGUN
+        layer._begun, layer._writing = (layer._history, (self.length,)), True
+        layer._moving = self.drops
 
     def run(self) -> bool:
         """Write the token and attend to all slots; False, with nothing changed and the step ended,
@@ -389,33 +405,45 @@ class ReadyStep:
         return self.finish(LIBRARY.kv_step(*self.records, self.token))
 
     def start(self, running: bool = True) -> None:
-        """Note that the caller is about to call `kv_step`, or that it did not after all."""
-        self._state = _RUNNING if running else _BEGUN
+        """Note that the caller is about to call the library, or that it did not after all."""
+        self._state = RUNNING if running else BEGUN
 
     def finish(self, result: int) -> bool:
-        """Note the result of `kv_step`; as `run`."""
+        """Note the result of the library; as `run`."""
         if result == FAILED:
-            raise MemoryError(f"no scratch memory for a step over {self._place.length} slots")
+            raise MemoryError(f"no scratch memory for a step over {self.length} slots")
         if result == UNLIKE:
-            self._state = _BEGUN
+            self._state = BEGUN
             self.end()
             return False
-        self._state = _DONE
+        self._state = DONE
         return True
 
-    def end(self) -> None:
-        """Count the token, if the step has run; otherwise return to the state before it."""
-        layer, state = self._layer, self._state
-        if state == _UNBEGUN:
+    def end(self, state: int | None = None) -> None:
+        """Count the token, if the step has run; otherwise return to the state before it.
+
+        Args:
+            state: what became of the step (BEGUN, RUNNING or DONE), if the caller made it; None:
+                what `start` and `finish` were told.
+        """
+        layer = self.layer
+        if layer is None or self._state == UNBEGUN:
             return
-        self._state = _UNBEGUN
+        state = self._state if state is None else state
+        self._state, self.layer = UNBEGUN, None
         try:
-            if state == _DONE:
-                column, _, held, drops = self._place
-                layer._slots.storage.extend_to(held + 1 - drops)
+            if state == DONE:
+                column, drops, held = self.column, self.drops, self.held + 1 - self.drops
+                layer._slots.storage.extend_to(held)
                 layer._history = layer._history.with_column(floor=column if drops else None)
-                layer._chunk = self._position
-            if state != _RUNNING:
+                layer._chunk = self.position
+                native = self.native
+                if native.bounded or held == native.capacity:
+                    native.next = None
+                else:
+                    self.column, self.length, self.held = column + 1, self.length + 1, held
+                    self._entries, native.next = layer.turn.entries, self
+            if state != RUNNING:
                 layer._writing = layer._moving = False
             elif not layer._moving:
                 layer._take_back()

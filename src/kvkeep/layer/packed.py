@@ -12,7 +12,15 @@ from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.native_step import UNLIKE, ReadyStep, kind_of
+from kvkeep.layer.native_step import (
+    BEGUN,
+    DONE,
+    FAILED,
+    RUNNING,
+    UNLIKE,
+    ReadyStep,
+    kind_of,
+)
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
 
@@ -33,6 +41,7 @@ class PackedLayer:
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
         self._ready: dict[int, ReadyStep] = {}  # by the sequence
+        self._state = BEGUN  # of the steps that are ready
 
     @property
     def window(self) -> int | None:
@@ -81,17 +90,17 @@ class PackedLayer:
         first = 0
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
             if count == 1:
-                ready = layer.prepare_packed(first)
-                if ready is not None:
-                    ready.begin()
-                    self._ready[sequence] = ready
+                step = layer.prepare_packed(first)
+                if step is not None:
+                    step.begin()
+                    self._ready[sequence] = step
             first += count
 
     def end(self) -> None:
         """Count the tokens of the steps that the native library made, and return the others'
         layers to their state before `prepare`."""
-        for ready in self._ready.values():
-            ready.end()
+        for step in self._ready.values():
+            step.end(self._state)
         self._ready.clear()
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -121,7 +130,7 @@ class PackedLayer:
         kind = kind_of(inputs)
         if wants_gradients(*inputs[:3]) or inputs.sinks is not None:
             kind = None
-        for sequence in [x for x, step in ready.items() if step.native.kind is not kind]:
+        for sequence in [x for x, step in ready.items() if step.kind is not kind]:
             ready.pop(sequence).end()
         if not ready:
             return ()
@@ -136,13 +145,14 @@ class PackedLayer:
             position.data_ptr() if position is not None and places else 0,
             *(x.stride(2) * x.element_size() for x in (q, k, v, out)),
         )
-        steps = list(ready.values())
-        for step in steps:
-            step.start()
-        packed = b"".join([step.token for step in steps])
-        result = LIBRARY.kv_step_packed(packed, len(steps), tokens)
-        for step in steps:
-            step.finish(result)
+        packed = b"".join([step.token for step in ready.values()])
+        self._state = RUNNING
+        result = LIBRARY.kv_step_packed(packed, len(ready), tokens)
+        if result == FAILED:
+            raise MemoryError(f"no scratch memory for a step of {len(ready)} sequences")
         if result == UNLIKE:
-            ready.clear()
+            self._state = BEGUN
+            self.end()
+        else:
+            self._state = DONE
         return ready.keys()
