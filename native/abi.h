@@ -201,6 +201,7 @@ enum KvRecordedKind : int64_t {
     KV_RECORDED_KERNEL = 1,  // `function`, which returns nothing, with `count` pointers
     KV_RECORDED_LINEAR = 2,  // kv_linear
     KV_RECORDED_STEP = 3,    // kv_step; after four arguments there is the KvToken itself
+    KV_RECORDED_PACKED = 4,  // kv_step_packed
 };
 
 constexpr int64_t KV_ARGUMENTS = 16;  // the most of a kernel

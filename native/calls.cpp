@@ -37,6 +37,8 @@ int made(const KvRecorded& call) {
         case KV_RECORDED_STEP:
             return kv_step((const KvStep*)x[0], (const KvSegment*)x[1], (const KvSlots*)x[2], x[3],
                            (const KvToken*)(x + 4));
+        case KV_RECORDED_PACKED:
+            return kv_step_packed((const KvSequence*)x[0], x[1], (const KvTokens*)x[2]);
         default: return KV_STEP_UNLIKE;
     }
 }

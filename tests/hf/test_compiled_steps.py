@@ -274,7 +274,7 @@ def stop(patch, at, result):
 @pytest.mark.parametrize("failing", ["step", "kernel"])
 def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(recorded, monkeypatch, failing):
     model, cache, token, last = recorded
-    recording = model.forward._known[1]._recording
+    recording = model.forward._known[1, 1]._recording
     at = recording._steps[1].call
     if failing == "kernel":
         at = next(i for i in range(at, 0, -1) if recording._calls[i].native.is_kernel)
@@ -294,7 +294,7 @@ def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(recorded, mon
 @pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 def test_a_recorded_step_of_a_layer_that_the_library_refuses(recorded, monkeypatch):
     model, cache, token, last = recorded
-    stop(monkeypatch, model.forward._known[1]._recording._steps[1].call, 2)
+    stop(monkeypatch, model.forward._known[1, 1]._recording._steps[1].call, 2)
     torch.testing.assert_close(model(token, past_key_values=cache).logits, last)
     assert {layer.fed for layer in cache.layers} == {10}
 

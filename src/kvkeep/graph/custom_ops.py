@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import StateError
-from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # their work on the host is not replayed by CUDA graphs
@@ -60,14 +59,32 @@ class Steps(Protocol):
         """See `Traced.run`."""
 
 
+class SteppedLayer(Protocol):
+    """What a ticket asks of a layer: a `LayerCache`, or one of several sequences."""
+
+    @property
+    def fed(self) -> int:
+        """Columns fed."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether some row had padding."""
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """See `LayerCache.next_positions`."""
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.run`."""
+
+
 class OfLayer:
     """A layer's steps, for a graph. It holds a weak reference to the layer."""
 
-    def __init__(self, layer: LayerCache) -> None:
+    def __init__(self, layer: SteppedLayer) -> None:
         self._known = ref(layer)
 
     @property
-    def _layer(self) -> LayerCache:
+    def _layer(self) -> SteppedLayer:
         layer = self._known()
         if layer is None:
             raise StateError(_GONE)
@@ -119,9 +136,9 @@ class Ticket:
 
 
 class LayerTicket(Ticket):
-    """A ticket for a `LayerCache`."""
+    """A ticket for a layer."""
 
-    def __init__(self, layer: LayerCache) -> None:
+    def __init__(self, layer: SteppedLayer) -> None:
         self._of = OfLayer(layer)
         super().__init__(self._of)
 
@@ -190,7 +207,7 @@ step = define_operator(f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor", _step, _f
 """`Ticket.run` as an operator; the two before likewise."""
 
 
-def run(layer: LayerCache, inputs: StepInputs) -> Tensor:
+def run(layer: SteppedLayer, inputs: StepInputs) -> Tensor:
     """Run a layer's step with positions (1, n) or (B, n)."""
     position = inputs.position
     assert position is not None

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvkeep.layer.native_step import ReadyStep
+from kvkeep.graph.ready import Ready
 from kvkeep.linears import Arguments
 from kvkeep.native_library import LIBRARY, address_of
 
 _MOST = 16  # KV_ARGUMENTS of native/abi.h
-_RECORD, _STEP = Struct(f"={3 + _MOST}q"), Struct("=7q72s")
-"""KvRecorded, and its beginning for a step, with a KvToken."""
+_RECORD, _STEP = Struct(f"={3 + _MOST}q"), Struct(f"=3q{8 * _MOST}s")
+"""KvRecorded, also with its arguments packed already."""
 
-_OTHER, _KERNEL, _LINEAR, _STEP_KIND = range(4)  # KvRecordedKind
+_OTHER, _KERNEL, _LINEAR = range(3)  # KvRecordedKind
 
 
 class NativeCall(NamedTuple):
@@ -67,13 +67,13 @@ class NativeCalls:
         self._address = ctypes.addressof(self._memory)
         self._result = ctypes.c_int64()
 
-    def set_step(self, index: int, step: ReadyStep | None) -> None:
+    def set_step(self, index: int, step: Ready | None) -> None:
         """Let call `index` make a step; None: the caller makes it."""
         if step is None:
             _RECORD.pack_into(self._memory, index * _RECORD.size, _OTHER, *[0] * (2 + _MOST))
         else:
-            fixed = _STEP_KIND, 0, 0, *step.records
-            _STEP.pack_into(self._memory, index * _RECORD.size, *fixed, step.token)
+            kind, arguments = step.recorded()
+            _STEP.pack_into(self._memory, index * _RECORD.size, kind, 0, 0, arguments)
 
     def make(self, first: int, end: int) -> tuple[int, int]:
         """Make calls `first` to `end` - 1.

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvkeep.graph import custom_ops
 from kvkeep.graph.linear_op import linears
 from kvkeep.graph.native_calls import NativeCall, NativeCalls
-from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.native_step import ReadyStep
+from kvkeep.graph.ready import Ready, Repeatable
 from kvkeep.layer.step import StepInputs
 from kvkeep.linears import Weights, multiply
 from kvkeep.native_library import available
@@ -89,16 +88,17 @@ class _Step(NamedTuple):
 class Recording:
     """The calls of one run of a graph of a decode step, for caches of the same number of rows."""
 
-    def __init__(self, ids: Tensor, tickets: Sequence[Tensor]) -> None:
-        """`ids`, `tickets`: the run's token ids, and the tickets of its cache's layers."""
+    def __init__(self, given: Sequence[Tensor], tickets: Sequence[Tensor]) -> None:
+        """`given`, `tickets`: the run's token ids and what else changes from run to run, and the
+        tickets of its cache's layers."""
         self.complete = True  # whether all calls can be repeated
-        self._ids, self._result = ids, ids
+        self._given, self._result = given, given[0]
         self._layer_of = {id(ticket): layer for layer, ticket in enumerate(tickets)}
         self._calls: list[_Call] = []
         self._steps: list[_Step] = []
         self._native: NativeCalls | None = None
-        self._layers: Sequence[LayerCache] = ()  # of the repetition under way
-        self._ready: list[ReadyStep | None] = []
+        self._layers: Sequence[Repeatable] = ()  # of the repetition under way
+        self._ready: list[Ready | None] = []
         self._memory: set[int] = set()  # addresses of the recorded tensors' memory
         self._kept: list[Tensor] = []  # tensors that calls refer to by address
         self._threads, self._owner = torch.get_num_threads(), get_ident()
@@ -109,7 +109,7 @@ class Recording:
         cls,
         graph: CompiledFxGraph,
         run: Callable[[], Tensor],
-        ids: Tensor,
+        given: Sequence[Tensor],
         tickets: Sequence[Tensor],
     ) -> tuple[Recording | None, Tensor]:
         """Run a graph and record its calls.
@@ -117,7 +117,7 @@ class Recording:
         Args:
             graph: the graph.
             run: runs it and returns the one of its results that is wanted.
-            ids: its input of token ids; repetitions write theirs to this memory.
+            given: its inputs of token ids and positions; repetitions write theirs to this memory.
             tickets: of the layers, among its inputs.
 
         Returns:
@@ -133,7 +133,7 @@ class Recording:
             called = {name for name in function.__code__.co_names if name in names}
             if not called <= kernels | _KNOWN:
                 return None, run()
-            recording = cls(ids, tickets)
+            recording = cls(given, tickets)
             recorded = names | {name: recording._kernel(names[name]) for name in kernels}
             again = FunctionType(function.__code__, recorded)
             graph.current_callable = MethodType(again, code.__self__)
@@ -152,14 +152,15 @@ class Recording:
         """Whether torch's number of threads is what it was."""
         return self._threads == torch.get_num_threads()
 
-    def repeat(self, ids: Tensor, layers: Sequence[LayerCache]) -> Tensor | None:
-        """Make the calls again for these token ids and layers, and return the result; None, with
-        nothing changed, while another thread does."""
+    def repeat(self, given: Sequence[Tensor], layers: Sequence[Repeatable]) -> Tensor | None:
+        """Make the calls again for these token ids, positions and layers, and return the result;
+        None, with nothing changed, while another thread does."""
         if not self._busy.acquire(blocking=False):
             return None
         ready = self._ready
         try:
-            self._ids.copy_(ids)
+            for own, x in zip(self._given, given, strict=True):
+                own.copy_(x)
             for step in self._steps:
                 ready.append(layers[step.layer].prepare(step.inputs, step.out))
             for prepared in ready:
@@ -182,7 +183,7 @@ class Recording:
 
     def _make(self, native: NativeCalls) -> None:
         """Make the calls: the library those that it can, the others from here."""
-        waiting = deque[tuple[int, ReadyStep]]()
+        waiting = deque[tuple[int, Ready]]()
         for step, ready in zip(self._steps, self._ready, strict=True):
             native.set_step(step.call, ready)
             if ready is not None:
@@ -205,7 +206,7 @@ class Recording:
             self._make_alone(stopped, result, waiting)
             at = stopped + 1
 
-    def _make_alone(self, at: int, result: int, waiting: deque[tuple[int, ReadyStep]]) -> None:
+    def _make_alone(self, at: int, result: int, waiting: deque[tuple[int, Ready]]) -> None:
         """Make a call from here that the library did not: `result` is what it returned."""
         call = self._calls[at]
         if waiting and waiting[0][0] == at:

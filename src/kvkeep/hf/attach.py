@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from kvkeep.host import Specs
 from kvkeep.host.adapters import activate, deactivate
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.linears import route, unroute
+
+if TYPE_CHECKING:  # torch's compiler is slow to import
+    from kvkeep.hf.compiled import CompiledSteps
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -212,6 +215,12 @@ def unwrapped(model: Any) -> PreTrainedModel:
             "build kvkeep.LayerCache objects for your own loop"
         )
     return model
+
+
+def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
+    """The forward of a model that is attached with `compile=True`; None if it is not."""
+    attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    return model.__dict__.get("forward") if attachment and attachment.compiled else None
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

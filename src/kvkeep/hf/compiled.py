@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,16 +20,20 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx import GraphModule
+from torch.nn.functional import pad
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.graph.linear_op import route_linears
+from kvkeep.graph.ready import Repeatable
 from kvkeep.graph.recording import Finder, Recording
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.rows import NUMBERS, RowsCache
 from kvkeep.hf.weights import drops_weights
+from kvkeep.host.packed import Packed
 
 _KNOWN = frozenset(
     (
@@ -47,6 +52,9 @@ _PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False
 _OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 """Of torch's compiler: no checks in each step that operations return what they say."""
 
+
+_MOST_GRAPHS = 32
+"""Of a model: for each number of rows, and with its positions given or not."""
 
 _ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
 
@@ -80,7 +88,9 @@ class CompiledSteps:
         )
         self._progress: Any = None
         self._ran: _Run | None = None
-        self._known: dict[int, _Graph] = {}
+        self._known: dict[tuple[int, int], _Graph] = {}  # by the numbers of inputs and of rows
+        self._rows: RowsCache | None = None
+        self._packing = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledSteps, (self._model,)
@@ -95,20 +105,54 @@ class CompiledSteps:
         ids = given["input_ids"]
         check_fed(self._model, (), {"input_ids": ids}, cache.fed)
         cache.begin(ids.shape[1])
+        out = self._run({"input_ids": ids}, cache)
+        return self._own(*args, **kwargs) if out is None else out
+
+    def run_packed(self, tokens: Packed) -> Tensor | None:
+        """The logits (sequences, V) of a packed forward of one token of each sequence; None, with
+        nothing changed, if no graph can compute them."""
+        count, config = len(tokens.last), self._model.config
+        rows = next((number for number in NUMBERS if number >= count), None)
+        if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
+            return None
+        if drops_weights(self._model) or any(getattr(config, name, False) for name in _EXTRAS):
+            return None
+        if not self._packing.acquire(blocking=False):  # another thread packs sequences
+            return None
+        try:
+            if self._rows is None:
+                self._rows = RowsCache(config)
+            self._rows.use(tokens.layers)
+            given = {
+                name: pad(x[0], (0, rows - count))[:, None]
+                for name, x in (("input_ids", tokens.ids), ("position_ids", tokens.positions))
+            }
+            out = self._run(given, self._rows)
+            return None if out is None else cast(Tensor, out.logits[:count, -1])
+        finally:
+            if self._rows is not None:
+                self._rows.use([None] * len(self._rows))
+            self._packing.release()
+
+    def _run(self, given: dict[str, Tensor], cache: Cache | RowsCache) -> Any:
+        """The model's output for token ids (B, 1), and positions if given; None, with nothing
+        changed, if there are too many graphs."""
         try:
             # Tensors of inference mode would need a graph of their own.
             with torch.inference_mode(False), torch.no_grad():
-                known = self._known.get(len(ids))
+                key = len(given), len(given["input_ids"])
+                known = self._known.get(key)
                 if known is not None:
                     if known.fits():
-                        return known.run(ids, cache)
+                        return known.run(list(given.values()), cache)
                     self._known.clear()
-                ids = _own(ids)
-                out = self._compiled(input_ids=ids, past_key_values=cache, use_cache=True)
-                self._learn(ids, cache, out)
+                given = {name: _own(x) for name, x in given.items()}
+                with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+                    out = self._compiled(**given, past_key_values=cache, use_cache=True)
+                self._learn(key, list(given.values()), cache, out)
                 return out
-        except FailOnRecompileLimitHit:  # too many kinds of calls
-            return self._own(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            return None
         except (TorchDynamoException, InductorError) as error:
             raise UnsupportedError(
                 f"torch cannot compile a step of {type(self._model).__name__}: "
@@ -158,12 +202,14 @@ class CompiledSteps:
 
         return run
 
-    def _learn(self, ids: Tensor, cache: Cache, out: Any) -> None:
+    def _learn(
+        self, key: tuple[int, int], given: Sequence[Tensor], cache: Cache | RowsCache, out: Any
+    ) -> None:
         """Prepare to call the graph that has just run directly."""
         ran, self._ran = self._ran, None
-        graph = None if ran is None else _Graph.of(self._model, ran, ids, cache, out)
+        graph = None if ran is None else _Graph.of(self._model, ran, given, cache, out)
         if graph is not None:
-            self._known[len(ids)] = graph
+            self._known[key] = graph
 
     def _advance(self, stage: int) -> None:
         if self._progress is None:
@@ -197,7 +243,8 @@ class _Graph:
         self._function, self._given = ran.function, list(ran.given)
         self._graph = ran.graph  # None: it cannot be recorded
         self._recording: Recording | None = None
-        self._token, self._logits = 0, 0
+        self._places: list[int] = []  # of token ids and positions among the inputs
+        self._logits = 0
         self._tickets: list[tuple[int, int]] = []  # (place among the inputs, layer)
         self._weights: list[Tensor] = []
         self._owners: list[dict[str, Any]] = []  # of modules, which have them
@@ -207,14 +254,19 @@ class _Graph:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, ran: _Run, ids: Tensor, cache: Cache, out: Any
+        cls,
+        model: PreTrainedModel,
+        ran: _Run,
+        given: Sequence[Tensor],
+        cache: Cache | RowsCache,
+        out: Any,
     ) -> _Graph | None:
         """The graph, after one of its runs; None if it takes or gives anything but token ids,
-        tickets, weights and logits.
+        positions, tickets, weights and logits.
 
         Args:
             ran: the run.
-            ids, cache, out: the inputs and the output of the model.
+            given, cache, out: the inputs and the output of the model.
         """
         if changing_ropes(model.config) or set(out) - {"logits", "past_key_values"}:
             return None
@@ -227,9 +279,11 @@ class _Graph:
             for name, x in owner.items()
             if x is not None
         }
+        asked = {id(x): index for index, x in enumerate(given)}
+        places = dict.fromkeys(range(len(given)), -1)
         for place, x in enumerate(ran.given):
-            if x is ids:
-                graph._token = place
+            if id(x) in asked:
+                places[asked[id(x)]] = place
             elif id(x) in layers:
                 graph._tickets.append((place, layers[id(x)]))
             elif id(x) in owned:
@@ -237,10 +291,10 @@ class _Graph:
             else:
                 return None
         results = [place for place, x in enumerate(ran.found) if x is out.logits]
-        if not results:
+        if not results or -1 in places.values():
             return None
-        graph._logits = results[0]
-        for place in (graph._token, *(place for place, _ in graph._tickets)):
+        graph._logits, graph._places = results[0], list(places.values())
+        for place in (*graph._places, *(place for place, _ in graph._tickets)):
             graph._given[place] = None
         return graph
 
@@ -263,20 +317,22 @@ class _Graph:
             and list(map(_DTYPE, held)) == self._dtypes
         )
 
-    def run(self, ids: Tensor, cache: Cache) -> Any:
-        """The model's output for token ids (B, 1)."""
+    def run(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Any:
+        """The model's output for token ids (B, 1), and positions."""
         recording = self._recording
         logits = None
         if recording is not None and recording.current:
-            logits = recording.repeat(ids, cache.layers)
+            logits = recording.repeat(own, cast(Sequence[Repeatable], cache.layers))
         if logits is None:
-            logits = self._run_graph(ids, cache)
+            logits = self._run_graph(own, cache)
         return self._kind(logits=logits, past_key_values=cache)
 
-    def _run_graph(self, ids: Tensor, cache: Cache) -> Tensor:
+    def _run_graph(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Tensor:
         """The logits by the graph, which is recorded unless that was done or is impossible."""
         given, numbers = self._given.copy(), [ticket.number for ticket in cache.tickets]
-        given[self._token] = ids = _own(ids)
+        own = [_own(x) for x in own]
+        for place, x in zip(self._places, own, strict=True):
+            given[place] = x
         for place, layer in self._tickets:
             given[place] = numbers[layer]
 
@@ -287,7 +343,7 @@ class _Graph:
         known = self._recording
         if self._graph is None or (known is not None and known.current):
             return run()
-        self._recording, logits = Recording.of(self._graph, run, ids, numbers)
+        self._recording, logits = Recording.of(self._graph, run, own, numbers)
         if self._recording is None:
             self._graph = None
         return logits

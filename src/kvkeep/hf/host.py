@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
-from kvkeep.hf.attach import attach, detach, unwrapped
+from kvkeep.hf.attach import attach, compiled_steps, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
     base_config,
@@ -172,6 +172,10 @@ class TransformersHost(Host):
         require_packable(model, [piece.cache for piece in pieces])
         check_packed(model, pieces)
         with packed(pieces, self.device) as all_tokens:
+            compiled = compiled_steps(model)
+            found = None if compiled is None else compiled.run_packed(all_tokens)
+            if found is not None:
+                return found
             ids, position, last, _ = all_tokens
             options = {"logits_to_keep": last} if self._skips_logits else {}
             output = self.model(

@@ -35,10 +35,11 @@ from kvkeep.planes import POSITION, Reach, limits, slot_count, unsliced
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
 
-_PLACE, _TOKEN, _SEQUENCE = Struct("=6q"), Struct("=9q"), Struct("=8q")
-"""The positions of a KvStep, KvToken, and KvSequence, of native/abi.h."""
+_PLACE, _TOKEN, _SEQUENCE, _RECORDS = Struct("=6q"), Struct("=9q"), Struct("=8q"), Struct("=4q")
+"""The positions of a KvStep, KvToken, and KvSequence, of native/abi.h; the arguments of kv_step."""
 
 FAILED, UNLIKE = 1, 2  # KvStepResult
+_RECORDED = 3  # KV_RECORDED_STEP
 _MOST = 2**62  # slots, where a policy has no budget
 
 _Records = tuple[int, int, int, int]
@@ -112,6 +113,7 @@ class NativeStep:
         )
         packed = address_of(step), address_of(self._segments), address_of(self._planes)
         self.records: _Records = (*packed, self._count)
+        self.packed_records = _RECORDS.pack(*self.records)
 
     @classmethod
     def of(
@@ -379,6 +381,10 @@ class ReadyStep:
     def kind(self) -> object:
         """What `kind_of` says of the inputs that it takes."""
         return self.native.kind
+
+    def recorded(self) -> tuple[int, bytes]:
+        """See `kvkeep.graph.ready.Ready`."""
+        return _RECORDED, self.native.packed_records + self.token
 
     def begin(self) -> None:
         """Record the state to return to, should the step be interrupted.

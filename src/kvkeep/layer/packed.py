@@ -22,9 +22,26 @@ from kvkeep.layer.native_step import (
     kind_of,
 )
 from kvkeep.layer.step import StepInputs
-from kvkeep.native_library import LIBRARY
+from kvkeep.native_library import LIBRARY, address_of
 
-_TOKENS = Struct("=9q")  # KvTokens of native/abi.h
+_TOKENS, _CALL = Struct("=9q"), Struct("=3q")
+"""KvTokens of native/abi.h, and the arguments of kv_step_packed."""
+
+_RECORDED = 4  # KV_RECORDED_PACKED
+
+
+def packed_tokens(inputs: StepInputs, out: Tensor) -> bytes:
+    """The KvTokens of inputs with one token of each sequence, (1, heads, n, width)."""
+    q, k, v, position = inputs[:4]
+    places = position is not None and position.dtype is torch.int32 and position.is_contiguous()
+    return _TOKENS.pack(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        position.data_ptr() if position is not None and places else 0,
+        *(x.stride(2) * x.element_size() for x in (q, k, v, out)),
+    )
 
 
 class PackedLayer:
@@ -42,6 +59,10 @@ class PackedLayer:
         self._layers, self._counts = layers, counts
         self._ready: dict[int, ReadyStep] = {}  # by the sequence
         self._state = BEGUN  # of the steps that are ready
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self._layers)
 
     @property
     def window(self) -> int | None:
@@ -121,6 +142,22 @@ class PackedLayer:
             first += count
         return out
 
+    def ready_for(self, kind: object, tokens: bytes) -> ReadyTogether | None:
+        """The steps of all sequences, to be made by one call of the library; None: not all are
+        ready, for inputs of this kind (see `kind_of`).
+
+        Args:
+            tokens: the packed KvTokens.
+        """
+        ready = self._ready
+        if len(ready) < len(self._layers) or any(x.kind is not kind for x in ready.values()):
+            return None
+        return ReadyTogether(self, b"".join([x.token for x in ready.values()]), len(ready), tokens)
+
+    def note(self, state: int) -> None:
+        """Note what became of the steps that were ready: BEGUN, RUNNING or DONE."""
+        self._state = state
+
     def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         """Make the steps that are ready by one native call; returns their sequences. Those of other
         inputs than expected are ready no more."""
@@ -135,16 +172,7 @@ class PackedLayer:
         if not ready:
             return ()
         assert LIBRARY is not None
-        q, k, v, position = inputs[:4]
-        places = position is not None and position.dtype is torch.int32 and position.is_contiguous()
-        tokens = _TOKENS.pack(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            position.data_ptr() if position is not None and places else 0,
-            *(x.stride(2) * x.element_size() for x in (q, k, v, out)),
-        )
+        tokens = packed_tokens(inputs, out)
         packed = b"".join([step.token for step in ready.values()])
         self._state = RUNNING
         result = LIBRARY.kv_step_packed(packed, len(ready), tokens)
@@ -156,3 +184,32 @@ class PackedLayer:
         else:
             self._state = DONE
         return ready.keys()
+
+
+class ReadyTogether:
+    """A step of all sequences of a `PackedLayer`, as a recording makes it. `PackedLayer.end` ends
+    it."""
+
+    def __init__(self, layer: PackedLayer, sequences: bytes, count: int, tokens: bytes) -> None:
+        self._layer, self._sequences, self._count = layer, sequences, count
+        self._tokens = tokens
+
+    def recorded(self) -> tuple[int, bytes]:
+        """See `kvkeep.graph.ready.Ready`; likewise the others."""
+        addresses = address_of(self._sequences), self._count, address_of(self._tokens)
+        return _RECORDED, _CALL.pack(*addresses)
+
+    def begin(self) -> None:
+        """`PackedLayer.prepare` has begun."""
+
+    def start(self, running: bool = True) -> None:
+        self._layer.note(RUNNING if running else BEGUN)
+
+    def finish(self, result: int) -> bool:
+        if result == FAILED:
+            raise MemoryError(f"no scratch memory for a step of {self._count} sequences")
+        self._layer.note(DONE)
+        return True
+
+    def end(self) -> None:
+        """`PackedLayer.end` does."""

@@ -1,0 +1,114 @@
+"""Packed steps of one token of each sequence, in a compiled graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.tiny_models import tiny
+
+import kvkeep
+from kvkeep import native_library
+from kvkeep.graph.recording import Recording
+from kvkeep.hf.rows import RowsOf
+from kvkeep.host import Piece, host_of
+from kvkeep.layer.packed import ReadyTogether
+
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
+
+SPECS = ["keep_all@fixed:64", "keep_all", "window:6", "keep_all+int8", "h2o:9", "keep_all"]
+
+
+def hosts(family="llama"):
+    """The same model attached without and with compile=True."""
+    model = tiny(family)
+    other = copy.deepcopy(model)
+    kvkeep.attach(model)
+    kvkeep.attach(other, compile=True)
+    return host_of(model), host_of(other)
+
+
+class Both:
+    """Caches that two hosts are fed alike."""
+
+    def __init__(self, hosts, specs):
+        self.hosts = hosts
+        self.caches = [[host.new_cache(spec) for spec in specs] for host in hosts]
+
+    def feed(self, counts):
+        """Feed so many tokens to each sequence; compare the logits and the slots."""
+        ids = {i: torch.randint(3, 60, (int(n),)) for i, n in enumerate(counts) if n}
+        found = [
+            host.forward_packed([Piece(x, caches[i]) for i, x in ids.items()])
+            for host, caches in zip(self.hosts, self.caches, strict=True)
+        ]
+        torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        for one, other in zip(*self.caches, strict=True):
+            assert one.stats() == other.stats()
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """How often a graph was repeated; how often a layer's step in it was left to Python, and how
+    often it was one call of the library."""
+    found = {"repeat": 0, "run": 0, "finish": 0}
+
+    def counting(name, real):
+        def counted(self, *given):
+            found[name] += 1
+            return real(self, *given)
+
+        return counted
+
+    for owner, name in ((Recording, "repeat"), (RowsOf, "run"), (ReadyTogether, "finish")):
+        monkeypatch.setattr(owner, name, counting(name, getattr(owner, name)))
+    return found
+
+
+@torch.no_grad()
+def test_sequences_join_and_leave(noted):
+    torch.manual_seed(0)
+    both = Both(hosts(), SPECS)
+    both.feed([5, 9, 3, 12, 20, 1])
+    for step in range(24):
+        # Six sequences are the first of eight rows; sometimes one waits, or reads a prompt's chunk.
+        both.feed([1, 1, 1, 1, step % 5 > 0, 1] if step % 7 else [1, 1, 4, 1, 1, 1])
+    assert noted["repeat"] > 15
+    assert noted["run"] > 15  # h2o's steps are made by parts
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+@torch.no_grad()
+def test_steps_of_plain_caches_are_calls_of_the_library(noted):
+    both = Both(hosts(), ["keep_all@fixed:64"] * 3)
+    both.feed([5, 9, 3])
+    for _ in range(3):  # compile, record, and describe the layers' steps
+        both.feed([1, 1, 1])
+    noted.update(dict.fromkeys(noted, 0))
+    for _ in range(4):
+        both.feed([1, 1, 1])
+    layers = len(both.caches[0][0])
+    assert noted == {"repeat": 4, "run": 0, "finish": 4 * layers}
+
+
+@torch.no_grad()
+def test_a_failure_within_a_graph_is_taken_back(monkeypatch):
+    both = Both(hosts(), ["keep_all", "h2o:30"])
+    both.feed([5, 9])
+    for _ in range(3):
+        both.feed([1, 1])
+    before = [cache.fed for cache in both.caches[1]]
+
+    def fails(*given):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsOf, "run", fails)
+        patch.setattr(RowsOf, "prepare", lambda *given: None)
+        with pytest.raises(MemoryError):
+            both.hosts[1].forward_packed(
+                [Piece(torch.tensor([7]), cache) for cache in both.caches[1]]
+            )
+    assert [cache.fed for cache in both.caches[1]] == before
+    both.feed([1, 1])
