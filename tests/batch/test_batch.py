@@ -21,6 +21,7 @@ from kvkeep.errors import (
 )
 from kvkeep.files.offload import Offload
 from kvkeep.host import Sampling, host_of
+from kvkeep.host.sampling import bias, penalty
 from kvkeep.layer.layer import LayerCache
 
 SPECS = ("keep_all", "window:9,sinks=1", "h2o:10", "keep_all+int8", "keep_all+kivi:4,together=4")
@@ -221,6 +222,15 @@ def test_logits_processors_see_the_whole_text(model):
     settings = Settings(4, Sampling(processors=[only_even]))
     assert all(token % 2 == 0 for token in alone(model, tokens(5), settings)[0])
     assert seen == [(1, n) for n in (5, 6, 7, 8)]
+
+
+def test_penalties_and_biases():
+    logits = torch.zeros(1, 6)
+    ids = torch.tensor([[5, 5, 5, 1, 2, 2]])  # of which three are the prompt's
+    found = penalty(3, presence=0.5, frequency=0.25)(ids, logits)
+    assert found.tolist() == [[0, -0.75, -1, 0, 0, 0]]
+    assert bias({4: 2.0, 0: -100})(ids, found).tolist() == [[-100, -0.75, -1, 0, 2, 0]]
+    assert not logits.any()
 
 
 def test_an_error_of_one_answer_ends_that_answer(model):
