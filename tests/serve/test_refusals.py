@@ -243,7 +243,7 @@ def test_closing_ends_what_runs_and_what_waits(model, tokenizer):
                 threads.submit(create, prompt="Another.", stream=stream, **options)
                 for stream in (False, True)
             ]
-            until(lambda: engine.turns.waiting == 2)
+            until(lambda: engine.waiting == 2)
             engine.close()
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)

@@ -52,7 +52,7 @@ def serving(
     url = listen(bound)
     options = {"share": "keys" not in options} | options
     app = application(engine, **options)
-    engine.reading, engine.turns = app.state.reading, app.state.turns
+    engine.reading = app.state.reading
     server = uvicorn.Server(configured(app, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
