@@ -26,11 +26,11 @@ SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0}
 
 
 @contextmanager
-def busy(model, tokenizer, limits=Limits(), **options):
+def busy(model, tokenizer, limits=None, **options):
     """A server of one answer at a time, which answers somebody at length: its engine, a client, and
     what ends the answer."""
     model.generation_config.eos_token_id = None
-    limits = replace(limits, sequences=1)
+    limits = replace(limits or Limits(), sequences=1)
     with (
         serving(model, tokenizer, limits=limits, **options) as (engine, talk),
         ThreadPoolExecutor() as threads,
