@@ -208,7 +208,7 @@ def test_the_wait_to_be_read_counts(model, tokenizer, monkeypatch):
         assert first.result().usage.completion_tokens == 2
 
 
-def test_a_turn_lasts_until_the_model_is_done_though_the_client_left(model, tokenizer):
+def test_who_leaves_while_the_model_computes_keeps_nobody_waiting(model, tokenizer):
     go_on = threading.Event()
 
     def wait(*_):

@@ -24,6 +24,7 @@ from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
 
 _LOG = logging.getLogger("kvkeep.serve")
+_LEAST_LOGPROB = -9999.0  # OpenAI's for what is impossible; JSON has no infinity
 _SAMPLED_S = 0.25  # how old the figure of the bytes in caches may be
 
 
@@ -93,11 +94,11 @@ class Work:
         if not answer.logprobs:
             return None
         top = answer.top_logprobs[-1] if answer.top_logprobs else ()
-        return TokenLogprobs(
-            Named(text_of(new.token), answer.logprobs[-1]),
-            tuple(Named(text_of(token), logprob) for token, logprob in top),
-            self._given[answer.index],
+        chosen, *likeliest = (
+            Named(text_of(token), max(logprob, _LEAST_LOGPROB))
+            for token, logprob in ((new.token, answer.logprobs[-1]), *top)
         )
+        return TokenLogprobs(chosen, tuple(likeliest), self._given[answer.index])
 
     def finish(self, metrics: Metrics) -> bool:
         """Pass on which answers ended; returns whether all have, or one failed."""
@@ -198,7 +199,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests none of whose answers is at work yet."""
-        return sum(not work.begun for work in [*self._new, *self._works])
+        return sum(not (work.begun or work.gone) for work in [*self._new, *self._works])
 
     def submit(
         self,
