@@ -318,7 +318,7 @@ class Batch:
                 stuck = True
         left = [answer for answer in self._running if not answer.ended]
         if isinstance(error, OutOfMemoryError) and len(self._running) > 1:
-            if not stuck:
+            if left and not stuck:
                 self._put_aside(max(left, key=lambda answer: answer.rank))
             self._limit = self._promised([answer for answer in self._running if not answer.ended])
         elif len(group) == 1:
