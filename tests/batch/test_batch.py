@@ -403,6 +403,15 @@ def test_a_prompt_is_found_while_the_answer_to_it_goes_on(model):
     assert again.cached == 29
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_prompts(model, length, n):
+    store = kvkeep.PrefixStore()
+    expected = alone(model, tokens(length), Settings(4))
+    for _ in range(2):
+        assert alone(model, tokens(length), Settings(4), n=n, store=store) == expected * n
+
+
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SpecError("odd")])
 def test_a_store_that_fails_costs_nobody_an_answer(model, error, monkeypatch):
     def fails(*_, **__):

@@ -414,10 +414,11 @@ class Batch:
 
     def _planned(self) -> list[_Planned]:
         """The answers of the next step, and how many tokens each is fed."""
-        planned = [_Planned(answer, 1) for answer in self._running if answer.unfed == 1]
+        ready = [answer for answer in self._running if answer.begun and answer.unfed == 1]
+        planned = [_Planned(answer, 1) for answer in ready]
         generating, tokens = len(planned), len(planned)
         reading: set[int] = set()  # prompts that one answer reads for all
-        for answer in self._in_turn([x for x in self._running if x.unfed > 1]):
+        for answer in self._in_turn([x for x in self._running if x not in ready]):
             origin = answer.origin
             if origin.frozen is not None and answer.reads_prompt:
                 answer.cache, answer.begun = origin.frozen.fork(), True
@@ -445,7 +446,7 @@ class Batch:
         """Freeze what an answer read for all of its prompt's, once it is complete."""
         cache, origin = answer.cache, answer.origin
         assert cache is not None
-        if origin.frozen is None and cache.fed == len(origin.ids) - 1:
+        if origin.frozen is None and 0 < cache.fed == len(origin.ids) - 1:
             origin.filled(answer.index)
             if origin.awaited:
                 origin.frozen = cache.freeze()

@@ -102,6 +102,8 @@ class Work:
 
     def finish(self, metrics: Metrics) -> bool:
         """Pass on which answers ended; returns whether all have, or one failed."""
+        if not self.begun:
+            return False
         for answer in self.answers:
             if not answer.ended or answer.index in self._finished:
                 continue
@@ -241,12 +243,11 @@ class Engine:
     def close(self) -> None:
         """End all answers after the current step, and detach the model."""
         with self._wake:
-            if self._closing:
-                return
-            self._closing = True
+            first, self._closing = not self._closing, True
             self._wake.notify()
         self._thread.join()
-        self._host.detach()
+        if first:
+            self._host.detach()
 
     # -- in the engine's thread -------------------------------------------------------------
 
@@ -311,13 +312,13 @@ class Engine:
         return self.batch.add(ids, settings, n=asked.n, queue=work.queue, namespace=work.namespace)
 
     def _step(self) -> None:
-        of_answer = {answer: work for work in self._works for answer in work.answers}
+        of_prompt = {work.answers[0].origin: work for work in self._works}
         found = self.batch.step()
         for work in self._works:
             if not work.gone:
                 work.begin(self.metrics)
         for new in found:
-            work = of_answer[new.answer]
+            work = of_prompt[new.answer.origin]
             if not work.gone:
                 work.add(new, self.metrics, self._text_of)
         for work in [x for x in self._works if x.gone or x.finish(self.metrics)]:
