@@ -21,6 +21,7 @@ from kvkeep.errors import (
 )
 from kvkeep.files.offload import Offload
 from kvkeep.host import Sampling, host_of
+from kvkeep.host.sampling import bias, penalty
 from kvkeep.layer.layer import LayerCache
 
 SPECS = ("keep_all", "window:9,sinks=1", "h2o:10", "keep_all+int8", "keep_all+kivi:4,together=4")
@@ -223,6 +224,15 @@ def test_logits_processors_see_the_whole_text(model):
     assert seen == [(1, n) for n in (5, 6, 7, 8)]
 
 
+def test_penalties_and_biases():
+    logits = torch.zeros(1, 6)
+    ids = torch.tensor([[5, 5, 5, 1, 2, 2]])  # of which three are the prompt's
+    found = penalty(3, presence=0.5, frequency=0.25)(ids, logits)
+    assert found.tolist() == [[0, -0.75, -1, 0, 0, 0]]
+    assert bias({4: 2.0, 0: -100})(ids, found).tolist() == [[-100, -0.75, -1, 0, 2, 0]]
+    assert not logits.any()
+
+
 def test_an_error_of_one_answer_ends_that_answer(model):
     def fails(ids, logits):
         raise ValueError("no")
@@ -257,6 +267,163 @@ def test_a_failed_step_ends_only_what_cannot_go_back(model, monkeypatch):
     list(batch)
     assert (evicting.reason, exact.reason) == ("error", "length")
     assert [exact.tokens] == alone(model, tokens(20), Settings(6))
+
+
+def poisoned(model, token):
+    """A model whose forwards fail as tokenizers in Rust do, if a token is among theirs."""
+
+    class Panic(BaseException):
+        pass
+
+    def check(module, args, output):
+        if (args[0] == token).any():
+            raise Panic(token)
+
+    return model.get_input_embeddings().register_forward_hook(check)
+
+
+def test_a_failed_forward_ends_only_the_answer_that_fails_alone(model):
+    prompts = [tokens(5, i) for i in range(3)]
+    expected = [alone(model, prompt, Settings(4)) for prompt in prompts]
+    batch = Batch(model)
+    (bad,) = batch.add([5, 95, 7], Settings(4))
+    good = [batch.add(prompt, Settings(4))[0] for prompt in prompts]
+    hook = poisoned(model, 95)
+    try:
+        batch.step()
+        assert [len(answer.tokens) for answer in good] == [1, 1, 1]
+        list(batch)
+    finally:
+        hook.remove()
+    assert (bad.reason, bad.tokens, str(bad.error)) == ("error", [], "95")
+    assert [[answer.tokens] for answer in good] == expected
+    assert not batch._suspects
+
+
+@pytest.mark.parametrize("kind", ["latent", "unattached", "dynamic"])
+def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch):
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    options = {"rope_parameters": rope} if kind == "dynamic" else {}
+    other = tiny("deepseek-v3" if kind == "latent" else "llama", **options)
+    if kind != "unattached":
+        kvkeep.attach(other)
+    prompts = [tokens(n, n) for n in (3, 20, 7)]
+    host, expected = host_of(other), []
+    with torch.inference_mode():
+        for prompt in prompts:
+            cache, row, own = host.new_cache(), prompt[None], []
+            for _ in range(5):
+                row = host.forward(row, cache)[:, -1].argmax(-1, keepdim=True)
+                own.append(int(row))
+            expected.append(own)
+    batch = Batch(other)
+    answers = [batch.add(prompt, Settings(5))[0] for prompt in prompts]
+    several = batch.add(prompts[1], Settings(5), n=2)
+    batch.step()
+    assert [len(answer.tokens) for answer in answers] == (
+        [1, 0, 0] if kind == "dynamic" else [1, 1, 1]
+    )
+    list(batch)
+    assert [answer.tokens for answer in answers] == expected
+    assert [answer.tokens for answer in several] == [expected[1]] * 2
+    # One whose forward fails ends alone, and without memory it waits for the others.
+    forward, calls = host.forward, []
+
+    def fails(ids, cache, **options):
+        calls.append(len(ids[0]))
+        if len(ids[0]) == 20:
+            raise ValueError("no")
+        if len(calls) == 1:
+            raise OutOfMemoryError("no memory")
+        return forward(ids, cache, **options)
+
+    batch = Batch(other)
+    monkeypatch.setattr(batch._host, "forward", fails)
+    answers = [batch.add(prompt, Settings(5))[0] for prompt in (prompts[0], *prompts)]
+    list(batch)
+    reasons = [answer.reason for answer in answers]
+    if kind == "dynamic":  # alone, so nobody can be put aside
+        assert reasons == ["error", "length", "error", "length"]
+    else:
+        assert reasons == ["length", "length", "error", "length"]
+    assert [answers[i].tokens for i in (1, 3)] == [expected[0], expected[2]]
+
+
+def test_queues_are_admitted_and_read_in_turn(model):
+    batch = Batch(model, sequences=2, chunk=8, step_tokens=8)
+    first = [batch.add(tokens(24, i), Settings(2), queue="much")[0] for i in range(5)]
+    (other,) = batch.add(tokens(24, 9), Settings(2), queue="little")
+    batch.step()
+    assert (batch.running, batch.waiting) == (2, 4)
+    assert other.cache is not None  # the second of two
+    assert next(answer for answer in batch if answer is not first[0]) is other
+    batch = Batch(model, sequences=4, chunk=8, step_tokens=8)
+    much = [batch.add(tokens(24, i), Settings(2), queue="much")[0] for i in range(3)]
+    (little,) = batch.add(tokens(24, 9), Settings(2), queue="little")
+    while not little.tokens:
+        batch.step()
+    assert [bool(answer.tokens) for answer in much] == [True, False, False]
+
+
+def test_what_is_likeliest_is_recorded(model):
+    warm = Sampling(temperature=1.0, seed=3)
+    batch = Batch(model)
+    (answer,) = batch.add(tokens(7), Settings(4, warm, logprobs=True, top_logprobs=3))
+    (plain,) = batch.add(tokens(7), Settings(4, warm))
+    list(batch)
+    host = host_of(model)
+    with torch.inference_mode():
+        logits = host.forward(answer.ids[None, :-1], host.new_cache(), last=4)[0]
+    best = logits.log_softmax(-1).topk(3)
+    for i, top in enumerate(answer.top_logprobs):
+        assert [one.token for one in top] == best.indices[i].tolist()
+        assert [one.logprob for one in top] == pytest.approx(best.values[i].tolist(), abs=1e-4)
+    own = logits.log_softmax(-1)[range(4), answer.tokens]
+    assert answer.logprobs == pytest.approx(own.tolist(), abs=1e-4)
+    assert (plain.tokens, plain.logprobs, plain.top_logprobs) == (answer.tokens, [], [])
+
+
+def test_a_prompt_is_found_while_the_answer_to_it_goes_on(model):
+    batch = Batch(model, store=kvkeep.PrefixStore(), chunk=16, step_tokens=16)
+    (first,) = batch.add(tokens(30), Settings(20))
+    (same,) = batch.add(tokens(30), Settings(20))
+    (stranger,) = batch.add(tokens(30), Settings(20), namespace="other")
+    private = batch.add(tokens(30), Settings(20), namespace=None, n=2)
+    found = batch.add(tokens(30), Settings(20), n=2)
+    list(batch)
+    assert [answer.cached for answer in (first, same, stranger)] == [0, 29, 0]
+    assert [answer.cached for answer in (*private, *found)] == [0, 0, 29, 0]
+    assert {tuple(answer.tokens) for answer in (first, same, stranger, *private, *found)} == {
+        tuple(first.tokens)
+    }
+    namespaced = Batch(model, store=batch._reuse._store)
+    (again,) = namespaced.add(tokens(30), Settings(1), namespace="other")
+    list(namespaced)
+    assert again.cached == 29
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_prompts(model, length, n):
+    store = kvkeep.PrefixStore()
+    expected = alone(model, tokens(length), Settings(4))
+    for _ in range(2):
+        assert alone(model, tokens(length), Settings(4), n=n, store=store) == expected * n
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SpecError("odd")])
+def test_a_store_that_fails_costs_nobody_an_answer(model, error, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    for method in ("find", "learn"):
+        store = kvkeep.PrefixStore()
+        monkeypatch.setattr(store, method, fails)
+        batch = Batch(model, store=store)
+        (answer,) = batch.add(tokens(30), Settings(6))
+        list(batch)
+        assert [answer.tokens] == alone(model, tokens(30), Settings(6))
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:6"])
@@ -320,10 +487,12 @@ def test_any_host_that_packs():
 
 
 def test_refused_before_anything_is_changed(model):
-    with pytest.raises(UnsupportedError, match="not attached"):
-        Batch(tiny("llama"))
-    with pytest.raises(SpecError, match="step_tokens is 0"):
-        Batch(model, step_tokens=0)
+    for option in ("step_tokens", "sequences"):
+        with pytest.raises(SpecError, match=f"{option} is 0"):
+            Batch(model, **{option: 0})
+    latent = tiny("deepseek-v3")
+    with pytest.raises(UnsupportedError, match=r"max_bytes is 5000, but .* limit sequences"):
+        Batch(latent, max_bytes=5000)
     batch = Batch(model, max_bytes=5000)
     for given, error, message in (
         (([],), ShapeError, "0 tokens"),
@@ -341,6 +510,8 @@ def test_refused_before_anything_is_changed(model):
     for wrong in ({"top_p": 1.5}, {"temperature": -1}, {"min_p": 2}, {"top_k": -1}):
         with pytest.raises(SpecError, match=next(iter(wrong))):
             Sampling(**wrong)
+    with pytest.raises(SpecError, match="top_logprobs is -1"):
+        Settings(top_logprobs=-1)
     with pytest.raises(SpecError, match="list of strings"):
         Settings(stop="end")
     assert batch.step() == []

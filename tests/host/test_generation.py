@@ -12,7 +12,8 @@ from kvkeep import PrefixStore
 from kvkeep.errors import ShapeError
 from kvkeep.host import Sampling, drawn, host_of, register
 from kvkeep.host.generation import GenerationOptions
-from kvkeep.serve.engine import Engine, Piece, Used
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.events import Piece, Used
 from kvkeep.serve.requests import read
 
 PROMPT = torch.arange(3, 23)[None]
@@ -110,8 +111,15 @@ def test_the_engine_answers_with_another_library(model, greedy):
     engine = Engine(model, Letters(), name="tiny", store=PrefixStore(block=4))
     try:
         for cached in (0, 19):
-            events = []
-            engine.submit(asked, engine.encode(asked), events.append, Event()).result()
+            events, ended = [], Event()
+
+            def emit(event, events=events, ended=ended):
+                events.append(event)
+                if isinstance(event, Used):
+                    ended.set()
+
+            engine.submit(asked, engine.prompts.encode(asked), emit)
+            assert ended.wait(60)
             text = "".join(event.text for event in events if isinstance(event, Piece))
             assert text == Letters().decode(greedy[0, 20:].tolist())
             assert events[-1] == Used(20, 12, cached)

@@ -191,7 +191,7 @@ def test_other_caches(model, tokenizer, cache):
             cached = answer.usage.prompt_tokens_details.cached_tokens
             assert (cached > 30) == (again and "fixed" in cache)
         assert bool(engine.why_no_reuse) == cache.startswith("h2o")
-        assert engine.context == (200 if "fixed" in cache else CONTEXT)
+        assert engine.prompts.context == (200 if "fixed" in cache else CONTEXT)
 
 
 def without_reuse(kind):

@@ -137,6 +137,7 @@ def test_bad_options():
         (("--allow-host", "http://gpu.example"), "give a name such as"),
         (("--allow-origin", "chat.example"), "give a scheme and a host"),
         (("--prompt-bytes", "much"), "give a size"),
+        (("--memory", "much"), "give a size"),
         (("--host", "no.such.host.invalid"), "no host"),
         (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),
         (("--port", "0", "--cache", "keep_some"), "no policy 'keep_some'"),
@@ -185,11 +186,12 @@ def test_who_shares_prompts(model, tokenizer, monkeypatch, options, share, hosts
     monkeypatch.setattr("kvkeep.serve.app.application", lambda engine, **said: given.update(said))
     monkeypatch.setattr("kvkeep.serve.listen.run", lambda app, bound, **said: given.update(said))
     limits = ("--queue", "3", "--wait", "9", "--answer-tokens", "99", "--prompt-bytes", "2KB")
+    limits += ("--sequences", "5", "--memory", "1GB")
     assert run("--port", "0", *options, *limits).exit_code == 0
     assert given["share"] == share
     assert given["keys"] is None
     assert given["hosts"] == (hosts or ["0.0.0.0", "gpu.example"])
-    assert given["limits"] == Limits(3, 9, 99, 2000)
+    assert given["limits"] == Limits(3, 9, 99, 2000, sequences=5, cache_bytes=10**9)
 
 
 def test_what_clients_may_put_into_a_store_is_bounded(model, tokenizer, monkeypatch, tmp_path):

@@ -113,7 +113,7 @@ def test_a_stream_that_nobody_reads_ends(hasty):
         )
         assert answer.status_code == 200  # its turn came, though the first client is still there
         assert b"[DONE]" not in rest(end)
-    until(lambda: not engine.turns.waiting)
+    until(lambda: not engine.waiting)
 
 
 def test_more_connections_than_the_limit(model, tokenizer):
@@ -149,7 +149,7 @@ def test_five_hundred_connections(model, tokenizer):
             assert statuses.count(b"200") >= 64
             for end in ends:
                 end.__exit__(None, None, None)
-            until(lambda: engine.turns.waiting == 0)
+            until(lambda: engine.waiting == 0)
             with connected(talk, asking_for(BODY)) as end:
                 assert end.recv(12)[9:] == b"200"
     finally:

@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx2
 import openai
@@ -25,10 +26,15 @@ SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0}
 
 
 @contextmanager
-def busy(model, tokenizer, **options):
-    """A server that answers somebody at length: its engine, a client, and what ends the answer."""
+def busy(model, tokenizer, limits=None, **options):
+    """A server of one answer at a time, which answers somebody at length: its engine, a client, and
+    what ends the answer."""
     model.generation_config.eos_token_id = None
-    with serving(model, tokenizer, **options) as (engine, talk), ThreadPoolExecutor() as threads:
+    limits = replace(limits or Limits(), sequences=1)
+    with (
+        serving(model, tokenizer, limits=limits, **options) as (engine, talk),
+        ThreadPoolExecutor() as threads,
+    ):
         stream = talk.completions.create(
             model="tiny", prompt="A long story.", max_tokens=4000, stream=True
         )
@@ -46,7 +52,7 @@ def test_more_than_may_wait_are_sent_away_at_once(model, tokenizer):
             return talk.completions.create(prompt="Hello.", **SHORT)
 
         waiting = [threads.submit(ask) for _ in range(2)]
-        until(lambda: engine.turns.waiting == 2)
+        until(lambda: engine.waiting == 2)
         with pytest.raises(openai.RateLimitError, match="2 requests wait") as caught:
             ask()
         assert caught.value.code == "queue_full"
@@ -63,7 +69,7 @@ def test_who_waits_too_long_is_told_so(model, tokenizer):
                 talk.completions.create(prompt="Hello.", stream=stream, **SHORT)
             assert caught.value.status_code == 503
             assert int(caught.value.response.headers["retry-after"]) > 0
-        assert engine.turns.waiting == 0
+        assert engine.waiting == 0
         end()
         assert talk.completions.create(prompt="Hello.", **SHORT).usage.completion_tokens == 2
 
@@ -81,11 +87,11 @@ def test_who_asks_much_keeps_nobody_of_another_name_waiting(model, tokenizer):
         asked = []
         for count in range(1, 4):
             asked.append(threads.submit(ask, ada, "ada"))
-            until(lambda count=count: engine.turns.waiting == count)
+            until(lambda count=count: engine.waiting == count)
         with pytest.raises(openai.RateLimitError):
             ask(ada, "ada")
         asked.append(threads.submit(ask, client(str(ada.base_url), "b"), "bob"))
-        until(lambda: engine.turns.waiting == 4)
+        until(lambda: engine.waiting == 4)
         end()
         for one in asked:
             one.result()
@@ -103,14 +109,14 @@ def test_who_leaves_the_queue_leaves_nothing_behind(model, tokenizer):
                 impatient.completions.create(prompt=prompt, stream=stream, **SHORT)
 
         left = [threads.submit(leave, bool(i % 2)) for i in range(6)]
-        until(lambda: engine.turns.waiting == 6)
+        until(lambda: engine.waiting == 6)
         waiting = [one for one in gc.get_objects() if type(one) is Asked]
         assert len(waiting) == 7
         assert not any(one.prompt for one in waiting)  # the tokens are enough
         del waiting
         for one in left:
             one.result()
-        until(lambda: engine.turns.waiting == 0)
+        until(lambda: engine.waiting == 0)
         gc.collect()
         assert sum(type(one) is Asked for one in gc.get_objects()) == 1
         end()
@@ -202,7 +208,7 @@ def test_the_wait_to_be_read_counts(model, tokenizer, monkeypatch):
         assert first.result().usage.completion_tokens == 2
 
 
-def test_a_turn_lasts_until_the_model_is_done_though_the_client_left(model, tokenizer):
+def test_who_leaves_while_the_model_computes_keeps_nobody_waiting(model, tokenizer):
     go_on = threading.Event()
 
     def wait(*_):
@@ -215,7 +221,7 @@ def test_a_turn_lasts_until_the_model_is_done_though_the_client_left(model, toke
         waiting = [
             threads.submit(talk.completions.create, prompt="Hello.", **SHORT) for _ in range(2)
         ]
-        until(lambda: engine.turns.waiting == 2)
+        until(lambda: engine.waiting == 2)
         go_on.set()
         assert len({one.result().choices[0].text for one in waiting}) == 1
 
@@ -256,7 +262,7 @@ def test_without_a_number_answers_are_as_long_as_all_may_be(limited):
 
 @pytest.mark.parametrize("digits", [20, 4300])
 def test_numbers_too_long_to_be_written_are_refused(served, digits, monkeypatch):
-    monkeypatch.setattr(served[0], "context", None)
+    monkeypatch.setattr(served[0].prompts, "context", None)
     create = served[1].completions.create
     error = refusal(
         lambda: create(model="tiny", prompt="Hi.", n=128, max_tokens=10**digits - 1, temperature=0)
@@ -301,7 +307,7 @@ def test_what_a_template_would_blow_up_is_not_rendered(served, monkeypatch):
     tool = {"type": "function", "function": {"name": "f", "x": 0}}
     body = json.dumps({"model": "tiny", "messages": asking("Hello."), "tools": [tool] * 40})
     body = body.replace('"x": 0', f'"x": {"[" * 200 + "]" * 200}')
-    assert len(body) < served[0].prompt_bytes  # 6 MB, indented
+    assert len(body) < served[0].prompts.most_bytes  # 6 MB, indented
     url = f"{served[1].base_url}chat/completions"
     answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
     assert answer.status_code == 400

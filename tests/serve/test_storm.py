@@ -120,7 +120,7 @@ def storm(harbour, seed, requests, clients):
     with ThreadPoolExecutor(clients) as threads:
         for one in [threads.submit(rage, client) for client in range(clients)]:
             one.result()
-    until(lambda: not engine.turns.waiting)
+    until(lambda: not engine.waiting)
     assert said(ask()) == expected
     return seen
 

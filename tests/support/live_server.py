@@ -10,13 +10,12 @@ from contextlib import contextmanager
 import httpx2
 import openai
 import pytest
-import uvicorn
 
 import kvkeep
 from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.listen import bind, configured, listen
+from kvkeep.serve.listen import Server, bind, configured, listen
 from support.tiny_models import tiny
 
 SYSTEM = {"role": "system", "content": "You keep a lighthouse. You answer in one short sentence."}
@@ -40,11 +39,20 @@ def small(**options):
 
 @contextmanager
 def serving(
-    model, tokenizer, *, cache="keep_all", limits=None, key="none", sending=None, **options
+    model,
+    tokenizer,
+    *,
+    cache="keep_all",
+    limits=None,
+    key="none",
+    sending=None,
+    store=None,
+    **options,
 ):
     """A server in a thread: its engine, and a client. `sending`: bytes that the system takes before
     the client does."""
-    store, limits = kvkeep.PrefixStore(), limits or Limits()
+    store = kvkeep.PrefixStore() if store is None else store
+    limits = limits or Limits()
     engine = Engine(model, tokenizer, name="tiny", cache=cache, store=store, limits=limits)
     bound = bind("127.0.0.1", 0)
     if sending is not None:
@@ -52,8 +60,8 @@ def serving(
     url = listen(bound)
     options = {"share": "keys" not in options} | options
     app = application(engine, **options)
-    engine.reading, engine.turns = app.state.reading, app.state.turns
-    server = uvicorn.Server(configured(app, limits))
+    engine.reading = app.state.reading
+    engine.server = server = Server(configured(app, limits), engine.close)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

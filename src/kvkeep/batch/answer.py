@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from kvkeep.host import ModelCache, Sampling, Specs, TextStream, drawn
 
 GREEDY = Sampling()
 STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
+
+
+class Likely(NamedTuple):
+    """A token, and the logarithm of its probability."""
+
+    token: int
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Settings:
         end_tokens: tokens that end the answer; None: the model's own.
         logprobs: record the logarithm of each token's probability, at temperature 1, before
             anything else changed it.
+        top_logprobs: record those of so many of the likeliest tokens too.
         priority: answers of higher priority are admitted first, and may put others aside.
 
     Raises:
@@ -41,11 +49,14 @@ class Settings:
     stop: Sequence[str] = ()
     end_tokens: frozenset[int] | None = None
     logprobs: bool = False
+    top_logprobs: int = 0
     priority: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise SpecError(f"max_new_tokens is {self.max_new_tokens}; give at least 1")
+        if self.top_logprobs < 0:
+            raise SpecError(f"top_logprobs is {self.top_logprobs}; give at least 0")
         if isinstance(self.stop, str) or "" in self.stop:
             raise SpecError(f"stop is {self.stop!r}; give a list of strings that are not empty")
 
@@ -57,10 +68,15 @@ class Prompt:
         ids: int64 (n,), on the CPU.
         answers: how many answers it has.
         shared_bytes: what its tokens but the last take, if the answers can share them.
+        queue: its answers are admitted in turn with those of other queues.
+        namespace: of the store's entries that it may begin with; None: none, and it leaves none.
     """
 
-    def __init__(self, ids: Tensor, answers: int, shared_bytes: int) -> None:
+    def __init__(
+        self, ids: Tensor, answers: int, shared_bytes: int, queue: str, namespace: str | None
+    ) -> None:
         self.ids, self.answers, self.shared_bytes = ids, answers, shared_bytes
+        self.queue, self.namespace = queue, namespace
         self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
         self.frozen: Frozen[ModelCache] | None = None  # all but the last token
 
@@ -85,10 +101,13 @@ class Answer:
         settings: as given.
         tokens: the new token ids so far.
         logprobs: one for each of `tokens`, if they were asked for.
+        top_logprobs: for each of `tokens` the likeliest ones, the likeliest first, if they were
+            asked for.
         text: the text so far; empty without a tokenizer. What may still become a stop string, or is
             an incomplete character, is held back.
         reason: why it ended: "stop", "length", "cancelled" or "error"; empty while it goes on.
-        error: what was raised, if the reason is "error".
+        error: what was raised, if the reason is "error". (A panic of a tokenizer written in Rust is
+            no Exception.)
         cached: tokens of the prompt that were found in a store.
     """
 
@@ -108,10 +127,12 @@ class Answer:
         self.index, self.settings = index, settings
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[Likely]] = []
         self.text, self.reason, self.cached = "", "", 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.origin, self.order, self.spec, self.own_bytes = prompt, order, spec, own_bytes
         self.cache: ModelCache | None = None  # None: waiting, put aside or ended
+        self.begun = False  # its cache is from the store, if the store has its prompt
         self.aside: Any = None  # what was put aside
         self._ends = ends if settings.end_tokens is None else set(settings.end_tokens)
         self._stream = None if tokenizer is None else TextStream(tokenizer, self._take_text)
@@ -140,19 +161,24 @@ class Answer:
         if not self.reason:
             self.reason = CANCELLED
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End it because of an error."""
         self.reason, self.error = self.reason or ERROR, error
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether its cache lacks tokens of the prompt that all of its answers share: all but the
+        last."""
+        return (0 if self.cache is None else self.cache.fed) < len(self.prompt) - 1
+
+    @property
     def reads_for_all(self) -> bool:
         """Whether its next tokens are those of the prompt that all answers share."""
-        origin, fed = self.origin, 0 if self.cache is None else self.cache.fed
-        return origin.answers > 1 and origin.frozen is None and fed < len(origin.ids) - 1
+        return self.origin.answers > 1 and self.origin.frozen is None and self.reads_prompt
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sorts answers in the order in which they are admitted."""
+        """Sorts answers by priority, then age."""
         return -self.settings.priority, self.order
 
     @property
@@ -182,8 +208,7 @@ class Answer:
             for process in sampling.processors:
                 row = process(ids, row)
         token = int(drawn(row, sampling, self._random))
-        if self.settings.logprobs:
-            self.logprobs.append(float(logits.float().log_softmax(dim=-1)[token]))
+        self._record(token, logits)
         self.tokens.append(token)
         if self._stream is not None:
             self._stream.push([token])
@@ -197,6 +222,17 @@ class Answer:
         text, self._new_text = self._new_text, ""
         self.text += text
         return token, text
+
+    def _record(self, token: int, logits: Tensor) -> None:
+        settings = self.settings
+        if not settings.logprobs and not settings.top_logprobs:
+            return
+        logprobs = logits.float().log_softmax(dim=-1)
+        if settings.logprobs:
+            self.logprobs.append(float(logprobs[token]))
+        if settings.top_logprobs:
+            values, tokens = logprobs.topk(min(settings.top_logprobs, len(logprobs)))
+            self.top_logprobs.append(list(map(Likely, tokens.tolist(), values.tolist())))
 
     def _take_text(self, text: str) -> None:
         self._new_text += self._stops.push(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
@@ -11,9 +13,19 @@ import torch
 from torch import Tensor
 
 from kvkeep.batch.answer import LENGTH, STOP, Answer, Prompt, Settings
+from kvkeep.batch.reuse import Reuse
 from kvkeep.cache import Snapshot
-from kvkeep.errors import CapacityError, OutOfMemoryError, ShapeError, SpecError, UnsupportedError
+from kvkeep.errors import (
+    CapacityError,
+    OutOfMemoryError,
+    RollbackError,
+    ShapeError,
+    SpecError,
+    StateError,
+    UnsupportedError,
+)
 from kvkeep.files.offload import Offload
+from kvkeep.geometry import Geometry
 from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Specs, host_of
 from kvkeep.store.prefix import PrefixStore
 
@@ -31,19 +43,22 @@ class Batch:
     on the others, up to rounding.
 
     A step is one forward of the next token of each answer that is being generated, and of chunks of
-    the prompts that are being read. Each answer has a cache of its own, so specs may differ.
+    the prompts that are being read. Each answer has a cache of its own, so specs may differ. If the
+    model cannot compute several sequences in one forward (`Host.unpackable`), a step has a forward
+    for each; if its rotary embedding follows the length of a text, there is one answer at a time.
 
     Threads may add and cancel answers while one thread calls `step`.
 
     Args:
-        model: attached, and of a library that can compute several sequences in one forward.
+        model: attached; others are computed one by one.
         tokenizer: turns prompts of text to token ids, and answers to text; None: prompts are token
             ids, and answers have no text.
         spec: what caches keep, unless `add` says otherwise.
-        store: prefixes of prompts are looked up here, and what ended is stored; None: no store.
-        namespace: of the store's entries.
+        store: prefixes of prompts are looked up here, and prompts and answers are stored; None: no
+            store.
+        sequences: most answers at work; None: no limit. Others wait.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
-            specs promise; None: no limit. Others wait.
+            specs promise; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
             policy evicts depends on them. So a long prompt delays others by one chunk.
         step_tokens: most tokens of a step, but at least one of each answer that is being generated
@@ -51,8 +66,8 @@ class Batch:
         offload: where answers are put aside for others of higher priority; None: in host memory.
 
     Raises:
-        UnsupportedError: the model cannot compute several sequences in one forward.
         SpecError: a number below 1.
+        UnsupportedError: `max_bytes` is given, but the model does not tell what its slots take.
     """
 
     def __init__(
@@ -62,28 +77,30 @@ class Batch:
         *,
         spec: Specs = DEFAULT_SPEC,
         store: PrefixStore | None = None,
-        namespace: str = "",
+        sequences: int | None = None,
         max_bytes: int | None = None,
         chunk: int = 256,
         step_tokens: int = 512,
         offload: Offload | None = None,
     ) -> None:
         self._model, self._host, self._tokenizer = model, host_of(model), tokenizer
-        if reason := self._host.unpackable:
-            raise UnsupportedError(
-                f"{self._host.name} cannot compute several sequences in one forward: {reason}"
-            )
-        given = {"chunk": chunk, "step_tokens": step_tokens, "max_bytes": max_bytes}
-        for name, value in given.items():
+        given = {"sequences": sequences, "max_bytes": max_bytes}
+        for name, value in {**given, "chunk": chunk, "step_tokens": step_tokens}.items():
             if value is not None and value < 1:
                 raise SpecError(f"{name} is {value}; give at least 1")
-        self.spec, self.store, self.namespace = spec, store, namespace
+        self.spec = spec
+        # Such a model's forwards may leave frequencies behind that the next text needs.
+        self.sequences = 1 if self._host.changing_rotary else sequences
         self.max_bytes, self.chunk, self.step_tokens = max_bytes, chunk, step_tokens
         self._offload = offload
         self._limit = max_bytes  # lowered when memory proves to be less
-        self._geometries = self._host.geometries()
-        self._orders = count()
-        self._waiting: list[Answer] = []  # for admission, by rank
+        self._geometries = self._known_geometries()
+        self._host_packs = not self._host.unpackable
+        self._reuse = Reuse(model, store)
+        self._orders, self._turns = count(), count(1)
+        self._served: dict[str, int] = {}  # the turn that each queue had last
+        self._suspects: set[Answer] = set()  # their forward failed; each is taken alone
+        self._waiting: list[Answer] = []  # for admission
         self._running: list[Answer] = []  # in the order of admission
         self._ended: list[Answer] = []  # in the last step
         self._lock = RLock()  # held while the lists change, not during a forward
@@ -97,6 +114,8 @@ class Batch:
         *,
         n: int = 1,
         spec: Specs | None = None,
+        queue: str = "",
+        namespace: str | None = "",
     ) -> list[Answer]:
         """Add a prompt. Its answers begin with the next step that has room for them.
 
@@ -105,6 +124,10 @@ class Batch:
             settings: how to continue it; None: the defaults.
             n: how many answers; they share the prompt's slots.
             spec: what their caches keep; None: the batch's.
+            queue: answers of the same priority are admitted from each queue in turn. The batch
+                remembers each queue, so let them be few, such as the names of clients.
+            namespace: only entries of the same namespace are found in the store; None: none is, and
+                none is stored.
 
         Returns:
             The n answers, in order.
@@ -126,15 +149,15 @@ class Batch:
                 f"spec's storage holds {limit}; ask for fewer, or use @growing"
             )
         shares = n > 1 and all(layer.policy.budget is None for layer in cache.layers)
-        shared = cache.bytes_of(self._geometries, len(ids) - 1) if shares else 0
-        own = cache.bytes_of(self._geometries, longest) - shared
+        shared = self._bytes_of(cache, len(ids) - 1) if shares else 0
+        own = self._bytes_of(cache, longest) - shared
         if self.max_bytes is not None and own + shared > self.max_bytes:
             raise CapacityError(
                 f"an answer of up to {longest} tokens takes {own + shared} bytes, but this batch "
                 f"may hold {self.max_bytes}; ask for fewer tokens, use a spec that keeps less, or "
                 "raise max_bytes"
             )
-        origin = Prompt(ids, n, shared)
+        origin = Prompt(ids, n, shared, queue, namespace)
         with self._lock:
             answers = [
                 Answer(
@@ -152,6 +175,20 @@ class Batch:
             ]
             self._waiting += answers
         return answers
+
+    def _known_geometries(self) -> list[Geometry] | None:
+        try:
+            return self._host.geometries()
+        except UnsupportedError as error:
+            if self.max_bytes is None:
+                return None
+            raise UnsupportedError(
+                f"max_bytes is {self.max_bytes}, but it is not known what answers of "
+                f"{self._host.name} take: {error}; leave it out, and limit sequences"
+            ) from error
+
+    def _bytes_of(self, cache: ModelCache, tokens: int) -> int:
+        return 0 if self._geometries is None else cache.bytes_of(self._geometries, tokens)
 
     def _ids(self, prompt: str | Tensor | Sequence[int]) -> Tensor:
         if isinstance(prompt, str):
@@ -212,58 +249,94 @@ class Batch:
     def step(self) -> list[NewToken]:
         """Admit answers and take one step; [] if no prompt was completed and no token is due.
 
-        Raises:
-            OutOfMemoryError: there is no memory for a step of a single answer.
+        If the forward of several answers fails, each is taken alone, and one that fails again ends
+        with that error. For want of memory, the youngest is put aside instead.
         """
-        self._ended = []
+        self._ended, found = [], []
         while True:
             with self._lock:
                 self._leave()
                 self._admit()
-                planned = self._planned()
-            if not planned:
-                return []
-            pieces = [
-                Piece(answer.next_ids(tokens), answer.cache)
-                for answer, tokens in planned
-                if answer.cache is not None
-            ]
-            try:
-                logits = self._host.forward_packed(pieces)
-            except Exception as error:
-                with self._lock:
-                    if not self._recovered(planned, error):
-                        raise
-                continue
-            with self._lock:
-                return self._take(planned, logits)
+                groups = self._groups(self._planned())
+            failed = False
+            for group in groups:
+                try:
+                    logits = self._forward(group)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:
+                    failed = True
+                    with self._lock:
+                        self._recover(group, error)
+                    if isinstance(error, OutOfMemoryError):
+                        break  # others may have been put aside
+                else:
+                    with self._lock:
+                        found += self._take(group, logits)
+            if found or not failed:
+                return found
 
-    def _recovered(self, planned: Sequence[tuple[Answer, int]], error: Exception) -> bool:
-        """Whether a step that raised an error can be taken again with fewer answers."""
-        for answer, _ in planned:
+    def _groups(self, planned: Sequence[_Planned]) -> list[list[_Planned]]:
+        """Divide a step into forwards: one of all that can be packed, and one each of the rest."""
+        together, groups = [], []
+        for one in planned:
+            cache = one.answer.cache
+            assert cache is not None
+            if self._host_packs and cache.activation is None and one.answer not in self._suspects:
+                together.append(one)
+            else:
+                groups.append([one])
+        return [together, *groups] if together else groups
+
+    def _forward(self, group: Sequence[_Planned]) -> Tensor:
+        """Feed each answer its next tokens; returns logits (answers, V). If it fails, the caches
+        return to what they held, unless they evicted tokens."""
+        pieces = [
+            Piece(answer.next_ids(tokens), answer.cache)
+            for answer, tokens in group
+            if answer.cache is not None
+        ]
+        ids, cache = pieces[0]
+        if self._host_packs and cache.activation is None:
+            return self._host.forward_packed(pieces)
+        before = cache.fed
+        try:
+            return self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
+        except BaseException:
+            with suppress(RollbackError, StateError):
+                cache.rewind(before)
+            raise
+
+    def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
+        """After a forward failed: end what cannot go back or failed alone, put an answer aside for
+        want of memory, or suspect each."""
+        stuck = False
+        for answer, _ in group:
             cache = answer.cache
             if cache is not None and len({layer.fed for layer in cache.layers}) > 1:
                 answer.fail(error)  # it evicted tokens, so it cannot go back
+                stuck = True
         left = [answer for answer in self._running if not answer.ended]
-        if not isinstance(error, OutOfMemoryError) or len(self._running) < 2:
-            return False
-        if len(left) == len(self._running):
-            self._put_aside(max(left, key=lambda answer: answer.rank))
-        self._limit = self._promised([answer for answer in self._running if not answer.ended])
-        return True
+        if isinstance(error, OutOfMemoryError) and len(self._running) > 1:
+            if left and not stuck:
+                self._put_aside(max(left, key=lambda answer: answer.rank))
+            self._limit = self._promised([answer for answer in self._running if not answer.ended])
+        elif len(group) == 1:
+            group[0].answer.fail(error)
+        else:
+            self._suspects |= {answer for answer, _ in group}
 
     def _leave(self) -> None:
         """Free what ended, or was cancelled."""
         for answer in [x for x in (*self._running, *self._waiting) if x.ended]:
             (self._running if answer in self._running else self._waiting).remove(answer)
             self._ended.append(answer)
+            self._suspects.discard(answer)
             self._drop_aside(answer)
             answer.origin.filled(answer.index)
-            cache, answer.cache = answer.cache, None
-            if self.store is not None and cache is not None and answer.reason in (STOP, LENGTH):
-                ids = answer.ids[: cache.fed]
-                self.store.learn(self._model, ids, cache, namespace=self.namespace)
-        self._waiting.sort(key=lambda answer: answer.rank)
+            if answer.reason in (STOP, LENGTH):
+                self._reuse.keep(answer)
+            answer.cache = None
 
     def _promised(self, answers: Sequence[Answer]) -> int:
         prompts = {id(answer.origin): answer.origin for answer in answers}
@@ -271,14 +344,20 @@ class Batch:
         return own + sum(prompt.shared_bytes for prompt in prompts.values())
 
     def _fits(self, answers: Sequence[Answer]) -> bool:
-        alone = len(answers) == 1  # `add` has compared it
-        return alone or self._limit is None or self._promised(answers) <= self._limit
+        if len(answers) == 1:  # `add` has compared its bytes
+            return True
+        if self.sequences is not None and len(answers) > self.sequences:
+            return False
+        return self._limit is None or self._promised(answers) <= self._limit
 
     def _admit(self) -> None:
-        """Admit answers by rank, as long as what all promise fits. For an answer of higher
-        priority, the youngest of the lowest priority is put aside."""
+        """Admit answers as long as what all promise fits: those of the highest priority first, of
+        each queue in turn. For an answer of higher priority, the youngest of the lowest priority is
+        put aside."""
+        if not self._running:
+            self._limit = self.max_bytes
         while self._waiting:
-            first = self._waiting[0]
+            first = min(self._waiting, key=self._turn_of)
             stay = list(self._running)
             while not self._fits([*stay, first]):
                 youngest = max(stay, key=lambda answer: answer.rank, default=None)
@@ -287,39 +366,26 @@ class Batch:
                 stay.remove(youngest)
             for answer in [x for x in self._running if x not in stay]:
                 self._put_aside(answer)
-            self._begin(first)
+            self._served[first.origin.queue] = next(self._turns)
             self._waiting.remove(first)
             self._running.append(first)
+            self._begin(first)
+
+    def _turn_of(self, answer: Answer) -> tuple[int, int, int]:
+        """Sorts waiting answers: by priority, then the queue that was served longest ago."""
+        served = self._served.get(answer.origin.queue, 0)
+        return -answer.settings.priority, served, answer.order
 
     def _begin(self, answer: Answer) -> None:
+        answer.cache = cache = self._host.new_cache(answer.spec)
         if answer.aside is not None:
-            kinds, states, routed = answer.aside
+            (kinds, states, routed), cache.activation = answer.aside
             assert self._offload is not None
-            cache = self._host.new_cache(answer.spec)
             layers = [
                 state._replace(parts=_each(state.parts, self._offload.get)) for state in states
             ]
             cache.restore(Snapshot(kinds, layers, routed))
-            answer.cache = cache
             self._drop_aside(answer)
-            return
-        answer.cache = self._new_cache(answer)
-
-    def _new_cache(self, answer: Answer) -> ModelCache:
-        ids = answer.prompt
-        if self.store is not None and answer.origin.frozen is None:
-            try:
-                cache, answer.cached = self.store.find(
-                    self._model,
-                    ids[:-1],
-                    prompt=ids,
-                    spec=answer.spec,
-                    namespace=self.namespace,
-                )
-                return cache
-            except UnsupportedError:  # slots of this spec are not shared
-                pass
-        return self._host.new_cache(answer.spec)
 
     def _put_aside(self, answer: Answer) -> None:
         """Copy what an answer holds to host memory or a file, and let it wait."""
@@ -333,60 +399,102 @@ class Batch:
                 for state in cache.states("put aside")
             ]
             kinds = [layer.kind for layer in cache.layers]
-            answer.aside = kinds, states, cache.routed
+            answer.aside = Snapshot(kinds, states, cache.routed), cache.activation
+        else:
+            answer.begun = False
         answer.cache = None
         self._running.remove(answer)
         self._waiting.append(answer)
-        self._waiting.sort(key=lambda answer: answer.rank)
 
     def _drop_aside(self, answer: Answer) -> None:
         if answer.aside is not None and self._offload is not None:
-            for state in answer.aside[1]:
+            for state in answer.aside[0].layers:
                 _each(state.parts, self._offload.drop)
             answer.aside = None
 
-    def _planned(self) -> list[tuple[Answer, int]]:
+    def _planned(self) -> list[_Planned]:
         """The answers of the next step, and how many tokens each is fed."""
-        planned = [(answer, 1) for answer in self._running if answer.unfed == 1]
+        ready = [answer for answer in self._running if answer.begun and answer.unfed == 1]
+        planned = [_Planned(answer, 1) for answer in ready]
         generating, tokens = len(planned), len(planned)
         reading: set[int] = set()  # prompts that one answer reads for all
-        for answer in sorted(self._running, key=lambda answer: answer.rank):
-            origin, cache, left = answer.origin, answer.cache, answer.unfed
-            if left == 1 or cache is None:
-                continue
-            if origin.frozen is not None and cache.fed < len(answer.prompt) - 1:
-                answer.cache = cache = origin.frozen.fork()
+        for answer in self._in_turn([x for x in self._running if x not in ready]):
+            origin = answer.origin
+            if origin.frozen is not None and answer.reads_prompt:
+                answer.cache, answer.begun = origin.frozen.fork(), True
                 origin.filled(answer.index)
-                left = 1
-            elif answer.reads_for_all:
-                if id(origin) in reading:
-                    continue
-                reading.add(id(origin))
-                left -= 1  # the last token is each answer's own
-            some = min(left, self.chunk - cache.fed % self.chunk)
-            if tokens + some > self.step_tokens and len(planned) > generating:
+            elif id(origin) in reading:
+                continue
+            # The store is asked as late as possible: what others read may be there by then.
+            if tokens + self._chunk_of(answer) > self.step_tokens and len(planned) > generating:
                 break
-            planned.append((answer, some))
+            if not answer.begun:
+                try:
+                    answer.cache, answer.begun = self._reuse.begin(answer), True
+                except Exception as error:
+                    answer.fail(error)
+                    continue
+                self._share(answer)
+            if answer.reads_for_all:
+                reading.add(id(origin))
+            some = self._chunk_of(answer)
+            planned.append(_Planned(answer, some))
             tokens += some
         return planned
 
-    def _take(self, planned: Sequence[tuple[Answer, int]], logits: Tensor) -> list[NewToken]:
+    def _share(self, answer: Answer) -> None:
+        """Freeze what an answer read for all of its prompt's, once it is complete."""
+        cache, origin = answer.cache, answer.origin
+        assert cache is not None
+        if origin.frozen is None and 0 < cache.fed == len(origin.ids) - 1:
+            origin.filled(answer.index)
+            if origin.awaited:
+                origin.frozen = cache.freeze()
+
+    def _in_turn(self, answers: Sequence[Answer]) -> list[Answer]:
+        """Answers by priority, then the first of each queue, the second of each, and so on."""
+        of_queue, keys = Counter[str](), dict[Answer, tuple[int, int]]()
+        for answer in answers:
+            queue = answer.origin.queue
+            keys[answer] = -answer.settings.priority, of_queue[queue]
+            of_queue[queue] += 1
+        return sorted(keys, key=keys.__getitem__)
+
+    def _chunk_of(self, answer: Answer) -> int:
+        """How many of its tokens an answer is fed next."""
+        cache = answer.cache
+        assert cache is not None
+        # The last token of a prompt that one reads for all is each answer's own.
+        borders = [answer.unfed - answer.reads_for_all, self.chunk - cache.fed % self.chunk]
+        if cache.activation is not None and cache.activation.start > cache.fed:
+            borders.append(cache.activation.start - cache.fed)  # the adapter's forwards are its own
+        return min(borders)
+
+    def _take(self, group: Sequence[_Planned], logits: Tensor) -> list[NewToken]:
         """Choose the next tokens of the answers that were fed all of theirs."""
         found = []
-        for (answer, _), row in zip(planned, logits, strict=True):
-            cache, origin = answer.cache, answer.origin
-            assert cache is not None
-            if cache.fed == len(origin.ids) - 1 and origin.frozen is None:
-                origin.filled(answer.index)
-                if origin.awaited:
-                    origin.frozen = cache.freeze()
+        for (answer, _), row in zip(group, logits, strict=True):
+            origin = answer.origin
+            self._suspects.discard(answer)
+            if not answer.tokens and not answer.reads_prompt and origin.frozen is None:
+                self._reuse.keep(answer)  # now, so that others find it while this one goes on
+            self._share(answer)
             if answer.unfed == 0 and not answer.ended:
                 try:
                     found.append(NewToken(answer, *answer.choose(row)))
-                except Exception as error:  # a processor's or the tokenizer's
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a processor's or the tokenizer's
                     answer.fail(error)
         self._leave()
         return found
+
+
+class _Planned(NamedTuple):
+    """An answer, and how many of its tokens a step feeds."""
+
+    answer: Answer
+    tokens: int
 
 
 def _each(parts: Any, change: Callable[[Any], Any]) -> Any:

@@ -20,6 +20,7 @@ def generate_many(
     *,
     tokenizer: Any = None,
     n: int = 1,
+    namespace: str | None = "",
     progress: bool | None = None,
     **options: Any,
 ) -> list[list[Answer]]:
@@ -30,6 +31,7 @@ def generate_many(
         prompts: texts, or token ids.
         settings: for all prompts, or one for each.
         n: answers to each prompt.
+        namespace: see `Batch.add`.
         progress: show a progress bar; None: on a terminal.
 
     Returns:
@@ -43,7 +45,10 @@ def generate_many(
     if isinstance(settings, Sequence) and len(settings) != len(prompts):
         raise ShapeError(f"{len(settings)} settings for {len(prompts)} prompts; give one for each")
     each = list(settings) if isinstance(settings, Sequence) else [settings] * len(prompts)
-    answers = [batch.add(prompt, own, n=n) for prompt, own in zip(prompts, each, strict=True)]
+    answers = [
+        batch.add(prompt, own, n=n, namespace=namespace)
+        for prompt, own in zip(prompts, each, strict=True)
+    ]
     disable = None if progress is None else not progress
     ended = tqdm(batch, desc="Answers", total=n * len(prompts), unit="answer", disable=disable)
     for answer in ended:

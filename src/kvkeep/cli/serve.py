@@ -131,6 +131,16 @@ def serve(
             min=1, help="Most open connections; further ones get 503.", rich_help_panel=_LIMITS
         ),
     ] = 512,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Most answers at once.", rich_help_panel=_LIMITS)
+    ] = 16,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Most memory for the caches of all answers at once, e.g. 8GB; default: no limit.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
@@ -150,13 +160,16 @@ def serve(
         if api_key is not None and key_file is not None:
             raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
         most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
+        most_held = None if memory is None else size_in_bytes(memory)
         from kvkeep.serve.gate import host_names, origin_names
         from kvkeep.serve.keys import Keys
         from kvkeep.serve.limits import Limits
         from kvkeep.serve.listen import bind, is_loopback, run
 
         # What is wrong with these shows before the model is loaded.
-        limits = Limits(queue, wait, answer_tokens, most_bytes, timeout, connections)
+        limits = Limits(
+            queue, wait, answer_tokens, most_bytes, timeout, connections, sequences, most_held
+        )
         hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
         keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
         if keys is not None and share is not None:

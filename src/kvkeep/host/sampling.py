@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,3 +75,30 @@ def drawn(logits: Tensor, sampling: Sampling, generator: torch.Generator | None 
     if not sampling.temperature > 0:
         return logits.argmax(dim=-1, keepdim=True)
     return probabilities(logits, sampling).multinomial(1, generator=generator)
+
+
+def penalty(prompt: int, *, presence: float = 0.0, frequency: float = 0.0) -> Processor:
+    """A processor that lowers the logits of tokens that the answer has already, as OpenAI defines
+    it: by `presence`, and by `frequency` for each time.
+
+    Args:
+        prompt: tokens of the prompt, which do not count.
+    """
+
+    def lowered(ids: Tensor, logits: Tensor) -> Tensor:
+        answer = ids[0, prompt:]
+        times = logits.new_zeros(logits.shape[-1], dtype=torch.float32)
+        times.scatter_add_(0, answer, torch.ones_like(answer, dtype=torch.float32))
+        return logits.float() - frequency * times - presence * (times > 0)
+
+    return lowered
+
+
+def bias(added: Mapping[int, float]) -> Processor:
+    """A processor that adds numbers to the logits of tokens."""
+    tokens, values = torch.tensor(list(added)), torch.tensor(list(added.values()))
+
+    def biased(ids: Tensor, logits: Tensor) -> Tensor:
+        return logits.float().index_add(-1, tokens.to(ids.device), values.to(ids.device)[None])
+
+    return biased

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
@@ -22,15 +21,20 @@ from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from kvkeep.serve import replies
-from kvkeep.serve.engine import Engine, Event, Used
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.events import Begun, Event, Used
 from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
+from kvkeep.serve.limits import Limits
+from kvkeep.serve.metrics import CONTENT_TYPE
+from kvkeep.serve.places import Places, waited_too_long
 from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import Asked, RequestError, read
 from kvkeep.serve.turns import Turns
 
 _JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
 _JSON_BESIDE = 2**16  # bytes of a request besides the prompt
+_OPERATOR = "metrics"  # the name of keys that may read the figures of all tenants
 _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
@@ -49,8 +53,8 @@ def application(
 
     Args:
         keys: API keys; clients must send one as a bearer token to every endpoint but /health.
-            Cached prompt prefixes are shared among clients whose keys have the same name. None: no
-            key is needed.
+            Cached prompt prefixes are shared among clients whose keys have the same name. With
+            several names, /metrics is for keys of the name "metrics". None: no key is needed.
         share: without keys, share cached prompt prefixes among all clients.
         hosts: accepted host names, in addition to `localhost` and every numeric address; "*": all.
         origins: origins of web pages that may use the server, such as "https://chat.example"; "*":
@@ -61,7 +65,7 @@ def application(
     """
     hosts, origins = host_names(hosts), origin_names(origins)
     started = int(time.time())
-    reading, turns = Turns(engine.limits), Turns(engine.limits)
+    reading, places = Turns(), Places(engine.limits)
     reader = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-read")
 
     async def health(request: Request) -> Response:
@@ -87,8 +91,12 @@ def application(
 
         return checked
 
+    async def metrics(request: Request) -> Response:
+        _require_operator(client_of(request), keys, share)
+        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
+
     def completions(chat: bool) -> _Completions:
-        return _Completions(engine, reading, reader, turns, client_of, chat)
+        return _Completions(engine, reading, reader, places, client_of, chat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -109,6 +117,7 @@ def application(
     app = Starlette(
         routes=[
             Route("/health", health),
+            Route("/metrics", metrics),
             Route("/v1/models", keyed(models)),
             Route("/v1/models/{name:path}", keyed(model)),
             Route("/v1/chat/completions", completions(True), methods=["POST"]),
@@ -123,7 +132,7 @@ def application(
         },
         lifespan=lifespan,
     )
-    app.state.reading, app.state.turns = reading, turns
+    app.state.reading = reading
     return app
 
 
@@ -136,14 +145,13 @@ class _Client(NamedTuple):
 
 
 class _Completions:
-    """An endpoint, as an ASGI application. A request keeps its place in the queue until its answer
-    is sent.
+    """An endpoint, as an ASGI application. A request keeps its place until its answer is sent.
 
     Args:
         reading, reader: the queue for parsing and tokenising prompts, and the thread that does it.
             The thread gets one prompt at a time, so that a waiting prompt is freed with its
             request.
-        turns: the queue for answers.
+        places: bounds the requests.
         chat: chat completions (True) or plain completions.
     """
 
@@ -152,100 +160,139 @@ class _Completions:
         engine: Engine,
         reading: Turns,
         reader: ThreadPoolExecutor,
-        turns: Turns,
+        places: Places,
         client_of: Callable[[Request], _Client],
         chat: bool,
     ) -> None:
-        self._engine, self._reading, self._reader, self._turns = engine, reading, reader, turns
+        self._engine, self._reading, self._reader, self._places = engine, reading, reader, places
         self._client_of, self._chat = client_of, chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        outcome = "failed"
+        try:
+            outcome = await self._answered(Request(scope, receive), send)
+        except RequestError as error:
+            outcome = _outcome_of(error)
+            raise
+        except (ClientDisconnect, asyncio.CancelledError):
+            outcome = "left"
+            raise
+        finally:
+            self._engine.metrics.ended(outcome)
+
+    async def _answered(self, request: Request, send: Send) -> str:
+        """Answer a request; returns its outcome."""
         client = self._client_of(request)
         _require_json(request)
-        with self._turns.place(client.queue) as place:
-            limit = _JSON_PER_BYTE * self._engine.prompt_bytes + _JSON_BESIDE
-            body = await _body(request, limit, self._engine.limits.timeout_s)
-            deadline = self._turns.deadline()  # for both queues together
-            asked, ids = await self._parsed(request, body, client.queue, deadline)
+        limits = self._engine.limits
+        with self._places.place(client.queue):
+            limit = _JSON_PER_BYTE * self._engine.prompts.most_bytes + _JSON_BESIDE
+            body = await _body(request, limit, limits.timeout_s)
+            with _in_time(limits):
+                asked, ids, deadline = await self._parsed(request, body, client.queue)
             del body
-            await _until_disconnect(request, self._turns.wait(place, deadline))
             answer = _Answer(asked)
-            work = self._engine.submit(asked, ids, answer.emit, answer.gone, name=client.shares)
-            # The turn ends when the engine is done, even if the client disconnects before.
-            place.hand_over()
-            work.add_done_callback(lambda _: answer.in_loop(self._turns.done))
-            del ids
-            response = (
-                _Stream(answer) if asked.stream else await _complete_response(request, answer)
+            work = self._engine.submit(
+                asked, ids, answer.emit, name=client.shares, queue=client.queue
             )
-            await response(scope, receive, send)
+            del ids
+            try:
+                with _in_time(limits):
+                    async with asyncio.timeout_at(deadline):
+                        await _until_disconnect(request, answer.begun())
+                return await answer.send(request, send)
+            finally:
+                self._engine.cancel(work)
 
     async def _parsed(
-        self, request: Request, body: bytearray, queue: str, deadline: float
-    ) -> tuple[Asked, Tensor]:
+        self, request: Request, body: bytearray, queue: str
+    ) -> tuple[Asked, Tensor, float]:
+        """The request, the token ids of its prompt, and until when it may wait to begin, in the
+        event loop's time. It may wait for others only so long in all; its own time to be read does
+        not count."""
+
         def parsed() -> tuple[Asked, Tensor]:
             asked = read(body, chat=self._chat)
             _require_model(self._engine, asked.model)
-            return asked.without_prompt(), self._engine.encode(asked)
+            return asked.without_prompt(), self._engine.prompts.encode(asked)
 
         loop = asyncio.get_running_loop()
         with self._reading.place(queue) as place:
+            deadline = loop.time() + self._engine.limits.wait_s
             await _until_disconnect(request, self._reading.wait(place, deadline))
+            left = deadline - loop.time()
             running = self._reader.submit(parsed)
             # The turn ends when the thread is done, even if the client disconnects before.
             place.hand_over()
             running.add_done_callback(lambda _: _in_loop(loop, self._reading.done))
-            return await _until_disconnect(request, asyncio.wrap_future(running))
+            asked, ids = await _until_disconnect(request, asyncio.wrap_future(running))
+            return asked, ids, loop.time() + left
 
 
 class _Answer:
     """A request that the engine is answering, with the events of its answer so far."""
 
     def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.gone = threading.Event()
+        self._asked = asked
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self._last: Event | None = None
 
     def emit(self, event: Event) -> None:
         """Add an event; may be called from any thread."""
-        self.in_loop(lambda: self._events.put_nowait(event))
+        _in_loop(self._loop, lambda: self._events.put_nowait(event))
 
-    def in_loop(self, do: Callable[[], None]) -> None:
-        """Call `do` in the event loop, from any thread; ignored once the loop has ended."""
-        _in_loop(self._loop, do)
+    async def begun(self) -> None:
+        """Wait until the answer begins.
 
-    async def events(self) -> AsyncIterator[Event]:
-        """Yield all events as they arrive, until `Used` or a `RequestError`."""
-        while True:
+        Raises:
+            RequestError: it never does.
+        """
+        event = await self._events.get()
+        if isinstance(event, RequestError):
+            raise event
+        assert isinstance(event, Begun)
+
+    async def send(self, request: Request, send: Send) -> str:
+        """Send it to the client, whole or streamed; returns the request's outcome.
+
+        Raises:
+            ClientDisconnect: the client disconnected.
+            RequestError: it failed before anything was sent.
+        """
+        if self._asked.stream:
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            response = StreamingResponse(
+                self._chunks(), headers=headers, media_type="text/event-stream"
+            )
+            await response(request.scope, request.receive, send)
+            if isinstance(self._last, RequestError):
+                return _outcome_of(self._last)
+            return "left" if self._last is None else "answered"
+        whole = await _until_disconnect(request, self._whole())
+        await whole(request.scope, request.receive, send)
+        return "answered"
+
+    async def _events_to_last(self) -> AsyncIterator[Event]:
+        while self._last is None:
             event = await self._events.get()
-            yield event
             if isinstance(event, Used | RequestError):
-                return
-
-
-class _Stream(StreamingResponse):
-    """An answer as server-sent events. It is cancelled when the client disconnects."""
-
-    def __init__(self, answer: _Answer) -> None:
-        self.answer = answer
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(self._chunks(), headers=headers, media_type="text/event-stream")
+                self._last = event
+            yield event
 
     async def _chunks(self) -> AsyncIterator[str]:
-        reply = Reply(self.answer.asked)
+        reply = Reply(self._asked)
         for chunk in reply.begun():
             yield chunk
-        async for event in self.answer.events():
+        async for event in self._events_to_last():
             for chunk in reply.chunks(event):
                 yield chunk
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.answer.gone.set()
+    async def _whole(self) -> Response:
+        events = [event async for event in self._events_to_last()]
+        if isinstance(events[-1], RequestError):
+            raise events[-1]
+        return as_json(Reply(self._asked).whole(events))
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
@@ -253,19 +300,20 @@ def _in_loop(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(do)
 
 
-async def _complete_response(request: Request, answer: _Answer) -> Response:
-    """An answer as one JSON object. It is cancelled when the client disconnects."""
-
-    async def gathered() -> list[Event]:
-        return [event async for event in answer.events()]
-
+@contextmanager
+def _in_time(limits: Limits) -> Iterator[None]:
+    """Refuse the request if this takes longer than it may wait."""
     try:
-        events = await _until_disconnect(request, gathered())
-    finally:
-        answer.gone.set()
-    if isinstance(events[-1], RequestError):
-        raise events[-1]
-    return as_json(Reply(answer.asked).whole(events))
+        yield
+    except TimeoutError:
+        raise waited_too_long(limits) from None
+
+
+def _outcome_of(error: RequestError) -> str:
+    """How a request that ended with an error is counted."""
+    if error.status in (429, 503):
+        return "unavailable"
+    return "refused" if error.status < 500 else "failed"
 
 
 async def _until_disconnect(request: Request, doing: Awaitable[_Result]) -> _Result:
@@ -355,6 +403,23 @@ def _require_key(request: Request, keys: Keys) -> str:
             status=401,
         )
     return name
+
+
+def _require_operator(client: _Client, keys: Keys | None, share: bool) -> None:
+    """Refuse clients who would learn from the figures of all about others, with whom they share
+    nothing.
+
+    Raises:
+        RequestError: this client may not read them.
+    """
+    alone = share if keys is None else keys.tenants == 1
+    if not alone and client.queue != _OPERATOR:
+        raise RequestError(
+            "these figures are of all clients together, who share nothing here; use a key of the "
+            f"name {_OPERATOR}",
+            code="not_the_operator",
+            status=403,
+        )
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -1,65 +1,131 @@
-"""Engine: one model that answers one request at a time, and the store that it reuses."""
+"""Engine: one model that answers the requests of all clients together, token by token."""
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import accumulate
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from kvkeep.batch.stops import Stops
-from kvkeep.errors import UnsupportedError
-from kvkeep.host import GenerationOptions, ModelCache, Specs, host_of
+from kvkeep.batch import Answer, Batch, NewToken, Sampling, Settings
+from kvkeep.errors import CapacityError, UnsupportedError
+from kvkeep.host import Specs, host_of
+from kvkeep.host.sampling import bias, penalty
+from kvkeep.serve.events import Begun, Event, Finished, Named, Piece, TokenLogprobs, Used
 from kvkeep.serve.limits import Limits
+from kvkeep.serve.metrics import Metrics
+from kvkeep.serve.prompts import Prompts
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.store.identity import require_steady
 from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
 
 _LOG = logging.getLogger("kvkeep.serve")
+_LEAST_LOGPROB = -9999.0  # OpenAI's for what is impossible; JSON has no infinity
+_SAMPLED_S = 0.25  # how old the figure of the bytes in caches may be
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The next piece of a choice's text."""
+@final
+class Work:
+    """A request that an engine answers, or that waits for it."""
 
-    index: int
-    text: str
+    def __init__(
+        self,
+        asked: Asked,
+        ids: Tensor,
+        emit: Callable[[Event], None],
+        queue: str,
+        namespace: str | None,
+    ) -> None:
+        self.asked, self.ids, self.emit = asked, ids, emit
+        self.queue, self.namespace = queue, namespace
+        self.answers: list[Answer] = []
+        self.begun = False
+        self._gone = threading.Event()
+        self._since = time.monotonic()
+        self._last: dict[int, float] = {}  # when each answer had its last token
+        self._given = [0] * asked.n  # characters of each answer that were passed on
+        self._finished: set[int] = set()
 
+    def cancel(self) -> None:
+        """End it: what it holds is freed before the next step. May be called from any thread, and
+        again."""
+        self._gone.set()
+        for answer in self.answers:
+            answer.cancel()
 
-@dataclass(frozen=True)
-class Finished:
-    """A choice is complete; `reason` is "stop" or "length"."""
+    def start(self, answers: list[Answer]) -> None:
+        """Take the answers of a batch to it."""
+        self.answers = answers
+        if self._gone.is_set():
+            self.cancel()
 
-    index: int
-    reason: str
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._gone.is_set()
 
+    def begin(self, metrics: Metrics) -> None:
+        """Say that it waits no longer, once one of its answers is at work."""
+        if not self.begun and any(a.cache is not None or a.ended for a in self.answers):
+            self.begun = True
+            metrics.prompt_tokens.inc(len(self.ids))
+            self.emit(Begun())
 
-@dataclass(frozen=True)
-class Used:
-    """All choices are complete. Counts of tokens: of the prompt, of all answers, and of the prompt
-    those that were found in the store instead of computed."""
+    def add(self, new: NewToken, metrics: Metrics, text_of: Callable[[int], str]) -> None:
+        """Pass on a token of one of its answers."""
+        now, index = time.monotonic(), new.answer.index
+        if not self._last:
+            metrics.first_token.observe(now - self._since)
+        if index in self._last:
+            metrics.between_tokens.observe(now - self._last[index])
+        self._last[index] = now
+        metrics.generated_tokens.inc()
+        logprobs = self._logprobs(new, text_of)
+        if new.text or logprobs is not None:
+            self.emit(Piece(index, new.text, logprobs))
+        self._given[index] += len(new.text)
 
-    prompt: int
-    completion: int
-    cached: int
+    def _logprobs(self, new: NewToken, text_of: Callable[[int], str]) -> TokenLogprobs | None:
+        answer = new.answer
+        if not answer.logprobs:
+            return None
+        top = answer.top_logprobs[-1] if answer.top_logprobs else ()
+        chosen, *likeliest = (
+            Named(text_of(token), max(logprob, _LEAST_LOGPROB))
+            for token, logprob in ((new.token, answer.logprobs[-1]), *top)
+        )
+        return TokenLogprobs(chosen, tuple(likeliest), self._given[answer.index])
 
-
-Event = Piece | Finished | Used | RequestError
-"""The events of an answer; the last is `Used` or an error."""
+    def finish(self, metrics: Metrics) -> bool:
+        """Pass on which answers ended; returns whether all have, or one failed."""
+        if not self.begun:
+            return False
+        for answer in self.answers:
+            if not answer.ended or answer.index in self._finished:
+                continue
+            self._finished.add(answer.index)
+            if answer.error is not None:
+                _LOG.error("a request failed", exc_info=answer.error)
+                self.emit(failed())
+                self.cancel()
+                return True
+            self.emit(Finished(answer.index, answer.reason))
+        if len(self._finished) < self.asked.n:
+            return False
+        cached = max(answer.cached for answer in self.answers)
+        metrics.found_tokens.inc(cached)
+        self.emit(Used(len(self.ids), sum(len(a.tokens) for a in self.answers), cached))
+        return True
 
 
 @final
 class Engine:
-    """Answers requests one at a time, in the order of arrival, in a thread of its own.
+    """Answers requests in one thread, which steps a `Batch` while there are any and sleeps
+    otherwise.
 
     Args:
         model, tokenizer: the model is attached until `close`.
@@ -67,7 +133,7 @@ class Engine:
         cache: what to keep.
         store: holds prefixes of prompts for reuse; None: every prompt is computed.
         namespace: of the store's entries; a request's own namespace is appended to it.
-        limits: of each request.
+        limits: of each request, and of all together.
 
     Raises:
         SpecError, UnsupportedError: the spec does not fit the model, or the model cannot be
@@ -91,8 +157,8 @@ class Engine:
         self._host.attach(cache, linears=True)
         held = self._host.new_cache(cache)
         lengths = self._host.context, held.token_limit()
-        self.context: int | None = min((n for n in lengths if n), default=None)
-        self.prompt_bytes = self.limits.prompt_of(self.context)
+        context = min((n for n in lengths if n), default=None)
+        self.prompts = Prompts(self._host, tokenizer, name, context, self.limits)
         self.why_no_reuse = ""
         """Why no prompt reuses the prefixes of others; empty if they do."""
         try:
@@ -103,243 +169,191 @@ class Engine:
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
-        self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
-        self._closing = threading.Event()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-serve")
+        self.batch = self._new_batch()
+        self.metrics = self._watched()
+        self._new: list[Work] = []  # not in the batch yet
+        self._works: dict[Work, None] = {}  # in the batch, in the order of arrival
+        self._sampled = 0.0
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvkeep-serve", daemon=True)
+        self._thread.start()
 
-    def encode(self, asked: Asked) -> Tensor:
-        """The token ids of a request's prompt, int64 (n,).
-
-        Raises:
-            RequestError: the chat template or the tokenizer refuses it, it is longer than the
-                model's context, or its answers could be longer than the limit.
-        """
-        if isinstance(asked.prompt, list):
-            ids = asked.prompt
-            self._require_context(asked, len(ids))
-            known = self._host.embeddings
-            if known is not None and not all(0 <= token < known for token in ids):
-                raise RequestError(
-                    f"prompt has token ids outside of 0 to {known - 1}", param=asked.param
-                )
-        else:
-            with self._encoding:
-                ids = self._chat_ids(asked) if asked.chat else self._text_ids(asked.prompt, asked)
-            self._require_context(asked, len(ids))
-        if not ids:
-            raise RequestError(f"{asked.param}: no tokens; give some text", param=asked.param)
-        self._most_of(asked, len(ids))
-        return torch.tensor(ids)
-
-    def _require_context(self, asked: Asked, length: int) -> None:
-        if self.context is not None and length >= self.context:
-            raise RequestError(
-                f"this model's context is {self.context} tokens, but {asked.param} takes "
-                f"{length}, and an answer at least 1; shorten it",
-                param=asked.param,
-                code="context_length_exceeded",
-            )
-
-    def _most_of(self, asked: Asked, length: int) -> int:
-        """The most tokens that each answer to a prompt of `length` tokens may have.
-
-        Raises:
-            RequestError: all answers together could exceed the limit.
-        """
-        limit = self.limits.answer_tokens
-        most = max(1, limit // asked.n) if asked.max_tokens is None else asked.max_tokens
-        if self.context is not None:
-            most = min(most, self.context - length)
-        if asked.n * most > limit:
-            raise RequestError(
-                f"{asked.n} answers of up to {most} tokens are {asked.n * most} tokens, but this "
-                f"server gives {limit} to a request; ask for fewer (max_tokens, n)",
-                param="n" if asked.n > 1 else "max_tokens",
-            )
-        return most
-
-    def _text_ids(self, text: str, asked: Asked, **options: Any) -> list[int]:
-        if len(text) > self.prompt_bytes or len(text.encode()) > self.prompt_bytes:
-            raise self._too_large(asked)
-        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
-        return ids
-
-    def _chat_ids(self, asked: Asked) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            raise RequestError(f"{self.name} has no chat template; use /v1/completions")
-        template = self.tokenizer.get_chat_template(tools=asked.tools)
-        calls = any("tool_calls" in message for message in asked.messages)
-        for used, field in ((asked.tools, "tools"), (calls, "tool_calls")):
-            if used and field not in template:  # it would silently leave them out
-                raise RequestError(
-                    f"the chat template of {self.name} does not render {field}", param=field
-                )
-        try:
-            if _is_larger([asked.messages, asked.tools], self.prompt_bytes):
-                raise self._too_large(asked)
-            text: str = self.tokenizer.apply_chat_template(
-                asked.messages, tools=asked.tools, add_generation_prompt=True, tokenize=False
-            )
-            return self._text_ids(text, asked, add_special_tokens=False)
-        except RequestError:
-            raise
-        except Exception as error:  # templates are programs, and raise errors of any class
-            reason = " ".join(str(error).split())[:300]
-            raise RequestError(
-                f"the chat template of {self.name} cannot render these messages: {reason}",
-                param=asked.param,
-            ) from error
-
-    def _too_large(self, asked: Asked) -> RequestError:
-        return RequestError(
-            f"{asked.param} takes more than the {self.prompt_bytes} bytes that this server reads "
-            "of a prompt; shorten it",
-            param=asked.param,
-            code="context_length_exceeded",
+    def _new_batch(self) -> Batch:
+        return Batch(
+            self.model,
+            self.tokenizer,
+            spec=self.spec,
+            store=self.store,
+            sequences=self.limits.sequences,
+            max_bytes=self.limits.cache_bytes,
         )
+
+    def _watched(self) -> Metrics:
+        metrics = Metrics()
+        metrics.watch("kvkeep_answers_running", "Answers at work.", lambda: self.batch.running)
+        metrics.watch("kvkeep_requests_waiting", "Requests that wait.", lambda: self.waiting)
+        if self.store is not None:
+            store = self.store
+            metrics.watch("kvkeep_store_bytes", "Memory of the store.", lambda: store.nbytes)
+        return metrics
+
+    @property
+    def waiting(self) -> int:
+        """Requests none of whose answers is at work yet."""
+        return sum(not (work.begun or work.gone) for work in [*self._new, *self._works])
 
     def submit(
         self,
         asked: Asked,
         ids: Tensor,
         emit: Callable[[Event], None],
-        gone: threading.Event,
         *,
         name: str | None = "",
-    ) -> Future[None]:
-        """Answer a request after those that were submitted before it.
+        queue: str = "",
+    ) -> Work:
+        """Answer a request as soon as there is room for it.
 
         Args:
-            ids: from `encode`.
-            emit: called with each event from another thread; the last is `Used` or an error.
-            gone: set it to end the answer with the next token, or before it begins.
+            ids: from `prompts.encode`.
+            emit: called with each event from another thread; the last is `Used` or an error. It is
+                not called for a request that was cancelled.
             name: the namespace whose stored prompts it may reuse; None: it reuses and stores none.
+            queue: answers to requests of each queue begin in turn.
 
         Raises:
             RequestError: the engine is closed.
         """
-        try:
-            future = self._worker.submit(self._run, asked, ids, emit, gone, name)
-        except RuntimeError:  # the engine was closed
-            raise _stopped() from None
-        future.add_done_callback(lambda done: emit(_stopped()) if done.cancelled() else None)
-        return future
+        namespace = None if name is None else "/".join(filter(None, (self.namespace, name)))
+        work = Work(asked, ids, emit, queue, namespace)
+        with self._wake:
+            if self._closing:
+                raise stopped()
+            self._new.append(work)
+            self._wake.notify()
+        return work
+
+    def cancel(self, work: Work) -> None:
+        """End a request whose client is gone; what it holds is freed before the next step."""
+        work.cancel()
+        with self._wake:
+            if work in self._new:
+                self._new.remove(work)
 
     def close(self) -> None:
-        """End the answer in progress with its next token, and detach the model."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._worker.shutdown(cancel_futures=True)
-        self._host.detach()
+        """End all answers after the current step, and detach the model."""
+        with self._wake:
+            first, self._closing = not self._closing, True
+            self._wake.notify()
+        self._thread.join()
+        if first:
+            self._host.detach()
 
-    def _run(
-        self,
-        asked: Asked,
-        ids: Tensor,
-        emit: Callable[[Event], None],
-        gone: threading.Event,
-        name: str | None,
-    ) -> None:
-        def stopped() -> bool:
-            return gone.is_set() or self._closing.is_set()
+    # -- in the engine's thread -------------------------------------------------------------
 
-        try:
-            self._answer(asked, ids, emit, stopped, name)
-            if stopped():
-                emit(_stopped())
-        except BaseException:  # a panic of a Rust tokenizer is no Exception
-            _LOG.exception("a request failed")
-            emit(RequestError("the server failed; its log says why", status=500))
-
-    def _answer(
-        self,
-        asked: Asked,
-        ids: Tensor,
-        emit: Callable[[Event], None],
-        stopped: Callable[[], bool],
-        name: str | None,
-    ) -> None:
-        most = self._most_of(asked, len(ids))
-        store, namespace = self._store_of(asked, name)
-        # All requests share one generator: a seed of its own keeps each independent of the others.
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        ends = self._host.end_tokens()
-        cached = completion = 0
-        for index in range(asked.n):
-            if stopped():
-                return
-            cache, found, store = self._prepare(ids, store, namespace)
-            stops = Stops(asked.stop)
-
-            def give(text: str, stops: Stops = stops, index: int = index) -> None:
-                text = stops.push(text)
-                if text and not stopped():
-                    emit(Piece(index, text))
-
-            def ended(stops: Stops = stops) -> bool:
-                return stops.found or stopped()
-
-            result = self._host.generate(
-                self.tokenizer,
-                ids[None].to(self._host.device),
-                cache,
-                GenerationOptions(
-                    most,
-                    asked.temperature,
-                    asked.top_p,
-                    seed=None if index else seed,
-                    on_text=give,
-                    stopped=ended,
-                ),
-            )
-            cached += 0 if index else found
-            completion += result.tokens
-            whole = result.tokens < most or int(result.ids[0, -1]) in ends
-            if not stopped():
-                if rest := stops.rest():
-                    emit(Piece(index, rest))
-                emit(Finished(index, "stop" if stops.found or whole else "length"))
-                if index == asked.n - 1:
-                    emit(Used(len(ids), completion, cached))
-            if store is not None:
-                fed = result.ids[0, : cache.fed]
-                store.learn(self.model, fed, cache, namespace=namespace)
-
-    def _store_of(self, asked: Asked, name: str | None) -> tuple[PrefixStore | None, str]:
-        """The store in which a request's prompt is looked up and kept, and the namespace."""
-        if self.store is None or name is not None:
-            return self.store, "/".join(filter(None, (self.namespace, name)))
-        # Its answers share the prompt through a store that lives as long as the request.
-        return (PrefixStore(self.store.budget) if asked.n > 1 else None), ""
-
-    def _prepare(
-        self, ids: Tensor, store: PrefixStore | None, namespace: str
-    ) -> tuple[ModelCache, int, PrefixStore | None]:
-        """Prepare to answer a prompt, int64 (n,).
-
-        Returns:
-            A cache that holds all tokens of the prompt but the last, or an empty one; how many of
-            them were found instead of computed; and the store, or None if this prompt cannot use
-            it.
-        """
-        if store is not None:
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._new or self._busy or self._closing):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                self._works |= dict.fromkeys(new := self._new)
+                self._new = []
             try:
-                cache, found = store.read(
-                    self.model, ids[:-1], prompt=ids, spec=self.spec, namespace=namespace
+                self._start(new)
+                self._step()
+            except BaseException:  # of kvkeep's own: those of one answer end that answer
+                _LOG.exception("all requests failed")
+                self._drop(self._works, failed)
+                self.batch = self._new_batch()
+        self._drop([*self._works, *self._new], stopped)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a step has something to do or to free."""
+        return bool(self._works or self.batch.running or self.batch.waiting)
+
+    def _start(self, works: Iterable[Work]) -> None:
+        for work in works:
+            try:
+                work.start(self._added(work))
+            except CapacityError:
+                self._refuse(work, too_large())
+            except Exception:
+                _LOG.exception("a request failed")
+                self._refuse(work, failed())
+
+    def _refuse(self, work: Work, error: RequestError) -> None:
+        del self._works[work]
+        work.emit(error)
+
+    def _added(self, work: Work) -> list[Answer]:
+        asked, ids = work.asked, work.ids
+        processors = []
+        if asked.presence_penalty or asked.frequency_penalty:
+            processors.append(
+                penalty(
+                    len(ids), presence=asked.presence_penalty, frequency=asked.frequency_penalty
                 )
-                return cache, found, store
-            except UnsupportedError as error:
-                _LOG.warning("a prompt is computed without the store: %s", error)
-        return self._host.new_cache(self.spec), 0, None
+            )
+        if asked.logit_bias:
+            processors.append(bias(asked.logit_bias))
+        sampling = Sampling(
+            asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seed, processors
+        )
+        settings = Settings(
+            self.prompts.most_of(asked, len(ids)),
+            sampling,
+            asked.stop,
+            logprobs=asked.logprobs,
+            top_logprobs=asked.top_logprobs,
+        )
+        return self.batch.add(ids, settings, n=asked.n, queue=work.queue, namespace=work.namespace)
+
+    def _step(self) -> None:
+        of_prompt = {work.answers[0].origin: work for work in self._works}
+        found = self.batch.step()
+        for work in self._works:
+            if not work.gone:
+                work.begin(self.metrics)
+        for new in found:
+            work = of_prompt[new.answer.origin]
+            if not work.gone:
+                work.add(new, self.metrics, self._text_of)
+        for work in [x for x in self._works if x.gone or x.finish(self.metrics)]:
+            del self._works[work]
+        now = time.monotonic()
+        if now - self._sampled > _SAMPLED_S or not self.batch.running:
+            self._sampled = now
+            self.metrics.cache_bytes.set(self.batch.live_bytes)
+
+    def _text_of(self, token: int) -> str:
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    def _drop(self, works: Iterable[Work], why: Callable[[], RequestError]) -> None:
+        for work in list(works):
+            if not work.gone:
+                work.emit(why())
+            work.cancel()
+        self._works.clear()
 
 
-def _stopped() -> RequestError:
+def stopped() -> RequestError:
+    """Why a request is not answered when the server stops."""
     return RequestError("the server is shutting down; ask again later", status=503)
 
 
-def _is_larger(given: Any, limit: int) -> bool:
-    """Whether a template that writes its input as indented JSON would write more than `limit`
-    bytes. Deeply nested input becomes long by indentation, so it is counted without writing it."""
-    pieces = json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(given)
-    return any(total > limit for total in accumulate(len(piece.encode()) for piece in pieces))
+def too_large() -> RequestError:
+    """Why a request is refused that could not be answered though it were alone."""
+    return RequestError(
+        "the answer could take more memory than this server has for all answers; ask for fewer "
+        "tokens (max_tokens), or shorten the prompt",
+        param="max_tokens",
+    )
+
+
+def failed() -> RequestError:
+    """Why a request is not answered after an error that is not its own."""
+    return RequestError("the server failed; its log says why", status=500)

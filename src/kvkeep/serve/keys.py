@@ -26,6 +26,9 @@ class Keys:
         names: maps each key to a name. Keys with the same name belong to one tenant, which has its
             own namespace in the store and its own queue.
 
+    Attributes:
+        tenants: how many names there are.
+
     Raises:
         KeysError: there is no key, a key is empty or not printable ASCII without spaces, or a name
             is not valid.
@@ -44,6 +47,7 @@ class Keys:
                 raise KeysError(
                     f"key name {name!r} is not valid; use letters, digits, '.', '_' and '-'"
                 )
+        self.tenants = len(set(names.values()))
         self._names = [(_digest(key.encode()), name) for key, name in names.items()]
 
     @classmethod

@@ -19,8 +19,8 @@ class Limits:
     """Limits on what clients may use of a server, each client alone and all together.
 
     Args:
-        queue: most requests of one key name that may wait while another is answered; further ones
-            get status 429.
+        queue: most requests of one key name that may wait while `sequences` others are answered;
+            further ones get status 429.
         wait_s: seconds that a request may wait for its turn; then it gets status 503.
         answer_tokens: most tokens of all answers to one request, `n` times `max_tokens`.
         prompt_bytes: most bytes of a prompt, checked before it is rendered or tokenised. None: 16
@@ -28,6 +28,9 @@ class Limits:
         timeout_s: seconds for a request to arrive completely, and for a client to read what was
             sent to it.
         connections: most open connections; further ones are closed.
+        sequences: most answers at once.
+        cache_bytes: most bytes that the caches of all answers at once may come to hold, by what
+            their specs promise; None: no limit but that of `sequences`.
 
     Raises:
         SpecError: a limit is not positive (`queue` may be 0), or infinite.
@@ -39,6 +42,8 @@ class Limits:
     prompt_bytes: int | None = None
     timeout_s: float = 30.0
     connections: int = 512
+    sequences: int = 16
+    cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

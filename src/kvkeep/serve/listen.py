@@ -23,7 +23,7 @@ from kvkeep.serve.connection import Connection
 from kvkeep.serve.limits import Limits
 
 _GRACE_S = 5  # for requests that are being answered when the server stops
-_MOST_GRACE_S = 60  # for a request whose prompt is being processed then
+_MOST_GRACE_S = 60  # for a step of the model that takes so long
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 5  # how long an idle connection is kept open
 
@@ -112,7 +112,7 @@ def run(
     Raises:
         StateError: see `listen`.
     """
-    server = _Server(configured(app, limits), stop)
+    server = Server(configured(app, limits), stop)
     if threading.current_thread() is threading.main_thread():
         # Handle both signals alike; uvicorn raises them again after it has shut down.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -130,8 +130,13 @@ class _PathOnly(logging.Filter):
         return True
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that ends long answers at shutdown, so that clients get the reason."""
+class Server(uvicorn.Server):
+    """A uvicorn server that ends long answers at shutdown, so that clients get the reason.
+
+    Args:
+        config: from `configured`.
+        stop: ends the remaining answers; called in a thread, five seconds after the shutdown began.
+    """
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
         super().__init__(config)

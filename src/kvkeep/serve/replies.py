@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from starlette.responses import Response
 
-from kvkeep.serve.engine import Event, Finished, Piece, Used
+from kvkeep.serve.events import Event, Finished, Named, Piece, TokenLogprobs, Used
 from kvkeep.serve.requests import Asked, RequestError
 
 DONE = "data: [DONE]\n\n"
@@ -28,13 +28,16 @@ class Reply:
 
     def whole(self, events: list[Event]) -> dict[str, Any]:
         """The complete answer as one object; `events` must end with `Used`."""
-        texts = ["".join(_pieces(events, index)) for index in range(self.asked.n)]
         reasons = {event.index: event.reason for event in events if isinstance(event, Finished)}
         choices = []
-        for index, text in enumerate(texts):
+        for index in range(self.asked.n):
+            pieces = [e for e in events if isinstance(e, Piece) and e.index == index]
+            text = "".join(piece.text for piece in pieces)
             said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(self._choice(index, said if self.asked.chat else {"text": text}))
-            choices[-1]["finish_reason"] = reasons[index]
+            choice = self._choice(index, said if self.asked.chat else {"text": text})
+            choices.append(
+                choice | {"finish_reason": reasons[index], "logprobs": self._logprobs(pieces)}
+            )
         used = next(event for event in events if isinstance(event, Used))
         return self._object("chat.completion", choices) | {"usage": _usage(used)}
 
@@ -49,13 +52,14 @@ class Reply:
         """The chunks of a stream for one event."""
         if isinstance(event, Piece):
             delta = {"delta": {"content": event.text}} if self.asked.chat else {"text": event.text}
-            yield self._chunk([self._choice(event.index, delta)])
+            choice = self._choice(event.index, delta)
+            yield self._chunk([choice | {"logprobs": self._logprobs([event])}])
         elif isinstance(event, Finished):
             choice = self._choice(event.index, {"delta": {}} if self.asked.chat else {"text": ""})
             yield self._chunk([choice | {"finish_reason": event.reason}])
         elif isinstance(event, RequestError):
             yield _data(event.body())
-        else:
+        elif isinstance(event, Used):
             if self.asked.include_usage:
                 yield self._chunk([], _usage(event))
             yield DONE
@@ -76,6 +80,12 @@ class Reply:
 
     def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, **said, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, pieces: Iterable[Piece]) -> dict[str, Any] | None:
+        if not self.asked.logprobs:
+            return None
+        of_tokens = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        return _in_chat(of_tokens) if self.asked.chat else _in_completions(of_tokens)
 
 
 def model(name: str, created: int) -> dict[str, Any]:
@@ -98,10 +108,31 @@ def refusal(error: RequestError) -> Response:
     return as_json(error.body(), error.status, headers)
 
 
-def _pieces(events: list[Event], index: int) -> Iterator[str]:
-    for event in events:
-        if isinstance(event, Piece) and event.index == index:
-            yield event.text
+def _in_chat(of_tokens: list[TokenLogprobs]) -> dict[str, Any]:
+    content = [
+        _named(one.chosen) | {"top_logprobs": [_named(other) for other in one.likeliest]}
+        for one in of_tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _in_completions(of_tokens: list[TokenLogprobs]) -> dict[str, Any]:
+    return {
+        "tokens": [one.chosen.token for one in of_tokens],
+        "token_logprobs": [one.chosen.logprob for one in of_tokens],
+        "top_logprobs": [dict(reversed(one.likeliest)) for one in of_tokens],
+        "text_offset": [one.offset for one in of_tokens],
+    }
+
+
+def _named(one: Named) -> dict[str, Any]:
+    """A token with its bytes, which are not known of one that is a part of a character."""
+    whole = "\ufffd" not in one.token
+    return {
+        "token": one.token,
+        "logprob": one.logprob,
+        "bytes": list(one.token.encode()) if whole else None,
+    }
 
 
 def _usage(used: Used) -> dict[str, Any]:

@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,15 +25,9 @@ _MOST_CHOICES = 128
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
 _DEFAULT_COMPLETION = 16  # tokens, OpenAI's default for completions
-_OFF: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-}
+_MOST_BIASES = 1024
+_TOKEN_ID = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
 _OFF_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
-    **_OFF,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
@@ -43,8 +38,6 @@ _OFF_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
 }
 _OFF_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
-    **_OFF,
-    "logprobs": (),
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
@@ -80,7 +73,8 @@ class RequestError(KVKeepError):
 @dataclass(frozen=True)
 class Asked:
     """One request: a chat with `messages` (`chat=True`), or a `prompt` to continue, text or token
-    ids. `max_tokens=None` allows as many as the model's context and the server's limit permit."""
+    ids. `max_tokens=None` allows as many as the model's context and the server's limit permit.
+    `logprobs` asks for those of each token, and `top_logprobs` for those of so many others too."""
 
     chat: bool
     model: str
@@ -90,6 +84,13 @@ class Asked:
     max_tokens: int | None
     temperature: float
     top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: bool
+    top_logprobs: int
     stop: tuple[str, ...]
     seed: int | None
     n: int
@@ -132,6 +133,7 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
         tokens = _integer(given, name, tokens, 1)
     temperature = _number(given, "temperature", 1.0, 2.0)
     options = _field(given, "stream_options", dict, {})
+    logprobs, top_logprobs = _logprobs(given, chat)
     return Asked(
         chat=chat,
         model=_required(given, "model", str),
@@ -141,6 +143,13 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
         max_tokens=tokens,
         temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
         top_p=_number(given, "top_p", 1.0, 1.0),
+        top_k=_integer(given, "top_k", 0, 0) or 0,
+        min_p=_number(given, "min_p", 0.0, 1.0),
+        presence_penalty=_number(given, "presence_penalty", 0.0, 2.0, -2.0),
+        frequency_penalty=_number(given, "frequency_penalty", 0.0, 2.0, -2.0),
+        logit_bias=_biases(given),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         stop=_stop(given),
         seed=_integer(given, "seed", None, -(2**63)),
         n=_integer(given, "n", 1, 1, _MOST_CHOICES) or 1,
@@ -265,6 +274,37 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
     return text
 
 
+def _logprobs(given: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
+    """Whether logprobs are asked for, and of how many of the likeliest tokens."""
+    if not chat:
+        top = _integer(given, "logprobs", None, 0, 5)
+        return top is not None, top or 0
+    asked, top = _field(given, "logprobs", bool, False), _integer(given, "top_logprobs", 0, 0, 20)
+    if top and not asked:
+        raise RequestError(
+            f"top_logprobs {top} without logprobs; give logprobs true too", param="top_logprobs"
+        )
+    return asked, top or 0
+
+
+def _biases(given: Mapping[str, Any]) -> dict[int, float]:
+    biases = _field(given, "logit_bias", dict, {})
+    if len(biases) > _MOST_BIASES:
+        raise RequestError(
+            f"logit_bias of {len(biases)} tokens; give at most {_MOST_BIASES}", param="logit_bias"
+        )
+    for token in biases:
+        if not _TOKEN_ID.fullmatch(token):
+            raise RequestError(
+                f'logit_bias has {json.dumps(token)[:80]}; give token ids, such as "50"',
+                param="logit_bias",
+            )
+    return {
+        int(token): _number(biases, token, 0.0, 100.0, -100.0, param="logit_bias")
+        for token in biases
+    }
+
+
 def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
     stop = given.get("stop")
     strings = [] if stop is None else stop if isinstance(stop, list) else [stop]
@@ -309,13 +349,23 @@ def _field(
     return value
 
 
-def _number(given: Mapping[str, Any], name: str, default: float, high: float) -> float:
+def _number(
+    given: Mapping[str, Any],
+    name: str,
+    default: float,
+    high: float,
+    low: float = 0.0,
+    *,
+    param: str = "",
+) -> float:
     value = given.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        where = f"{param} of {name}" if param else name
         raise RequestError(
-            f"{name} {json.dumps(value)[:80]}; give a number from 0 to {high:g}", param=name
+            f"{where} {json.dumps(value)[:80]}; give a number from {low:g} to {high:g}",
+            param=param or name,
         )
     return float(value)
 

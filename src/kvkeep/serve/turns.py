@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
-
-from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import RequestError
-
-_RETRY_S = 5
 
 
 @final
@@ -36,9 +31,7 @@ class Turns:
     All methods must be called in the event loop's thread.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._taken: Counter[str] = Counter()
+    def __init__(self) -> None:
         self._waiting: dict[str, deque[Place]] = {}  # names in the order of their next turn
         self._busy = False
 
@@ -49,60 +42,32 @@ class Turns:
 
     @contextmanager
     def place(self, name: str) -> Iterator[Place]:
-        """A place in the queue of a name, for as long as the context is open.
-
-        Raises:
-            RequestError: status 429, too many requests of that name wait.
-        """
-        if self._taken[name] > self._limits.queue:
-            raise RequestError(
-                f"{self._limits.queue} requests wait already, which is the limit; try again later",
-                code="queue_full",
-                status=429,
-                retry_s=_RETRY_S,
-            )
-        self._taken[name] += 1
+        """A place in the queue of a name, for as long as the context is open."""
         place = Place(name)
         try:
             yield place
         finally:
-            self._taken[name] -= 1
-            if not self._taken[name]:
-                del self._taken[name]
             self._leave_queue(place)
             if place.holds:
                 self.done()
-
-    def deadline(self) -> float:
-        """When a request that arrives now will have waited too long, in the event loop's time."""
-        return asyncio.get_running_loop().time() + self._limits.wait_s
 
     async def wait(self, place: Place, deadline: float) -> None:
         """Wait for this request's turn. The turn lasts until the place is left or, after
         `Place.hand_over`, until `done`.
 
         Args:
-            deadline: from `deadline`, called when the request arrived.
+            deadline: in the event loop's time.
 
         Raises:
-            RequestError: status 503, the turn did not come in time.
+            TimeoutError: the turn did not come in time.
         """
         if not self._busy:
             self._busy = place.holds = True
             return
         place.turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place.name, deque()).append(place)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await place.turn
-        except TimeoutError:
-            raise RequestError(
-                f"the request waited {self._limits.wait_s:g} s for others, which is the limit; try "
-                "again later",
-                code="waited_too_long",
-                status=503,
-                retry_s=_RETRY_S,
-            ) from None
+        async with asyncio.timeout_at(deadline):
+            await place.turn
 
     def done(self) -> None:
         """End the current turn; the oldest request of the next name gets it."""

@@ -1,0 +1,67 @@
+"""Reuse: what the answers of a batch take from a prefix store, and what they leave there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvkeep.batch.answer import Answer
+from kvkeep.errors import UnsupportedError
+from kvkeep.host import ModelCache, host_of
+from kvkeep.store.prefix import PrefixStore
+
+_LOG = logging.getLogger("kvkeep.batch")
+
+
+class Reuse:
+    """Begins the caches of answers, from a store where there is one. A store that refuses a prompt,
+    or fails, costs the answer nothing but time.
+
+    Args:
+        model: of the answers.
+        store: None: every prompt is computed.
+    """
+
+    def __init__(self, model: Any, store: PrefixStore | None) -> None:
+        self._model, self._host, self._store = model, host_of(model), store
+
+    def begin(self, answer: Answer) -> ModelCache:
+        """A cache for an answer, which holds the beginning of its prompt if that is stored. Sets
+        `answer.cached`.
+
+        Raises:
+            UnsupportedError: other adapters are active beside an activated one.
+        """
+        ids, origin = answer.prompt, answer.origin
+        if self._store is not None and origin.namespace is not None:
+            try:
+                cache, answer.cached = self._store.find(
+                    self._model,
+                    ids[:-1],
+                    prompt=ids,
+                    spec=answer.spec,
+                    namespace=origin.namespace,
+                )
+                return cache
+            except Exception as error:
+                self._give_up(answer, error)
+        cache = self._host.new_cache(answer.spec)
+        cache.activation = self._host.activation_in(ids)
+        return cache
+
+    def keep(self, answer: Answer) -> None:
+        """Store what an answer's cache was fed."""
+        namespace, cache = answer.origin.namespace, answer.cache
+        if self._store is None or namespace is None or cache is None or cache.fed <= answer.cached:
+            return
+        try:
+            self._store.learn(self._model, answer.ids[: cache.fed], cache, namespace=namespace)
+        except Exception as error:
+            self._give_up(answer, error)
+
+    def _give_up(self, answer: Answer, error: Exception) -> None:
+        answer.origin.namespace = None
+        if isinstance(error, UnsupportedError):  # its spec or model, not a fault
+            _LOG.info("a prompt is computed without the store: %s", error)
+        else:
+            _LOG.warning("the store failed, so a prompt does without it", exc_info=error)

@@ -1,0 +1,81 @@
+"""Metrics: a server's figures, in Prometheus' format. They tell nothing of who asked what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+OUTCOMES = ("answered", "refused", "unavailable", "left", "failed")
+
+
+@final
+class Metrics:
+    """The figures of one engine, in a registry of their own.
+
+    Attributes:
+        first_token: seconds from a request's tokenising to its first token.
+        between_tokens: seconds between two tokens of an answer.
+    """
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvkeep_requests",
+            "Requests that ended: answered; refused for what they ask; unavailable, because of "
+            "others or because the server stops; left by the client; failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        self.prompt_tokens = Counter(
+            "kvkeep_prompt_tokens", "Tokens of prompts that began.", registry=registry
+        )
+        self.found_tokens = Counter(
+            "kvkeep_prompt_tokens_found",
+            "Those that were found in the store instead of computed.",
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "kvkeep_generated_tokens", "Tokens of answers.", registry=registry
+        )
+        self.first_token = Histogram(
+            "kvkeep_time_to_first_token_seconds",
+            "From a request's tokenising to the first token of its answers.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.between_tokens = Histogram(
+            "kvkeep_time_between_tokens_seconds",
+            "Between two tokens of an answer.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.cache_bytes = Gauge(
+            "kvkeep_cache_bytes", "Bytes of the slots that answers use.", registry=registry
+        )
+
+    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose value is asked for when it is read."""
+        Gauge(name, meaning, registry=self._registry).set_function(value)
+
+    def ended(self, outcome: str) -> None:
+        """Count a request, by one of `OUTCOMES`."""
+        self._requests.labels(outcome).inc()
+
+    def text(self) -> bytes:
+        """All figures, as Prometheus reads them."""
+        return generate_latest(self._registry)
