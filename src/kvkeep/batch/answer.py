@@ -35,9 +35,10 @@ class Settings:
             and so on.
         stop: strings that end the answer; they are not part of its text.
         end_tokens: tokens that end the answer; None: the model's own.
-        logprobs: record the logarithm of each token's probability, at temperature 1, before
-            anything else changed it.
+        logprobs: record the logarithm of each token's probability, before anything but
+            `logprob_temperature` changed it.
         top_logprobs: record those of so many of the likeliest tokens too.
+        logprob_temperature: the temperature of these probabilities.
         priority: answers of higher priority are admitted first, and may put others aside.
 
     Raises:
@@ -50,11 +51,14 @@ class Settings:
     end_tokens: frozenset[int] | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    logprob_temperature: float = 1.0
     priority: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise SpecError(f"max_new_tokens is {self.max_new_tokens}; give at least 1")
+        if not self.logprob_temperature > 0:
+            raise SpecError(f"logprob_temperature is {self.logprob_temperature}; give more than 0")
         if self.top_logprobs < 0:
             raise SpecError(f"top_logprobs is {self.top_logprobs}; give at least 0")
         if isinstance(self.stop, str) or "" in self.stop:
@@ -227,7 +231,7 @@ class Answer:
         settings = self.settings
         if not settings.logprobs and not settings.top_logprobs:
             return
-        logprobs = logits.float().log_softmax(dim=-1)
+        logprobs = (logits.float() / settings.logprob_temperature).log_softmax(dim=-1)
         if settings.logprobs:
             self.logprobs.append(float(logprobs[token]))
         if settings.top_logprobs:

@@ -6,13 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvkeep.finetune.rollouts import Rollouts
+
     LongContext: Any
     """See `kvkeep.hf.trainer.LongContext`."""
 
-__all__ = ["LongContext"]
+__all__ = ["LongContext", "Rollouts"]
+
+_FROM = {"LongContext": "kvkeep.hf.trainer", "Rollouts": "kvkeep.finetune.rollouts"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LongContext":
+    if name not in _FROM:
         raise AttributeError(f"module 'kvkeep.finetune' has no attribute {name!r}")
-    return import_module("kvkeep.hf.trainer").LongContext
+    return getattr(import_module(_FROM[name]), name)

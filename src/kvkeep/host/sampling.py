@@ -70,10 +70,18 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return p
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The token of the largest logit, the first among equals, int64 (B, 1), from logits (B, V)."""
+    if not logits.is_cpu:
+        return logits.argmax(dim=-1, keepdim=True)
+    # On the CPU numpy takes a tenth of the time of torch, and more so in half precision.
+    return torch.from_numpy(logits.detach().float().numpy().argmax(axis=-1))[:, None]
+
+
 def drawn(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """The next token, int64 (B, 1), from logits (B, V)."""
     if not sampling.temperature > 0:
-        return logits.argmax(dim=-1, keepdim=True)
+        return likeliest(logits)
     return probabilities(logits, sampling).multinomial(1, generator=generator)
 
 
@@ -102,3 +110,14 @@ def bias(added: Mapping[int, float]) -> Processor:
         return logits.float().index_add(-1, tokens.to(ids.device), values.to(ids.device)[None])
 
     return biased
+
+
+def repetition(penalty: float) -> Processor:
+    """A processor that divides positive logits of tokens that the text has already, and multiplies
+    negative ones, by `penalty`, as transformers does."""
+
+    def lowered(ids: Tensor, logits: Tensor) -> Tensor:
+        had = logits.gather(1, ids)
+        return logits.scatter(1, ids, torch.where(had < 0, had * penalty, had / penalty))
+
+    return lowered

@@ -1,0 +1,120 @@
+"""Rollouts: answers for reinforcement learning with TRL, many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from kvkeep.batch import Answer, Batch, Sampling, Settings
+from kvkeep.errors import UnsupportedError
+from kvkeep.host import DEFAULT_SPEC, Specs, host_of
+from kvkeep.host.sampling import Processor, repetition
+
+_UNKNOWN = ("generation_kwargs", "cache_implementation")
+
+
+class Rollouts:
+    """A `rollout_func` for TRL's `GRPOTrainer`: the answers to all prompts of a step are computed
+    in one `Batch`. Equal prompts are read once, and their answers share its slots.
+
+    What the trainer's arguments say of sampling applies: temperature, top_p, top_k, min_p,
+    repetition_penalty and max_completion_length. The log probabilities are those at the trainer's
+    temperature, as its loss takes them. Random numbers are drawn from torch's generator.
+
+    Args:
+        spec: what caches keep. A policy that evicts computes answers that the trained model, which
+            sees whole texts, would give other probabilities.
+        options: of `Batch`.
+    """
+
+    def __init__(self, spec: Specs = DEFAULT_SPEC, **options: Any) -> None:
+        self._spec, self._options = spec, options
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Answer each of the prompts, texts or conversations, once.
+
+        Returns:
+            For each prompt its token ids, `prompt_ids`; those of its answer, `completion_ids`; and
+            their `logprobs`.
+
+        Raises:
+            UnsupportedError: the trainer's arguments ask for something that a batch cannot do.
+            CapacityError, ShapeError: a prompt and its answer are too long.
+        """
+        args = trainer.args
+        given = [name for name in _UNKNOWN if getattr(args, name, None)]
+        if given:
+            raise UnsupportedError(
+                f"{', '.join(given)} of the trainer's arguments cannot be applied to rollouts of a "
+                "Batch; leave them out"
+            )
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        host, training = host_of(model), model.training
+        attached_here = not host.attached
+        if attached_here:
+            host.attach(self._spec)
+        model.eval()
+        try:
+            answers = self._answers(model, prompts, trainer)
+        finally:
+            model.train(training)
+            if attached_here:
+                host.detach()
+        return {
+            "prompt_ids": [answer.prompt.tolist() for answer in answers],
+            "completion_ids": [answer.tokens for answer in answers],
+            "logprobs": [answer.logprobs for answer in answers],
+        }
+
+    def _answers(self, model: Any, prompts: Sequence[Any], trainer: Any) -> list[Answer]:
+        args = trainer.args
+        batch = Batch(model, spec=self._spec, **self._options)
+        answers: list[Answer] = []
+        for prompt, same in groupby(prompts):
+            processors: list[Processor] = []
+            if args.repetition_penalty != 1:
+                processors.append(repetition(args.repetition_penalty))
+            sampling = Sampling(
+                args.temperature,
+                args.top_k or 0,
+                args.top_p,
+                args.min_p or 0.0,
+                int(torch.randint(2**62, ())),
+                processors,
+            )
+            settings = Settings(
+                args.max_completion_length,
+                sampling,
+                end_tokens=frozenset(getattr(trainer, "eos_token_ids", ())) or None,
+                logprobs=True,
+                logprob_temperature=args.temperature,
+            )
+            answers += batch.add(_ids(prompt, trainer), settings, n=len(list(same)))
+        for answer in tqdm(batch, "Rollouts", len(answers), disable=None, leave=False):
+            if answer.error is not None:
+                raise answer.error
+        return answers
+
+
+def _ids(prompt: Any, trainer: Any) -> list[int]:
+    """The token ids of a text or a conversation, as the trainer makes them."""
+    processing = trainer.processing_class
+    tokenizer = getattr(processing, "tokenizer", processing)
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        return ids
+    options: Mapping[str, Any] = getattr(trainer, "chat_template_kwargs", None) or {}
+    render: Callable[..., list[int]] = tokenizer.apply_chat_template
+    return render(
+        prompt,
+        tools=getattr(trainer, "tools", None) or None,
+        chat_template=getattr(trainer, "chat_template", None),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **options,
+    )
