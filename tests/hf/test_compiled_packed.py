@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from support.tiny_models import tiny
+from torch._dynamo.utils import counters
 
 import kvkeep
 from kvkeep import native_library
@@ -112,3 +113,16 @@ def test_a_failure_within_a_graph_is_taken_back(monkeypatch):
             )
     assert [cache.fed for cache in both.caches[1]] == before
     both.feed([1, 1])
+
+
+@torch.no_grad()
+def test_warmed_steps_compile_nothing(noted):
+    both = Both(hosts(), ["keep_all+int8", "window:6"])
+    both.hosts[1].warm("keep_all", 2)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 2
+    both.feed([5, 9])
+    both.feed([1, 1])
+    both.feed([1, 0])
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert noted["repeat"] >= 2

@@ -50,6 +50,12 @@ def serve(
     ] = "",
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    compile_steps: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile steps of all numbers of answers first, for a minute or so."
+        ),
+    ] = False,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -208,6 +214,7 @@ def serve(
                 store=kept,
                 namespace=namespace,
                 limits=limits,
+                compile=compile_steps,
             )
             working.stop()
             if engine.why_no_reuse:

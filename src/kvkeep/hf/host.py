@@ -31,6 +31,7 @@ from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.rotary import rotaries_of
+from kvkeep.hf.rows import NUMBERS
 from kvkeep.host import (
     Activation,
     Generation,
@@ -112,9 +113,22 @@ class TransformersHost(Host):
         return is_routed(self._text)
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False, compile: bool = False
     ) -> AbstractContextManager[object]:
-        return attach(self.model, spec, linears=linears)
+        return attach(self.model, spec, linears=linears, compile=compile)
+
+    @torch.inference_mode()
+    def warm(self, spec: Specs, sequences: int) -> None:
+        if compiled_steps(unwrapped(self.model)) is None or self.unpackable:
+            return
+        few = [number for number in NUMBERS if number < sequences]
+        numbers = [*few, *NUMBERS[len(few) :][:1]]
+        caches = [self.new_cache(spec) for _ in range(numbers[-1])]
+        token = torch.zeros(1, dtype=torch.int64)
+        self.forward_packed([Piece(token.repeat(2), cache) for cache in caches])
+        for number in numbers:
+            for _ in range(3):  # compile, record, repeat
+                self.forward_packed([Piece(token, cache) for cache in caches[:number]])
 
     def detach(self) -> None:
         detach(self.model)

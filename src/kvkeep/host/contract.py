@@ -131,12 +131,22 @@ class Host(ABC):
         return True
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False, compile: bool = False
     ) -> AbstractContextManager[object]:
         """Route the model's attention through kvkeep's caches until the returned context manager
         exits or `detach` is called; with `linears`, its linear layers through `kvkeep.linears`
-        too. The default does nothing, for models that are always attached."""
+        too; with `compile`, run steps of one token in compiled graphs. The default does nothing,
+        for models that are always attached."""
         return nullcontext()
+
+    def warm(self, spec: Specs, sequences: int) -> None:
+        """Do now what packed steps of one token of up to so many sequences would do when they first
+        come, such as compiling them. The default does nothing.
+
+        Raises:
+            UnsupportedError: the model cannot be compiled.
+        """
+        return None
 
     def detach(self) -> None:
         """Undo `attach`."""

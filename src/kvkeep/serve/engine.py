@@ -134,6 +134,7 @@ class Engine:
         store: holds prefixes of prompts for reuse; None: every prompt is computed.
         namespace: of the store's entries; a request's own namespace is appended to it.
         limits: of each request, and of all together.
+        compile: run steps of one token of each answer in graphs, which are compiled here.
 
     Raises:
         SpecError, UnsupportedError: the spec does not fit the model, or the model cannot be
@@ -150,11 +151,18 @@ class Engine:
         store: PrefixStore | None = None,
         namespace: str = "",
         limits: Limits | None = None,
+        compile: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
-        self._host.attach(cache, linears=True)
+        self._host.attach(cache, linears=True, compile=compile)
+        if compile:
+            try:
+                self._host.warm(cache, self.limits.sequences)
+            except BaseException:
+                self._host.detach()
+                raise
         held = self._host.new_cache(cache)
         lengths = self._host.context, held.token_limit()
         context = min((n for n in lengths if n), default=None)
