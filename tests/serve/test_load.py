@@ -27,8 +27,9 @@ def ended(engine):
     return sum(float(value) for name, value, *_ in figures if "requests_total{" in name)
 
 
-def load(tokenizer, clients, seconds, limits):
-    """How many requests were answered, and how many were left by their clients."""
+def load(tokenizer, clients, seconds, limits, rest=0.0):
+    """How many requests were answered, and how many were left by their clients, each of whom rests
+    for up to `rest` seconds after a request."""
     model = small()
     model.generation_config.eos_token_id = None
     keys = Keys({f"key{i}": f"client{i % 3}" for i in range(clients)})
@@ -50,6 +51,7 @@ def load(tokenizer, clients, seconds, limits):
             draw = random.Random(f"load {number}")
             own = client(str(talk.base_url), f"key{number}")
             while time.monotonic() < end:
+                time.sleep(rest * draw.random())
                 prompt, n = draw.choice(PROMPTS), draw.choice((1, 1, 1, 2))
                 most, leave = draw.randint(1, 40), draw.random() < 0.3
                 asked = options | {"prompt": prompt, "max_tokens": most, "n": n}
@@ -89,9 +91,9 @@ def load(tokenizer, clients, seconds, limits):
 
 
 def test_eight_clients_of_whom_some_leave(tokenizer):
-    counted = load(tokenizer, 8, 10, Limits(sequences=6))
-    assert counted["answered"] > 20
-    assert counted["left"] > 5
+    counted = load(tokenizer, 8, 60, Limits(sequences=6), rest=1.0)
+    assert counted["answered"] > 50
+    assert counted["left"] > 10
     assert not counted["turned away"]
 
 
