@@ -15,7 +15,7 @@ from torch import Tensor
 from kvkeep.bench.decode_loop import DYNAMIC, bytes_per_token
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep.bench.environment import environment
-from kvkeep.bench.random_model import RANDOM, random_model
+from kvkeep.bench.random_model import RANDOM, model_named
 from kvkeep.bench.systems import (
     COMPILED,
     EAGER,
@@ -107,7 +107,7 @@ def run(
                 else f"no way {system!r} to run a step; there is {', '.join(known)}"
             )
     limits = Limits(place, seconds)
-    loaded, tokenizer = _loaded(model, dtype, place)
+    loaded, tokenizer = model_named(model, dtype, place)
     if LLAMA_CPP in against:
         if model in RANDOM:
             raise UnsupportedError(
@@ -143,23 +143,6 @@ def run(
         "bandwidth_floor_us_per_token": bytes_per_token(loaded) / rate / 1e3,
         rates[0][0]: rate,
     }
-
-
-def _loaded(model: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
-    """The model and its tokenizer; a random model has none."""
-    if model in RANDOM:
-        return random_model(model, _dtype(dtype), device), None
-    from kvkeep.hf.models import load  # noqa: PLC0415 (it needs packages that may be missing)
-
-    return load(model, dtype, str(device))
-
-
-def _dtype(name: str) -> torch.dtype:
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    found = getattr(torch, short.get(name, name), None)
-    if not isinstance(found, torch.dtype):
-        raise SpecError(f"no dtype {name!r}; there is bfloat16, float16, float32")
-    return found
 
 
 class _Table:

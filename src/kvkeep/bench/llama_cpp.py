@@ -22,11 +22,12 @@ with needed_by("Measuring llama.cpp", "llama-cpp"):
 
 LLAMA_CPP = "llama.cpp"
 
-_TYPES = {
+TYPES = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
+"""llama.cpp's name of each dtype that it has."""
 
 
 def require(model: Any) -> None:
@@ -39,9 +40,9 @@ def require(model: Any) -> None:
     with needed_by("Measuring llama.cpp", "llama-cpp"):
         import llama_cpp  # noqa: F401
     config = model.config
-    if config.model_type != "llama" or model.dtype not in _TYPES:
+    if config.model_type != "llama" or model.dtype not in TYPES:
         raise UnsupportedError(
-            f"llama.cpp is measured on Llama models in {', '.join(map(str, _TYPES))} only, not "
+            f"llama.cpp is measured on Llama models in {', '.join(map(str, TYPES))} only, not "
             f"on {config.model_type} in {model.dtype}"
         )
 
@@ -68,8 +69,8 @@ def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[],
         n_threads=threads,
         n_threads_batch=threads,
         flash_attn=True,
-        type_k=int(_TYPES[model.dtype]),
-        type_v=int(_TYPES[model.dtype]),
+        type_k=int(TYPES[model.dtype]),
+        type_v=int(TYPES[model.dtype]),
         verbose=False,
     )
     *prompt, last = ids[0].tolist()
@@ -102,7 +103,7 @@ def write_gguf(model: Any, path: Path) -> None:
         }.get(name.split(".")[-2])
         if heads:
             weight = _interleaved(weight, heads)
-        kind = _TYPES[model.dtype] if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
+        kind = TYPES[model.dtype] if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
         target = names.get_name(name, try_suffixes=(".weight",))
         if target is None:
             raise UnsupportedError(f"llama.cpp has no tensor for the weight {name}")

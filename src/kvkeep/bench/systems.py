@@ -42,6 +42,11 @@ def named(spec: str, way: str = EAGER) -> str:
     }[way]
 
 
+def twin(model: Any) -> Any:
+    """A copy of a model, to be attached or compiled by itself, with the same weights in memory."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
 class Systems:
     """The systems to measure. `hold` sets the content of all caches created after it.
 
@@ -57,8 +62,7 @@ class Systems:
         against: Sequence[str],
         directory: Path,
     ) -> None:
-        shared = {id(weight): weight for weight in model.parameters()}
-        plain, static, routed, fused = (copy.deepcopy(model, shared.copy()) for _ in range(4))
+        plain, static, routed, fused = (twin(model) for _ in range(4))
         attach(model)
         attach(routed, linears=True)
         attach(fused, linears=True, compile=FUSED in ways)

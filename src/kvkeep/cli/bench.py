@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvkeep.cli.output import (
-    JsonFlag,
-    Working,
-    listed,
-    print_json,
-    print_table,
-    reported,
-    whole_numbers,
+from kvkeep.cli.bench_options import (
+    Device,
+    Dtype,
+    Model,
+    SpecList,
+    Turns,
+    drawn,
+    names,
+    numbers,
+    show,
 )
+from kvkeep.cli.bench_serve import serve
+from kvkeep.cli.output import JsonFlag, Working, listed, reported, whole_numbers
 from kvkeep.cli.plot import PlotFile, check_plot
 from kvkeep.cli.plot import plot as draw
-
-Model = Annotated[str, typer.Option(help="A model; see `kvkeep models`.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-SpecList = Annotated[str, typer.Option(help="Cache specs, separated by semicolons.")]
-Turns = Annotated[int, typer.Option(min=1, help="Rounds of measurement.")]
-Device = Annotated[
-    str | None, typer.Option(help="Device, e.g. cpu or cuda; default: CUDA if available.")
-]
 
 bench = typer.Typer(help="Measure kvkeep against other caches.", no_args_is_help=True)
 
@@ -56,7 +52,7 @@ def append(
 ) -> None:
     """Append one token: concatenation against writing in place (8 heads, width 128)."""
     check_plot(plot)
-    held, rows = _numbers(tokens), _numbers(batches)
+    held, rows = numbers(tokens), numbers(batches)
     with reported(), Working("append") as working:
         from kvkeep.bench.append import run
 
@@ -64,11 +60,11 @@ def append(
             held,
             device=device,
             batches=rows,
-            layouts=_names(layouts),
+            layouts=names(layouts),
             turns=turns,
             progress=working,
         )
-    _show("Append one token; ratios are concat / growing", result, plot, json)
+    show("Append one token; ratios are concat / growing", result, plot, json)
 
 
 @bench.command()
@@ -112,7 +108,7 @@ def memory(
             specs=SPECS if specs is None else split_specs(specs),
             progress=working,
         )
-    _show(f"Memory after {tokens} tokens, {model}, {dtype}", result, plot, json)
+    show(f"Memory after {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
 @bench.command()
@@ -157,7 +153,7 @@ def op(
 ) -> None:
     """The attention operation alone, on every backend and in other libraries."""
     check_plot(plot)
-    held = _numbers(lengths)
+    held = numbers(lengths)
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     if queries > min(held or [256]):
@@ -177,16 +173,16 @@ def op(
             head_dim=head_dim,
             queries=queries,
             lengths=held,
-            codecs=_names(codecs),
+            codecs=names(codecs),
             masses=None if mass is None else [mass],
-            against=_names(against),
+            against=names(against),
             turns=turns,
             progress=working,
         )
     title = f"Attention of {queries} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; "
     reads = result.get("read_gb_per_s")
     does = f"reads at {reads:.0f}" if reads else f"copies at {result['copy_gb_per_s']:.0f}"
-    _show(title + f"memory {does} GB/s", result, plot, json)
+    show(title + f"memory {does} GB/s", result, plot, json)
 
 
 @bench.command()
@@ -209,7 +205,7 @@ def linear(
 ) -> None:
     """Linear layers of few rows on the CPU, by kvkeep's kernel and by torch."""
     check_plot(plot)
-    sizes, counts = _shapes(shapes), _numbers(rows)
+    sizes, counts = _shapes(shapes), numbers(rows)
     with reported(), Working("linear") as working:
         from kvkeep.bench.linear import ROWS, SHAPES, run
         from kvkeep.hf.models import dtype_named
@@ -222,7 +218,7 @@ def linear(
             progress=working,
         )
     reads = f"memory reads at {result['read_gb_per_s']:.0f} GB/s"
-    _show(f"Linear layers of few rows, {dtype}; {reads}", result, plot, json)
+    show(f"Linear layers of few rows, {dtype}; {reads}", result, plot, json)
 
 
 @bench.command()
@@ -261,7 +257,7 @@ def decode(
 ) -> None:
     """Decode steps of a whole model at several contexts, and their time per token held."""
     check_plot(plot)
-    held = _numbers(contexts)
+    held = numbers(contexts)
     with reported(), Working("decode") as working:
         from kvkeep.bench.decode import run
         from kvkeep.spec import split_specs
@@ -272,12 +268,12 @@ def decode(
             dtype=dtype,
             contexts=held,
             specs=split_specs(specs),
-            ways=_names(ways),
-            against=_names(against),
+            ways=names(ways),
+            against=names(against),
             turns=turns,
             progress=working,
         )
-    _show(f"One decode step of {model}, {dtype}", result, plot, json)
+    show(f"One decode step of {model}, {dtype}", result, plot, json)
     floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read the token's slots once"
     slopes = result["slope_us_per_token"].items()
     cost = ", ".join(f"{name} {slope:.2f}" for name, slope in slopes if slope is not None)
@@ -301,7 +297,7 @@ def prefill(
         from kvkeep.bench.prefill import run
 
         result = run(model, dtype=dtype, lengths=fed, turns=turns, progress=working)
-    _show(f"Prefill of {model}, {dtype}", result, plot, json)
+    show(f"Prefill of {model}, {dtype}", result, plot, json)
 
 
 @bench.command()
@@ -332,7 +328,7 @@ def save(
             directory=directory,
             progress=working,
         )
-    _show(f"The cache of {tokens} tokens, {model}, {dtype}", result, plot, json)
+    show(f"The cache of {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
 @bench.command()
@@ -362,7 +358,7 @@ def fork(
             turns=turns,
             progress=working,
         )
-    _show(f"A batch that continues {tokens} tokens, {model}, {dtype}", result, plot, json)
+    show(f"A batch that continues {tokens} tokens, {model}, {dtype}", result, plot, json)
     if not json:
         held, ratio = result["forks"]["bytes"], result["forks"]["ratio"]
         typer.echo(
@@ -407,7 +403,7 @@ def reuse(
     if not any(row["mode"] == "redis" for row in result["rows"]):
         typer.echo("redis-server is not installed, so the redis mode is left out", err=True)
     title = f"{documents} documents and a question, {result['tokens']} tokens, {model}, {dtype}"
-    _show(title, result, plot, json)
+    show(title, result, plot, json)
 
 
 @bench.command()
@@ -448,7 +444,7 @@ def train(
         shown = ("method", "tokens", "peak_bytes", "seconds")
         rows = [{name: row[name] for name in shown} for row in result["rows"]]
         draw(title, {"": rows}, plot)
-    _show(title, result, None, json)
+    show(title, result, None, json)
 
 
 @bench.command("draw")
@@ -467,24 +463,14 @@ def draw_recorded(
         from kvkeep.bench.record import read
 
         found = [read(path) for path in records]
-        named = _names(columns)
+        named = names(columns)
         for one in found:
             if named is not None and not set(named) & set(one.rows[0]):
                 raise typer.BadParameter(
                     f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
                 )
         machines = dict.fromkeys(one.machine for one in found)
-        draw("; ".join(machines), {one.title: _drawn(one.rows) for one in found}, plot, named)
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    """Parse comma-separated whole numbers; None without text."""
-    return None if text is None else whole_numbers(text)
-
-
-def _names(text: str | None) -> list[str] | None:
-    """Parse comma-separated names; None without text."""
-    return None if text is None else listed(text, ",")
+        draw("; ".join(machines), {one.title: drawn(one.rows) for one in found}, plot, named)
 
 
 def _shapes(text: str | None) -> list[tuple[int, int]]:
@@ -497,20 +483,4 @@ def _shapes(text: str | None) -> list[tuple[int, int]]:
     return [(int(inputs), int(outputs)) for inputs, outputs in pairs]
 
 
-def _show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
-    if plot is not None:
-        draw(title, {"": _drawn(result["rows"])}, plot)
-    print_table(title, result["rows"], stderr=json)
-    if json:
-        print_json(result)
-
-
-def _drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for a plot: the text columns joined to one name, and the numeric columns."""
-    drawn = []
-    for row in (row for row in rows if not row.get("skipped")):
-        named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
-        named += [name for name in ("mass", "chunked") if row.get(name)]
-        figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
-        drawn.append(({"system": " ".join(named)} if named else {}) | figures)
-    return drawn or rows
+bench.command()(serve)
