@@ -17,9 +17,11 @@ from kvkeep.bench.systems import LLAMA_CPP, named, twin
 from kvkeep.bench.workload import Request, Served, Session, serve
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.attach import attach
+from kvkeep.host import host_of
 
-ALONE, PADDED, CONTINUOUS = "kvkeep alone", "transformers padded", "transformers generate_batch"
-OTHERS = (ALONE, PADDED, CONTINUOUS, LLAMA_CPP)
+ALONE, COMPILED = "kvkeep alone", "kvkeep compiled"
+PADDED, CONTINUOUS = "transformers padded", "transformers generate_batch"
+OTHERS = (ALONE, COMPILED, PADDED, CONTINUOUS, LLAMA_CPP)
 SERVER = "kvkeep serve"
 
 Run = Callable[[Sequence[Request], int], Served]
@@ -40,7 +42,7 @@ class Contenders:
     Args:
         model: in the library of transformers; it loses its end token.
         tokenizer: for `SERVER` only.
-        specs: of kvkeep; `ALONE` and `SERVER` have the first.
+        specs: of kvkeep; `ALONE`, `COMPILED` and `SERVER` have the first.
         against: some of `OTHERS` and `SERVER`.
         directory: directory for files of the model.
         prefix: what all prompts begin with, (n,): held by those that can share it before the first
@@ -70,6 +72,9 @@ class Contenders:
         model.generation_config.eos_token_id = None
         self._plain, self._tokenizer, self._routed = model, tokenizer, twin(model)
         attach(self._routed, linears=True)
+        self._compiled = twin(model) if COMPILED in against else None
+        if self._compiled is not None:
+            attach(self._compiled, linears=True, compile=True)
         self._specs = {named(spec): spec for spec in specs}
         self._directory, self._prefix = directory, prefix
         self._read = {
@@ -100,10 +105,12 @@ class Contenders:
                 return session  # type: ignore[no-any-return]
 
             return cleared
-        spec = next(iter(self._specs.values())) if name == ALONE else self._specs[name]
+        spec = self._specs.get(name, next(iter(self._specs.values())))
+        model = self._compiled if name == COMPILED else self._routed
+        host_of(model).warm(spec, sequences)
 
         def batch() -> Session:
-            session = BatchSession(self._routed, spec, self._read[spec])
+            session = BatchSession(model, spec, self._read[spec])
             return OneByOne(session) if name == ALONE else session
 
         return batch

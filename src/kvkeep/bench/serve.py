@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.bench.contenders import (
     ALONE,
+    COMPILED,
     CONTINUOUS,
     PADDED,
     SERVER,
@@ -41,7 +42,7 @@ from kvkeep.errors import SpecError
 from kvkeep.spec import parse_specs
 
 SEQUENCES = (1, 4, 16, 64)
-AGAINST = (ALONE, PADDED, CONTINUOUS)
+AGAINST = (ALONE, COMPILED, PADDED, CONTINUOUS)
 ARRIVALS = AT_ONCE, POISSON = "at once", "poisson"
 
 _WARM = 32  # tokens of each prompt of a warm-up
@@ -59,10 +60,11 @@ class Asked:
         sequences: how many there are; each number is measured by itself.
         specs: cache specs of kvkeep; each is a system, named "kvkeep" for keep_all and otherwise
             "kvkeep SPEC". Linear layers are kvkeep's.
-        against: some of "kvkeep alone" (one sequence after the other, with the first spec),
-            "transformers padded" (`generate` on a padded batch), "transformers generate_batch" (its
-            continuous batching), "llama.cpp" (needs llama-cpp-python; one batch of all sequences),
-            and "kvkeep serve" (a process of its own, through HTTP).
+        against: some of "kvkeep alone" (one sequence after the other, with the first spec), "kvkeep
+            compiled" (with steps in compiled graphs), "transformers padded" (`generate` on a padded
+            batch), "transformers generate_batch" (its continuous batching), "llama.cpp" (needs
+            llama-cpp-python; one batch of all sequences), and "kvkeep serve" (a process of its own,
+            through HTTP).
         shared: how many tokens all prompts begin with. Systems that can share them hold them before
             the first prompt comes.
         shortest, longest: tokens of the shortest and longest prompts, without those shared; there
@@ -192,7 +194,7 @@ class _Table:
                 self._runs[name] = self._contenders.runs(name, self._sequences, room, during)
                 self._runs[name](warm, 2)
             except Exception as error:
-                if name in (*self._contenders.kvkeep, ALONE, SERVER):
+                if name in (*self._contenders.kvkeep, ALONE, COMPILED, SERVER):
                     raise
                 self._skipped[name] = because(error)
 

@@ -26,9 +26,9 @@ def serve(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Of kvkeep alone (one after the other), transformers padded, transformers "
-            "generate_batch (its continuous batching) and llama.cpp, comma-separated; default: all "
-            "but the last, and none in other measurements.",
+            help="Of kvkeep alone (one after the other), kvkeep compiled, transformers padded, "
+            "transformers generate_batch (its continuous batching) and llama.cpp, comma-separated; "
+            "default: all but the last, and none in other measurements.",
             show_default=False,
         ),
     ] = None,
