@@ -78,7 +78,8 @@ def interrupted(
     Returns:
         `rows`: `system`, `sequences`, `prompt`; `gap_p95_s` and `gap_max_s`, between two tokens of
         a sequence; the same with `interrupted_` before it, while the prompt is read, and `ttft_s`,
-        how long that takes; and `chunk_s`, the median step that reads the same prompt alone.
+        how long that takes; and `chunk_s` and `chunk_p95_s`, of the steps that read the same prompt
+        alone: the later ones attend to more tokens.
 
     Raises:
         SpecError: a system that cannot be stepped, or a shared prefix; see also
@@ -116,6 +117,7 @@ def interrupted(
                     {"system": name, "sequences": count, "prompt": tokens}
                     | _summed_up(gaps[name])
                     | {"chunk_s": statistics.median(alone[name])}
+                    | {"chunk_p95_s": quantile(alone[name], 0.95)}
                     for name in sessions
                 ]
     return asked.result(rows, measures="delay")
