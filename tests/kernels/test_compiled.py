@@ -44,6 +44,8 @@ def test_kernels(capability, dtypes, codecs):
     assert {"append", "attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
     every = {"plain", "int8", "int4", "int4-affine", "fp8", "kivi", "kivi-2-bits"}
     assert {x["codec"] for x in found} == (codecs or every)
+    packed = {x["codec"] for x in found if x["kernel"] == "attend" and "sequences" in x}
+    assert packed == (codecs or every)
     for kernel in found:
         assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at least
         if kernel["n"] == 1:

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kvkeep.attention.triton as backend
-from kvkeep.attention import Rotation, View
+from kvkeep.attention import Rotation, View, triton_packed
 from kvkeep.attention.options import Options
 from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.layer.write_tokens import append
@@ -78,6 +78,13 @@ def everything(view, q, k, v, codec):
     return View((shared, own), rows, True, reaches)
 
 
+def told(compiled, **what):
+    """Print what is known of compiled kernels."""
+    for kernel, result in compiled:
+        spills = {"spilled": spilled(result), "shared": result.metadata.shared}
+        print(json.dumps({"kernel": kernel, **what, **spills}))
+
+
 def main(capability, dtypes, codecs):
     calls = [(1, False), (1, True), (600, True)]
     if not codecs:
@@ -109,10 +116,12 @@ def main(capability, dtypes, codecs):
                 cursor = torch.zeros(rows, heads, 1, dtype=torch.int64)
                 if codec.block == 1:
                     append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)
-                for kernel, result in compiled:
-                    what = {"kernel": kernel, "codec": name, "dtype": str(dtype), "n": n}
-                    spills = {"spilled": spilled(result), "shared": result.metadata.shared}
-                    print(json.dumps(what | spills))
+                told(compiled, codec=name, dtype=str(dtype), n=n)
+            q, k, v = qkv(heads=8, group=4, slots=2048, width=128, dtype=dtype)
+            several = torch.cat([q] * 3, dim=2), [dense(k, v, 1, key=codec, value=codec)] * 3
+            compiled.clear()
+            triton_packed.run_packed(*several, Options(0.1, 30.0))
+            told(compiled, codec=name, dtype=str(dtype), n=1, sequences=3)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvkeep import native_library
-from kvkeep.attention import explicit, native, reference, sdpa, triton
+from kvkeep.attention import explicit, native, reference, sdpa, triton, triton_packed
 from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
@@ -28,7 +28,9 @@ __all__ = [
     "attend",
     "backends",
     "dispatch",
+    "dispatch_several",
     "explicit",
+    "several_at_once",
 ]
 
 Attend = Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]
@@ -183,6 +185,27 @@ def dispatch(
             raise UnsupportedError(f"backend {backend!r}: {reason}; use backend=None")
     known = ", ".join(b.name for b in _TABLE)
     raise UnsupportedError(f"no attention backend {backend!r}; there are {known}")
+
+
+def several_at_once(q: Tensor) -> bool:
+    """Whether `dispatch_several` can do more than call `dispatch` for each, for queries like q."""
+    return q.is_cuda and not triton.reason()
+
+
+def dispatch_several(
+    calls: Sequence[tuple[Tensor, View, Options]],
+) -> list[tuple[Tensor, Tensor | None]]:
+    """`dispatch` for one token of each of several sequences, q (1, Hq, 1, Dk), whose options are
+    alike but for the mass. On CUDA those without the mass are one launch."""
+    found: dict[int, tuple[Tensor, Tensor | None]] = {}
+    some = [index for index, (_, _, options) in enumerate(calls) if not options.need_mass]
+    if len(some) > 1 and several_at_once(calls[0][0]):
+        q = torch.cat([calls[index][0] for index in some], dim=2)
+        views, options = [calls[index][1] for index in some], calls[some[0]][2]
+        if triton_packed.refuses_packed(q, views, options) is None:
+            out = triton_packed.run_packed(q, views, options)
+            found = {index: (out[:, :, i : i + 1], None) for i, index in enumerate(some)}
+    return [found[i] if i in found else dispatch(*call) for i, call in enumerate(calls)]
 
 
 def _each_part(

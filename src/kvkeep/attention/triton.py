@@ -37,7 +37,7 @@ decode steps; with more queries they are computed again."""
 _MOST_ROWS = 128  # rows of one matrix product
 _PROGRAMS = 2
 """Programs on a multiprocessor at once. Codes have fewer bytes in flight and more arithmetic, so
-more programs are needed to use the memory bandwidth: see `_coded_tile`."""
+more programs are needed to use the memory bandwidth: see `coded_tile`."""
 
 _CODED_TILE = 8 << 10
 """The bytes of codes in a tile of keys."""
@@ -110,7 +110,7 @@ def yields(q: Tensor, view: View, options: Options) -> bool:
     return plain and view.square
 
 
-class _Coded(NamedTuple):
+class Coded(NamedTuple):
     """A plane of keys or values, as a kernel reads it."""
 
     plane: Tensor
@@ -127,13 +127,13 @@ class _Coded(NamedTuple):
     """Slots that share scales by channel; 1: each has its own."""
 
     @classmethod
-    def plain(cls, plane: Tensor) -> _Coded:
+    def plain(cls, plane: Tensor) -> Coded:
         """A plane of floats."""
         plane, width = _along_width(plane), plane.shape[3]
         return cls(plane, plane, plane, 0, 1, width, width, False, 1)
 
     @classmethod
-    def of(cls, planes: Planes, name: str, layout: KernelLayout, width: int) -> _Coded:
+    def of(cls, planes: Planes, name: str, layout: KernelLayout, width: int) -> Coded:
         """Planes of a layout that the kernels know."""
         if layout.packing == "plain":
             return cls.plain(planes[name])
@@ -213,8 +213,8 @@ class _Piece(NamedTuple):
 
     segment: Segment
     q: Tensor
-    k: _Coded
-    v: _Coded
+    k: Coded
+    v: Coded
     position: Tensor
     shared: bool
     slots: int
@@ -261,14 +261,14 @@ class _Call:
         layout = readable(segment.key_codec)
         if layout is not None:
             q = segment.key_codec.rotate(q)
-            k = _Coded.of(planes, "k", layout, q.shape[3])
+            k = Coded.of(planes, "k", layout, q.shape[3])
         else:
-            k = _Coded.plain(segment.keys(q.dtype))
+            k = Coded.plain(segment.keys(q.dtype))
         layout = readable(segment.value_codec, values=True)
         if layout is not None:
-            v = _Coded.of(planes, "v", layout, segment.value_width)
+            v = Coded.of(planes, "v", layout, segment.value_width)
         else:
-            v = _Coded.plain(segment.values(q.dtype))
+            v = Coded.plain(segment.values(q.dtype))
         q = _along_width(q)
         slots = segment.slots
         shared = k.plane.shape[0] != self.rows
@@ -283,7 +283,7 @@ class _Call:
         coded = bool(k.code and v.code) and block_m * many <= 16
         block_n, programs = 32 if exact else 64, _PROGRAMS
         if coded and not exact:
-            block_n, programs = _coded_tile(k, v, self.options.need_mass)
+            block_n, programs = coded_tile(k, v, self.options.need_mass)
         if tiles.small(self.q.device) and max(k.width, v.width) > 128:
             block_m, block_n = max(16 // few, min(block_m, 32 // many), 1), 32
         if k.block > 1:
@@ -302,7 +302,7 @@ class _Call:
         return {
             "HEADS": self.heads, "GROUP": self.group, "DENSE": self.dense,
             "REACHES": len(self.view.reaches), "SOFTCAP": self.options.softcap is not None,
-            "TYPE": _triton_type(piece.kind), "BLOCK_N": piece.block_n,
+            "TYPE": kernel_type(piece.kind), "BLOCK_N": piece.block_n,
             "K_BLOCK": piece.k.block, **piece.k.shape("K"),
         }  # fmt: skip
 
@@ -334,7 +334,7 @@ class _Call:
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
             piece.position, self.q_position, piece.segment.used,
-            options.sinks if first else None, out, lse, self.weights, self.tops,
+            options.sinks if first else None, None, None, out, lse, self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
             *self._position_strides(piece), self._q_position_row(),
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
@@ -378,7 +378,7 @@ class _Call:
         return mass
 
 
-def _coded_tile(k: _Coded, v: _Coded, mass: bool) -> tuple[int, int]:
+def coded_tile(k: Coded, v: Coded, mass: bool) -> tuple[int, int]:
     """For keys and values that are codes: slots of a tile, and programs at once, measured on an
     H100.
 
@@ -406,7 +406,8 @@ def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
     return plane.view(torch.int16), 2 * each
 
 
-def _triton_type(dtype: torch.dtype) -> Any:
+def kernel_type(dtype: torch.dtype) -> Any:
+    """A dtype as Triton names it."""
     import triton.language as tl
 
     return {

@@ -14,6 +14,8 @@ from kvkeep.kernels.codes import INT2, INT4, PLAIN, numbers, product, within
 
 _PLAIN, _INT4, _INT2 = tl.constexpr(PLAIN), tl.constexpr(INT4), tl.constexpr(INT2)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+COLUMNS = 16  # int64 numbers of an item of a TABLE, of which 15 are used
+_COLUMNS = tl.constexpr(COLUMNS)
 _CENTRE = tl.constexpr(24.0)  # the middle of 4-bit codes (8) plus the 16 that `numbers` adds
 
 
@@ -204,12 +206,19 @@ def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
     tl.store(OUT + d[None, :], acc * norm[:, None], mask=real[:, None] & (d < DV)[None, :])
 
 
+@triton.jit
+def _column(TABLE, item, column: tl.constexpr, ALIGNED: tl.constexpr):
+    """A number of an item; with ALIGNED it is a multiple of 16, which allows wide loads."""
+    x = tl.load(TABLE + item * _COLUMNS + column)
+    return tl.multiple_of(x, 16) if ALIGNED else x
+
+
 @triton.jit(do_not_specialize=["n", "slots", "before", "splits", "first_part", "mass_slots",
                                "mass_first", "top_first", "tops",
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def attend(
-    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, USED, SINKS, OUT, LSE, SHARE, TOP,
+    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, USED, SINKS, TABLE, ROWS, OUT, LSE, SHARE, TOP,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
     position_row, position_head, position_slot, q_position_row,
@@ -223,6 +232,7 @@ def attend(
     V_GROUPS: tl.constexpr, V_AFFINE: tl.constexpr,
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr, MASS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr = False,
 ):  # fmt: skip
     """Computes one split of the slots for one tile of queries.
 
@@ -233,11 +243,33 @@ def attend(
     Writes the partial results OUT (parts, B, n, Hq, DV) and LSE (parts, B, n, Hq), in base 2. With
     MASS it also writes the weights SHARE (B, H, n * GROUP, mass_slots), relative to the largest
     score so far, which goes to TOP (B, H, n * GROUP, tops).
+
+    With a TABLE, the splits are its items: int64 (items, COLUMNS). Each says where its slots are,
+    relative to K, KS, KZ, V, VS and VZ, in elements; the strides of heads of K, KS, V and VS; the
+    first slot and the one after the last; the part to write; and which of ROWS, int32, attend to
+    them: the first, and how many. `n` is 1, every row sees all slots, and SHARED is set.
     """
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, count = first_part + split, rows
+    if TABLE is not None:
+        count = _column(TABLE, split, 14, False).to(tl.int32)
     row, token, query_head, real = _query_indices(
-        block, pair, rows, n, HEADS, GROUP, SHARED, BLOCK_M
+        block, pair, count, n, HEADS, GROUP, SHARED, BLOCK_M
     )
+    if TABLE is not None:
+        part = _column(TABLE, split, 12, False).to(tl.int32)
+        ROWS += _column(TABLE, split, 13, False)
+        row = tl.load(ROWS + row, mask=real, other=0).to(tl.int64)
+        K += _column(TABLE, split, 0, ALIGNED)
+        KS += _column(TABLE, split, 1, ALIGNED)
+        KZ += _column(TABLE, split, 2, ALIGNED)
+        V += _column(TABLE, split, 3, ALIGNED)
+        VS += _column(TABLE, split, 4, ALIGNED)
+        VZ += _column(TABLE, split, 5, ALIGNED)
+        k_head = _column(TABLE, split, 6, ALIGNED)
+        ks_head = _column(TABLE, split, 7, ALIGNED)
+        v_head = _column(TABLE, split, 8, ALIGNED)
+        vs_head = _column(TABLE, split, 9, ALIGNED)
     q0, q1, q2, q3, q_sum = _query_parts(
         Q, row, token, query_head, real, q_row, q_head, q_token, K_CODE, K_PARTS, K_GROUPS, K_SIZE,
         DK, WIDE_K, BLOCK_M, TYPE,
@@ -259,6 +291,9 @@ def attend(
     each = tl.cdiv(tl.cdiv(slots, BLOCK_N), splits) * BLOCK_N
     start = split * each
     stop = tl.minimum(start + each, slots)
+    if TABLE is not None:
+        start = _column(TABLE, split, 10, False).to(tl.int32)
+        stop = _column(TABLE, split, 11, False).to(tl.int32)
     if DENSE and not MASS and not SHARED:  # none of these queries sees later slots
         last = tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
         stop = tl.minimum(stop, before + last + 1)
@@ -324,7 +359,7 @@ def attend(
 
     some = total != 0  # NaN is propagated
     norm = tl.where(some, 1.0 / total, 0.0)
-    at = (((first_part + split) * rows + row) * n + token) * (HEADS * GROUP) + query_head
+    at = ((part * rows + row) * n + token) * (HEADS * GROUP) + query_head
     tl.store(LSE + at, tl.where(some, top + tl.log2(total), -float("inf")), mask=real)
     more = weight * -_CENTRE
     if V_AFFINE:

@@ -27,16 +27,18 @@ def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.c
         base = tl.where(higher == -float("inf"), 0.0, higher)
         share = tl.exp2(lse - base)
         at = (part * queries + query) * DV
-        x = tl.load(PART + at[:, None] + d[None, :], mask=here[:, None] & (d < DV)[None, :],
+        # What was never written has no share, but may be NaN in memory.
+        some = here & (lse != -float("inf"))
+        x = tl.load(PART + at[:, None] + d[None, :], mask=some[:, None] & (d < DV)[None, :],
                     other=0.0)  # fmt: skip
         fade = tl.exp2(top - base)
         acc = acc * fade + tl.sum(x * share[:, None], axis=0)
         total = total * fade + tl.sum(share, axis=0)
         top = higher
-    some = total != 0  # NaN is propagated
-    acc = tl.where(some, acc / tl.where(some, total, 1.0), 0.0)
+    found = total != 0  # NaN is propagated
+    acc = tl.where(found, acc / tl.where(found, total, 1.0), 0.0)
     tl.store(OUT + query * DV + d, acc, mask=d < DV)
-    tl.store(LSE + query, tl.where(some, top + tl.log2(total), -float("inf")))
+    tl.store(LSE + query, tl.where(found, top + tl.log2(total), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["n", "slots", "mass_slots", "mass_first", "top_first", "tops",

@@ -21,7 +21,7 @@ from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
-from kvkeep.layer.step import Step, StepInputs, view_of
+from kvkeep.layer.step import Phases, Step, StepInputs, driven, view_of
 from kvkeep.layer.turn import Turn
 from kvkeep.planes import POSITION, Planes, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
@@ -179,12 +179,10 @@ class LayerCache(Readable, InOneCall, Step):
         """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv).
 
         `attend` replaces the attention function; None uses `dispatch`. The other arguments are
-        those of `extend` and `attend`.
-
-        Invalid arguments, and a lack of memory for more slots, raise before anything is changed. If
-        attention fails or is interrupted, or memory runs out while settling, the new tokens are
-        removed; slots that no later query can reach may be gone. If an eviction fails after it has
-        changed some slots, every later call raises until `reset`.
+        those of `extend` and `attend`. What is invalid, and a lack of memory for slots, raises
+        before anything is changed. If attention fails or is interrupted, or memory runs out while
+        settling, the new tokens are removed; slots that no later query can reach may be gone. If an
+        eviction fails after it has changed slots, every later call raises until `reset`.
         """
         return self.run(StepInputs(q, k, v, position, scale, softcap, sinks), attend)
 
@@ -203,24 +201,31 @@ class LayerCache(Readable, InOneCall, Step):
                         return ready.out
                 finally:
                     ready.end()
-            try:
-                out = self._in_parts(inputs, attend)
-            except BaseException:
-                begun = self._begun
-                if begun and not self._moving and self._history.floor == begun[0].floor:
-                    self._take_back()  # no eviction has followed
-                raise
+            # Where attention weights are wanted all slots stay: they refer to all columns.
+            out = driven(self._undone(inputs, packs=attend is None), attend)
             if single and self._settles_alone:
                 self._describe(inputs)
             return out
 
-    def _in_parts(self, inputs: StepInputs, attend: Attend | None) -> Tensor:
-        """A step of any kind."""
-        self._checks.queries(inputs.q, inputs.k, inputs.sinks)
-        self.check_gradients(*inputs[:3])
-        out = self._step(inputs, attend)
-        if attend is None:  # attention weights refer to all columns, so all slots stay
-            self._pack()
+    def phases(self, inputs: StepInputs) -> Phases:
+        """A step like `run`, whose attention the caller computes. Closed early, it is undone."""
+        with self.turn:
+            self._begun = self._begun if self._writing else None
+            return (yield from self._undone(inputs, packs=True))
+
+    def _undone(self, inputs: StepInputs, *, packs: bool) -> Phases:
+        """A step of any kind, which is undone if it fails."""
+        try:
+            self._checks.queries(inputs.q, inputs.k, inputs.sinks)
+            self.check_gradients(*inputs[:3])
+            out = yield from self._phases(inputs)
+            if packs:
+                self._pack()
+        except BaseException:
+            begun = self._begun
+            if begun and not self._moving and self._history.floor == begun[0].floor:
+                self._take_back()  # no eviction has followed
+            raise
         return out
 
     def mend(self) -> None:
@@ -395,8 +400,7 @@ class LayerCache(Readable, InOneCall, Step):
 
     @property
     def length(self) -> int:
-        """Slots in use, including the empty slots of padded rows. Where rows or heads have
-        different lengths, the length of the longest."""
+        """Slots in use, a padded row's empty ones included; of the longest row or head."""
         return self._slots.length
 
     @property
@@ -567,8 +571,7 @@ class LayerCache(Readable, InOneCall, Step):
     def _packed(self) -> bool:
         """Move rows of very different lengths to storages of their own; whether that was done."""
         packed = self._slots.pack()
-        if packed is not None:
-            self._slots = packed
+        self._slots = packed or self._slots
         return packed is not None
 
     @contextmanager
@@ -580,7 +583,7 @@ class LayerCache(Readable, InOneCall, Step):
         try:
             yield
         except Exception:
-            # A storage evicts all victims or none: with equal lengths, nothing has changed.
+            # Storages evict all victims or none: with equal lengths, nothing has changed.
             self._moving = self._slots.torn or self._slots.mark() != mark
             raise
         self._moving = False

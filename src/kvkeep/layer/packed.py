@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from struct import Struct
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention import dispatch_several, several_at_once
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.history import History
@@ -21,7 +23,7 @@ from kvkeep.layer.native_step import (
     ReadyStep,
     kind_of,
 )
-from kvkeep.layer.step import StepInputs
+from kvkeep.layer.step import Phases, StepInputs, finished
 from kvkeep.native_library import LIBRARY, address_of
 
 _TOKENS, _CALL = Struct("=9q"), Struct("=3q")
@@ -42,6 +44,14 @@ def packed_tokens(inputs: StepInputs, out: Tensor) -> bytes:
         position.data_ptr() if position is not None and places else 0,
         *(x.stride(2) * x.element_size() for x in (q, k, v, out)),
     )
+
+
+def _part(inputs: StepInputs, first: int, count: int) -> StepInputs:
+    """The tokens of one sequence."""
+    q, k, v, position = inputs[:4]
+    assert position is not None
+    at = slice(first, first + count)
+    return inputs._replace(q=q[:, :, at], k=k[:, :, at], v=v[:, :, at], position=position[..., at])
 
 
 class PackedLayer:
@@ -126,21 +136,39 @@ class PackedLayer:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
-        q, k, v, position = inputs[:4]
-        assert position is not None
+        q, v = inputs.q, inputs.v
         # As models use it next: the heads of a token side by side.
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-        made = self._run_together(inputs, out)
+        made = self._run_together(inputs, out) or self._attend_together(inputs, out)
         first = 0
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
             if sequence not in made:
-                at = slice(first, first + count)
-                own = inputs._replace(
-                    q=q[:, :, at], k=k[:, :, at], v=v[:, :, at], position=position[..., at]
-                )
-                out[:, :, at] = layer.run(own)
+                out[:, :, first : first + count] = layer.run(_part(inputs, first, count))
             first += count
         return out
+
+    def _attend_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
+        """Make the steps of single tokens, with one call of attention for all of them where a
+        backend has one; returns their sequences."""
+        singles = [sequence for sequence, count in enumerate(self._counts) if count == 1]
+        if len(singles) < 2 or not several_at_once(inputs.q):
+            return ()
+        first = list(accumulate(self._counts, initial=0))
+        phases: list[Phases] = []
+        try:
+            calls = []
+            for sequence in singles:
+                own = _part(inputs, first[sequence], 1)
+                phases.append(self._layers[sequence].phases(own))
+                calls.append(next(phases[-1]))
+            found = dispatch_several(calls)
+            for sequence, step, result in zip(singles, phases, found, strict=True):
+                at = first[sequence]
+                out[:, :, at : at + 1] = finished(step, result)
+        finally:
+            for step in phases:
+                step.close()  # one that is not finished is taken back
+        return singles
 
     def ready_for(self, kind: object, tokens: bytes) -> ReadyTogether | None:
         """The steps of all sequences, to be made by one call of the library; None: not all are

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -30,6 +31,32 @@ class StepInputs(NamedTuple):
     sinks: Tensor | None = None
 
 
+class AttendCall(NamedTuple):
+    """What a step attends to: the arguments of `attend`."""
+
+    q: Tensor
+    view: View
+    options: Options
+
+
+Phases = Generator[AttendCall, tuple[Tensor, Tensor | None], Tensor]
+"""A step that stops once, for the caller to compute its attention, and returns the output."""
+
+
+def driven(phases: Phases, attend: Attend | None) -> Tensor:
+    """Make a step, whose attention `attend` computes; None: `dispatch`."""
+    return finished(phases, (attend or dispatch)(*next(phases)))
+
+
+def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Go on with a step, given the result of its attention."""
+    try:
+        phases.send(result)
+    except StopIteration as done:
+        return cast(Tensor, done.value)
+    raise RuntimeError("a step stopped twice")
+
+
 class Step(ABC):
     """A layer's step: write new slots, attend, evict.
 
@@ -49,6 +76,10 @@ class Step(ABC):
 
     def _step(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Extend, attend and settle; return the output (B, Hq, n, Dv)."""
+        return driven(self._phases(inputs), attend)
+
+    def _phases(self, inputs: StepInputs) -> Phases:
+        """A step whose attention the caller computes."""
         view = self._extend(inputs.k, inputs.v, inputs.position)
         policy = self.policy
         options = Options(
@@ -58,7 +89,7 @@ class Step(ABC):
             Need.MASS in policy.needs,
             policy.observed,
         )
-        out, mass = (attend or dispatch)(inputs.q, view, options)
+        out, mass = yield AttendCall(inputs.q, view, options)
         q = inputs.q.detach() if inputs.q.requires_grad else inputs.q
         self._settle(Observation(mass, queries=q, scale=inputs.scale))
         return out
