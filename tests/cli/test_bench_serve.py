@@ -32,7 +32,7 @@ def test_all_systems_give_the_same_tokens():
         without
     )
     for row in found:
-        if row["system"] == "transformers generate_batch" and row["skipped"]:
+        if row["system"] == "transformers generate_batch" and row.get("skipped"):
             continue  # it does not run everywhere
         assert row["agreement"] == 1, row
         assert row["tokens_per_s"] > 0

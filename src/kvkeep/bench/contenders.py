@@ -21,7 +21,8 @@ from kvkeep.host import host_of
 
 ALONE, COMPILED = "kvkeep alone", "kvkeep compiled"
 PADDED, CONTINUOUS = "transformers padded", "transformers generate_batch"
-OTHERS = (ALONE, COMPILED, PADDED, CONTINUOUS, LLAMA_CPP)
+UNIFIED = f"{LLAMA_CPP} unified"  # with one buffer for all sequences
+OTHERS = (ALONE, COMPILED, PADDED, CONTINUOUS, LLAMA_CPP, UNIFIED)
 SERVER = "kvkeep serve"
 
 Run = Callable[[Sequence[Request], int], Served]
@@ -62,7 +63,7 @@ class Contenders:
         directory: Path,
         prefix: Tensor | None = None,
     ) -> None:
-        if LLAMA_CPP in against:
+        if {LLAMA_CPP, UNIFIED} & set(against):
             import_module("kvkeep.bench.llama_cpp").require(model)
         if SERVER in against and (tokenizer is None or prefix is not None):
             raise UnsupportedError(
@@ -94,9 +95,14 @@ class Contenders:
             room: most tokens of each, with those it makes.
             during: frees what the sessions need.
         """
-        if name == LLAMA_CPP:
+        if name in (LLAMA_CPP, UNIFIED):
             session = import_module("kvkeep.bench.llama_batch").LlamaSession(
-                self._plain, sequences, room, self._directory, prefix=self._prefix
+                self._plain,
+                sequences,
+                room,
+                self._directory,
+                prefix=self._prefix,
+                unified=name == UNIFIED,
             )
             during.callback(session.close)
 

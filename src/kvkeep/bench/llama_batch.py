@@ -46,6 +46,7 @@ class LlamaSession:
         directory: directory for the GGUF file, which is written once.
         threads: how many compute; None: as many as torch's.
         prefix: what all prompts begin with, (n,): it is read at once, and all sequences share it.
+        unified: one buffer for the slots of all sequences.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LlamaSession:
         *,
         threads: int | None = None,
         prefix: Tensor | None = None,
+        unified: bool = False,
     ) -> None:
         logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # warnings come as errors
         llama_cpp.llama_backend_init()
@@ -73,10 +75,12 @@ class LlamaSession:
         it.n_ctx, it.n_seq_max, it.n_batch = slots * room, slots, most
         it.n_threads = it.n_threads_batch = threads or torch.get_num_threads()
         it.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        it.type_k = it.type_v = int(TYPES[model.dtype])
-        # Sequences can share slots only in one buffer for all; otherwise each has its own, and
-        # its attention does not pass over the others'.
-        it.kv_unified = prefix is not None
+        # Its attention over bfloat16 is slower than over float16, which has as many bytes.
+        dtype = torch.float16 if model.dtype is torch.bfloat16 else model.dtype
+        it.type_k = it.type_v = int(TYPES[dtype])
+        # Sequences can share slots only in one buffer for all. Otherwise each has its own, and its
+        # attention does not pass over the others', which makes reading faster, but decoding slower.
+        it.kv_unified = unified or prefix is not None
         self._context = llama_cpp.llama_init_from_model(self._model, it)
         if not self._context:
             raise KVKeepError(f"llama.cpp made no context of {slots} sequences of {room} tokens")

@@ -63,8 +63,8 @@ class Asked:
         against: some of "kvkeep alone" (one sequence after the other, with the first spec), "kvkeep
             compiled" (with steps in compiled graphs), "transformers padded" (`generate` on a padded
             batch), "transformers generate_batch" (its continuous batching), "llama.cpp" (needs
-            llama-cpp-python; one batch of all sequences), and "kvkeep serve" (a process of its own,
-            through HTTP).
+            llama-cpp-python; one batch of all sequences), "llama.cpp unified" (one buffer for their
+            slots), and "kvkeep serve" (a process of its own, through HTTP).
         shared: how many tokens all prompts begin with. Systems that can share them hold them before
             the first prompt comes.
         shortest, longest: tokens of the shortest and longest prompts, without those shared; there

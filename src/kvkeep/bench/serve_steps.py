@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.bench.contenders import COMPILED
+from kvkeep.bench.contenders import COMPILED, UNIFIED
 from kvkeep.bench.serve import Asked
 from kvkeep.bench.systems import LLAMA_CPP
 from kvkeep.bench.timing import Call, interleaved, spread
@@ -188,7 +188,7 @@ def _reading(ids: Sequence[Tensor]) -> int:
 
 def _require_steps(asked: Asked) -> None:
     for name in asked.against:
-        if name not in (COMPILED, LLAMA_CPP):
+        if name not in (COMPILED, LLAMA_CPP, UNIFIED):
             raise SpecError(
                 f"the steps of {name!r} cannot be measured; those of kvkeep and llama.cpp can"
             )

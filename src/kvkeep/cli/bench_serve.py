@@ -27,8 +27,9 @@ def serve(
         str | None,
         typer.Option(
             help="Of kvkeep alone (one after the other), kvkeep compiled, transformers padded, "
-            "transformers generate_batch (its continuous batching) and llama.cpp, comma-separated; "
-            "default: all but the last, and none in other measurements.",
+            "transformers generate_batch (its continuous batching), llama.cpp, and llama.cpp "
+            "unified (one buffer), comma-separated; default: all but llama.cpp, and none in other "
+            "measurements.",
             show_default=False,
         ),
     ] = None,

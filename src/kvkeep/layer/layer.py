@@ -433,7 +433,7 @@ class LayerCache(Readable, InOneCall, Step):
 
     @property
     def slots(self) -> LayerSlots:
-        """The slots, in the object that holds them."""
+        """What holds the slots."""
         return self._slots
 
     @property
@@ -502,8 +502,7 @@ class LayerCache(Readable, InOneCall, Step):
         length: int,
         hides: bool = False,
     ) -> View:
-        """The view of queries over segments that hold `length` slots, after `history`. `hides`:
-        whether some slots are hidden, because texts were joined."""
+        """The view of queries over `length` slots, after `history`. `hides`: some are hidden."""
         empty = history.pads is not None or self.policy.ragged or hides
         return view_of(segments, queries, self.policy, self.window, length, history.columns, empty)
 
