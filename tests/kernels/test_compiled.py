@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
 # Queries that are multiplied by scales of channels take all registers on the older generation.
-SPILLED = {"kivi": 48, "kivi-2-bits": 160}
+SPILLED = {"kivi": 48, "kivi-2-bits": 160, "int4-affine": 56}
 
 
 def compiled(*arguments):
@@ -47,6 +47,7 @@ def test_kernels(capability, dtypes, codecs):
     packed = {x["codec"] for x in found if x["kernel"] == "attend" and "sequences" in x}
     assert packed == (codecs or every)
     for kernel in found:
-        assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at least
+        assert kernel["shared"] <= SHARED[capability], kernel
         if kernel["n"] == 1:
+            assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at once
             assert kernel["spilled"] <= SPILLED.get(kernel["codec"], 16), kernel

@@ -202,6 +202,7 @@ class _Packed:
         packed = torch.tensor([x for item in items for x in item] + rows).to(q.device)
         table, named = packed[: len(items) * attend.COLUMNS], packed[len(items) * attend.COLUMNS :]
         aligned = all(x % 16 == 0 for item in items for x in item[:10])
+        exact = self._kind(k, v) == torch.float32  # multiplied in registers
         few = k.block == 1 and tile["BLOCK_M"] * power_of_two(k.groups) <= 64
         limits = (2**31 - 1, 0, 0, 0) * 3
         attend.attend[(1, len(items), self.heads)](
@@ -215,6 +216,6 @@ class _Packed:
             SOFTCAP=self.options.softcap is not None, MASS=False,
             TYPE=kernel_type(self._kind(k, v)), K_BLOCK=k.block, ALIGNED=aligned,
             **tile, **k.shape("K"), **v.shape("V"),
-            num_warps=4 if few else 8,
+            num_warps=4 if few and not exact else 8,
             num_stages=tiles.stages(tile["BLOCK_N"], k.plane, v.plane),
         )  # fmt: skip
