@@ -348,6 +348,19 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
     answers = [batch.add(prompt, Settings(5))[0] for prompt in (prompts[0], *prompts)]
     list(batch)
     reasons = [answer.reason for answer in answers]
+
+    # One who is put aside stays so while memory lacks, though what it takes is not known.
+    def starves(ids, cache, **options):
+        if batch.running > 1:
+            raise OutOfMemoryError("no memory")
+        return forward(ids, cache, **options)
+
+    batch = Batch(other)
+    monkeypatch.setattr(batch._host, "forward", starves)
+    again = [batch.add(prompt, Settings(5))[0] for prompt in prompts]
+    for _ in range(60):
+        batch.step()
+    assert [answer.tokens for answer in again] == expected
     if kind == "dynamic":  # alone, so nobody can be put aside
         assert reasons == ["error", "length", "error", "length"]
     else:
@@ -369,6 +382,16 @@ def test_queues_are_admitted_and_read_in_turn(model):
     while not little.tokens:
         batch.step()
     assert [bool(answer.tokens) for answer in much] == [True, False, False]
+    # One who came when others had been admitted reads in turn with them all the same.
+    batch = Batch(model, chunk=8, step_tokens=9)
+    (generating,) = batch.add(tokens(4), Settings(40), queue="much")
+    much = [batch.add(tokens(24, i), Settings(2), queue="much")[0] for i in range(3)]
+    batch.step()
+    (little,) = batch.add(tokens(24, 9), Settings(2), queue="little")
+    while not little.tokens:
+        batch.step()
+    assert not any(answer.tokens for answer in much)
+    assert not generating.ended
 
 
 def test_what_is_likeliest_is_recorded(model):

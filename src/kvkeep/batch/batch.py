@@ -93,12 +93,15 @@ class Batch:
         self.sequences = 1 if self._host.changing_rotary else sequences
         self.max_bytes, self.chunk, self.step_tokens = max_bytes, chunk, step_tokens
         self._offload = offload
-        self._limit = max_bytes  # lowered when memory proves to be less
+        # Both are lowered when memory proves to be less.
+        self._limit, self._most = max_bytes, self.sequences
         self._geometries = self._known_geometries()
         self._host_packs = not self._host.unpackable
         self._reuse = Reuse(model, store)
         self._orders, self._turns = count(), count(1)
-        self._served: dict[str, int] = {}  # the turn that each queue had last
+        # The turns that each queue had last, of admission and of reading prompts.
+        self._served: dict[str, int] = {}
+        self._read: dict[str, int] = {}
         self._suspects: set[Answer] = set()  # their forward failed; each is taken alone
         self._waiting: list[Answer] = []  # for admission
         self._running: list[Answer] = []  # in the order of admission
@@ -320,7 +323,8 @@ class Batch:
         if isinstance(error, OutOfMemoryError) and len(self._running) > 1:
             if left and not stuck:
                 self._put_aside(max(left, key=lambda answer: answer.rank))
-            self._limit = self._promised([answer for answer in self._running if not answer.ended])
+            going = [answer for answer in self._running if not answer.ended]
+            self._limit, self._most = self._promised(going), max(1, len(going))
         elif len(group) == 1:
             group[0].answer.fail(error)
         else:
@@ -346,7 +350,7 @@ class Batch:
     def _fits(self, answers: Sequence[Answer]) -> bool:
         if len(answers) == 1:  # `add` has compared its bytes
             return True
-        if self.sequences is not None and len(answers) > self.sequences:
+        if self._most is not None and len(answers) > self._most:
             return False
         return self._limit is None or self._promised(answers) <= self._limit
 
@@ -355,7 +359,7 @@ class Batch:
         each queue in turn. For an answer of higher priority, the youngest of the lowest priority is
         put aside."""
         if not self._running:
-            self._limit = self.max_bytes
+            self._limit, self._most = self.max_bytes, self.sequences
         while self._waiting:
             first = min(self._waiting, key=self._turn_of)
             stay = list(self._running)
@@ -427,7 +431,7 @@ class Batch:
                 continue
             # The store is asked as late as possible: what others read may be there by then.
             if tokens + self._chunk_of(answer) > self.step_tokens and len(planned) > generating:
-                break
+                continue
             if not answer.begun:
                 try:
                     answer.cache, answer.begun = self._reuse.begin(answer), True
@@ -438,6 +442,7 @@ class Batch:
             if answer.reads_for_all:
                 reading.add(id(origin))
             some = self._chunk_of(answer)
+            self._read[origin.queue] = next(self._turns)
             planned.append(_Planned(answer, some))
             tokens += some
         return planned
@@ -452,11 +457,13 @@ class Batch:
                 origin.frozen = cache.freeze()
 
     def _in_turn(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Answers by priority, then the first of each queue, the second of each, and so on."""
-        of_queue, keys = Counter[str](), dict[Answer, tuple[int, int]]()
+        """Answers by priority, then the first of each queue, the second of each, and so on; of
+        queues, that which was read longest ago first."""
+        of_queue, keys = Counter[str](), dict[Answer, tuple[int, int, int]]()
         for answer in answers:
             queue = answer.origin.queue
-            keys[answer] = -answer.settings.priority, of_queue[queue]
+            read = self._read.get(queue, 0)
+            keys[answer] = -answer.settings.priority, of_queue[queue], read
             of_queue[queue] += 1
         return sorted(keys, key=keys.__getitem__)
 

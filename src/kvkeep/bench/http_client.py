@@ -48,11 +48,12 @@ def server(
         tokenizer.save_pretrained(saved)
     dtype, limit = str(model.dtype).removeprefix("torch."), str(_PATIENCE)
     options = ("--cache", spec, "--dtype", dtype, "--device", str(model.device), "--no-share")
-    limits = ("--queue", str(clients), "--wait", limit, "--timeout", limit)
+    limits = ("--sequences", str(clients), "--queue", str(clients))
+    patience = ("--wait", limit, "--timeout", limit)
     command = [sys.executable, "-m", "kvkeep", "serve", "--port", "0", "--model", str(saved)]
     environment = {name: x for name, x in os.environ.items() if name != "KVKEEP_API_KEY"}
     with subprocess.Popen(
-        [*command, *options, *limits], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, *options, *limits, *patience], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             assert process.stdout is not None

@@ -194,9 +194,7 @@ class _Table:
                 self._runs[name] = self._contenders.runs(name, self._sequences, room, during)
                 self._runs[name](warm, 2)
             except Exception as error:
-                if name in (*self._contenders.kvkeep, ALONE, COMPILED, SERVER):
-                    raise
-                self._skipped[name] = because(error)
+                self._skip(name, error)
 
     def measure(
         self, arrivals: str, requests: Sequence[Request], rate: float | None
@@ -207,7 +205,10 @@ class _Table:
         for turn in range(self._repeats):
             for name in (name for name in names if name not in self._skipped):
                 self._say(f"{self._sequences} sequences, {arrivals}, {turn + 1}: {name}")
-                runs[name].append(self._runs[name](requests, self._new))
+                try:
+                    runs[name].append(self._runs[name](requests, self._new))
+                except Exception as error:
+                    self._skip(name, error)
         first = runs[names[0]][0]
         self.speed = statistics.median(figures(x)["tokens_per_s"] or 0 for x in runs[names[0]])
         about = {"sequences": self._sequences, "arrivals": arrivals, "new_tokens": self._new}
@@ -218,6 +219,12 @@ class _Table:
             | {"skipped": self._skipped.get(name)}
             for name, mine in runs.items()
         ]
+
+    def _skip(self, name: str, error: Exception) -> None:
+        """Go on without a system that failed, unless it is kvkeep."""
+        if name in (*self._contenders.kvkeep, ALONE, COMPILED, SERVER):
+            raise error
+        self._skipped[name] = because(error)
 
     def _say(self, doing: str) -> None:
         if self._progress is not None:

@@ -14,6 +14,8 @@ from kvkeep.host import ModelCache, host_of
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed
 
+_ROOM = 1.02  # of a store, for the bytes of its prefix
+
 
 class BatchSession:
     """Many sequences in one `kvkeep.Batch`.
@@ -21,18 +23,18 @@ class BatchSession:
     Args:
         model: an attached model.
         prefix: what all prompts begin with, (n,), and a cache that holds it: it lies in a store of
-            the batch before the first prompt comes. None: there is no store.
+            the batch before the first prompt comes. The store has room for little else, so what
+            follows is not held twice. None: there is no store.
     """
 
     def __init__(
         self, model: Any, spec: str, prefix: tuple[Tensor, ModelCache] | None = None
     ) -> None:
-        store, self._prefix_bytes = None, 0
+        self._store = None
         if prefix is not None:
-            store = PrefixStore()
-            store.learn(model, *prefix)
-            self._prefix_bytes = store.nbytes
-        self._batch = Batch(model, spec=spec, store=store)
+            self._store = PrefixStore(int(prefix[1].live_bytes * _ROOM))
+            self._store.learn(model, *prefix)
+        self._batch = Batch(model, spec=spec, store=self._store)
         self._index: dict[Answer, int] = {}
 
     def add(self, index: int, ids: Tensor, new: int) -> None:
@@ -52,7 +54,8 @@ class BatchSession:
 
     def held(self) -> int:
         caches = [answer.cache for answer in self._index if answer.cache is not None]
-        return self._prefix_bytes + sum(cache.live_bytes - cache.shared_bytes for cache in caches)
+        stored = 0 if self._store is None else self._store.nbytes
+        return stored + sum(cache.live_bytes - cache.shared_bytes for cache in caches)
 
 
 class OneByOne:

@@ -100,9 +100,21 @@ class Rollouts:
         return answers
 
 
+def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parts of a message, if it is given in parts."""
+    content = message.get("content")
+    return content if isinstance(content, list | tuple) else ()
+
+
 def _ids(prompt: Any, trainer: Any) -> list[int]:
     """The token ids of a text or a conversation, as the trainer makes them."""
     processing = trainer.processing_class
+    parts = [] if isinstance(prompt, str) else [part for x in prompt for part in _parts(x)]
+    if strange := {part.get("type") for part in parts} - {"text"}:
+        raise UnsupportedError(
+            f"a prompt with parts of type {', '.join(map(str, strange))}, but a Batch is given "
+            "tokens only; leave images and sound to the trainer's own generation"
+        )
     tokenizer = getattr(processing, "tokenizer", processing)
     if isinstance(prompt, str):
         ids: list[int] = tokenizer(prompt)["input_ids"]

@@ -70,7 +70,7 @@ class Work:
 
     def begin(self, metrics: Metrics) -> None:
         """Say that it waits no longer, once one of its answers is at work."""
-        if not self.begun and any(a.cache is not None or a.ended for a in self.answers):
+        if not self.begun and any(_at_work(a) for a in self.answers):
             self.begun = True
             metrics.prompt_tokens.inc(len(self.ids))
             self.emit(Begun())
@@ -320,21 +320,31 @@ class Engine:
         return self.batch.add(ids, settings, n=asked.n, queue=work.queue, namespace=work.namespace)
 
     def _step(self) -> None:
-        of_prompt = {work.answers[0].origin: work for work in self._works}
-        found = self.batch.step()
-        for work in self._works:
-            if not work.gone:
-                work.begin(self.metrics)
-        for new in found:
-            work = of_prompt[new.answer.origin]
-            if not work.gone:
-                work.add(new, self.metrics, self._text_of)
-        for work in [x for x in self._works if x.gone or x.finish(self.metrics)]:
-            del self._works[work]
+        works = {work.answers[0].origin: work for work in self._works}
+        found: dict[Work, list[NewToken]] = {work: [] for work in self._works}
+        for new in self.batch.step():
+            found[works[new.answer.origin]].append(new)
+        for work, tokens in found.items():
+            try:
+                ended = work.gone or self._told(work, tokens)
+            except Exception:  # such as of the tokenizer
+                _LOG.exception("a request failed")
+                work.emit(failed())
+                ended = True
+            if ended:
+                work.cancel()  # once more: it may have been cancelled while it got its answers
+                del self._works[work]
         now = time.monotonic()
         if now - self._sampled > _SAMPLED_S or not self.batch.running:
             self._sampled = now
             self.metrics.cache_bytes.set(self.batch.live_bytes)
+
+    def _told(self, work: Work, tokens: Iterable[NewToken]) -> bool:
+        """Tell a request's client what a step has found; returns whether that is all."""
+        work.begin(self.metrics)
+        for new in tokens:
+            work.add(new, self.metrics, self._text_of)
+        return work.finish(self.metrics)
 
     def _text_of(self, token: int) -> str:
         text: str = self.tokenizer.decode([token])
@@ -346,6 +356,11 @@ class Engine:
                 work.emit(why())
             work.cancel()
         self._works.clear()
+
+
+def _at_work(answer: Answer) -> bool:
+    """Whether it was; one that was put aside in its first step has tokens, but no cache."""
+    return answer.cache is not None or bool(answer.tokens) or answer.ended
 
 
 def stopped() -> RequestError:

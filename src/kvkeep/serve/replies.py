@@ -120,7 +120,11 @@ def _in_completions(of_tokens: list[TokenLogprobs]) -> dict[str, Any]:
     return {
         "tokens": [one.chosen.token for one in of_tokens],
         "token_logprobs": [one.chosen.logprob for one in of_tokens],
-        "top_logprobs": [dict(reversed(one.likeliest)) for one in of_tokens],
+        # The chosen token too, though it may not be among the likeliest.
+        "top_logprobs": [
+            dict(reversed((*one.likeliest, one.chosen))) if one.likeliest else {}
+            for one in of_tokens
+        ],
         "text_offset": [one.offset for one in of_tokens],
     }
 
