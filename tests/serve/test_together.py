@@ -116,6 +116,17 @@ def test_what_no_request_is_at_fault_for_fails_all_and_is_over(endless, tokenize
         assert answer.usage.completion_tokens == 2
 
 
+def test_an_error_in_telling_one_answer_ends_that_request_only(endless, tokenizer, monkeypatch):
+    with serving(endless, tokenizer) as (engine, talk):
+        stream = talk.completions.create(prompt="A story.", **LONG)
+        next(iter(stream))
+        monkeypatch.setattr(engine, "_text_of", lambda token: [][token])
+        with pytest.raises(openai.APIError, match="its log says why"):
+            list(talk.completions.create(prompt="Another.", logprobs=2, **LONG))
+        until(lambda: engine.batch.running == 1)
+        next(iter(stream))
+
+
 def test_a_server_that_stops_under_load_finishes_or_tells(endless, tokenizer, monkeypatch):
     monkeypatch.setattr(listen, "_GRACE_S", 1.0)
     limits = Limits(sequences=3)
