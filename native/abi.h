@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 7;
+constexpr int KV_ABI = 8;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -71,6 +71,7 @@ struct KvCall {
     int64_t position_row;  // stride; 0 if the rows share the positions
     int64_t observed_row;  // likewise
     int64_t observed_from;  // the first query that is observed in some row
+    int64_t peak;           // 1: the mass is the largest weight of a slot, not a sum
     int64_t out_row, out_head, out_query, out_type;
     int64_t rows, heads, group, queries, key_width, value_width;
     int64_t dense;  // 1: no positions; query i of n sees all but the last n - 1 - i slots

@@ -292,7 +292,7 @@ struct Job {
                        token - plan.range.first];
     }
 
-    // Adds up the mass of each slot over the queries of one row and kv head.
+    // Adds up the mass of each slot over the queries of one row and kv head, or finds the largest.
     void add_mass(int64_t row, int64_t head) {
         int64_t all_slots = 0;
         for (int64_t i = 0; i < call.segment_count; ++i) all_slots += call.segments[i].slots;
@@ -316,13 +316,17 @@ struct Job {
         const float* weight = run.weights + record * slots(run);
         const float* top = run.tops + record * kv_blocks(run);
         float last = NAN, factor = 0;
+        const float share = call.peak ? 1.0f : (float)call.group;
         for (int64_t at = 0; at < slots(run); at += KV_BLOCK, ++top) {
             if (*top != last) {
                 last = *top;
-                factor = std::exp(last - found.base) * found.inverse / call.group;
+                factor = std::exp(last - found.base) * found.inverse / share;
             }
             const int64_t end = std::min(at + KV_BLOCK, slots(run));
-            for (int64_t j = at; j < end; ++j) mass[j] += weight[j] * factor;
+            if (call.peak)
+                for (int64_t j = at; j < end; ++j) mass[j] = std::max(mass[j], weight[j] * factor);
+            else
+                for (int64_t j = at; j < end; ++j) mass[j] += weight[j] * factor;
         }
     }
 };

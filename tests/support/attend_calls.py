@@ -136,6 +136,7 @@ FEATURES = {
     "rotated": st.booleans(),
     "need_mass": st.booleans(),
     "observed": st.sampled_from([None, None, 0, 1, 3, 20]),
+    "peak": st.sampled_from([False, False, True]),
     "width": st.sampled_from([32, 40, 64, 80, 96, 128, 256, 7]),
     "values": st.sampled_from([32, 64, 72, 128, 9]),
     "codecs": st.one_of(st.tuples(PLAIN, PLAIN), st.tuples(CODECS, CODECS), BLOCKS),
@@ -161,6 +162,7 @@ def call(
     rotated,
     need_mass,
     observed,
+    peak,
     width,
     values,
     codecs,
@@ -195,7 +197,7 @@ def call(
     view = View(tuple(held), own if pads is not None else own[0], pads is not None, tuple(reaches))
     sinks = random(heads * group).float() if with_sinks else None
     q = random(rows, heads * group, n, width)
-    return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed)
+    return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed, peak)
 
 
 def lain(x):

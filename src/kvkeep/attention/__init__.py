@@ -127,6 +127,7 @@ def attend(
     sinks: Tensor | None = None,
     need_mass: bool = False,
     observed: int | None = None,
+    peak: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Grouped-query attention of a chunk over the slots of a view, without copying them.
@@ -141,12 +142,14 @@ def attend(
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
             row in the chunk; None: all.
+        peak: the mass is the largest probability that each slot received, of all these queries and
+            of all query heads of the group, instead of the sum.
         backend: a name from `backends()`; None: the first that can do the call.
 
     Returns:
         out (B, Hq, n, Dv) in q's dtype, zero for padding; and the mass, fp32 (B, H, S): the
         probability each slot received, summed over the chunk's queries and averaged over the
-        group, or None.
+        group, or its `peak`; or None.
 
     Raises:
         ShapeError: q does not fit the view, or a segment is malformed.
@@ -155,7 +158,7 @@ def attend(
     check_call(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    return dispatch(q, view, Options(scale, softcap, sinks, need_mass, observed), backend)
+    return dispatch(q, view, Options(scale, softcap, sinks, need_mass, observed, peak), backend)
 
 
 def dispatch(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.options import Options
-from kvkeep.attention.reference import scores, softmax
+from kvkeep.attention.reference import received_mass, scores, softmax
 from kvkeep.attention.view import View
 
 
@@ -39,7 +39,7 @@ def run(
         counted, share = view.observed(options.observed), probability.detach()
         if counted is not None:
             share = share * counted[:, None, None, :, None].to(share.dtype)
-        mass = held.as_slots(share.sum(dim=3).mean(dim=2)).float()
+        mass = held.as_slots(received_mass(share, options)).float()
     weights = probability.flatten(1, 2).to(q.dtype)
     if dropout:
         weights = torch.nn.functional.dropout(weights, dropout)

@@ -34,7 +34,7 @@ _READABLE = ("plain", "int8", "int4", "int2")
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, _REACH = Struct("=26q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, _REACH = Struct("=27q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -104,6 +104,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         n if position is not None and position.dim() == 2 else 0,
         n if observed is not None and observed.shape[0] > 1 else 0,
         0 if observed is None else _first(observed),
+        options.peak,
         *_shape(q, heads, value_width),
         dense,
         torch.get_num_threads(),
@@ -131,7 +132,7 @@ def call_of_step(
     return (
         *(0,) * 9,
         segments,
-        *(0,) * 4,
+        *(0,) * 5,
         *_shape(q, heads, value_width),
         1,
         torch.get_num_threads(),

@@ -11,7 +11,8 @@ class Options(NamedTuple):
     """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits.
 
     The mass counts the newest `observed` real queries (position >= 0) of each row in the chunk;
-    None: all.
+    None: all. With `peak` it is not the sum over these queries, averaged over the group, but the
+    largest weight of all.
     """
 
     scale: float
@@ -19,3 +20,4 @@ class Options(NamedTuple):
     sinks: Tensor | None = None
     need_mass: bool = False
     observed: int | None = None
+    peak: bool = False

@@ -53,7 +53,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
             share = probability
             if counted is not None:
                 share = share * counted[:, None, None, queries, None].to(share.dtype)
-            received = share.detach().sum(dim=3).mean(dim=2)
+            received = received_mass(share.detach(), options)
         result, at = torch.zeros((), dtype=compute, device=q.device), 0
         for segment in view.segments:
             values = segment.values(q.dtype).to(compute).expand(rows, -1, -1, -1)
@@ -70,8 +70,15 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
             result, received = part(queries)
         results.append(result)
         if received is not None:
-            mass = received if mass is None else mass + received
+            if mass is not None:
+                received = torch.maximum(mass, received) if options.peak else mass + received
+            mass = received
     return torch.cat(results, dim=2), mass if mass is None else mass.float()
+
+
+def received_mass(share: Tensor, options: Options) -> Tensor:
+    """The mass (B, H, S) of weights (B, H, G, n, S), those of queries that do not count being 0."""
+    return share.amax(dim=(2, 3)) if options.peak else share.sum(dim=3).mean(dim=2)
 
 
 def scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:

@@ -239,7 +239,8 @@ class _Call:
         used = any(segment.used is not None for segment in view.segments)
         self.dense = view.dense and not used
         self.q_position = view.position.to(torch.int32).contiguous()
-        self.second_pass = options.need_mass and self.group * self.n > _STORED_WEIGHTS
+        stores = self.group * self.n <= _STORED_WEIGHTS and not options.peak
+        self.second_pass = options.need_mass and not stores
         self.pieces: list[_Piece] = []
         first = first_tile = 0
         for index, segment in enumerate(view.segments):
@@ -373,7 +374,8 @@ class _Call:
                 *self._position_strides(piece), self._q_position_row(),
                 0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,
                 seen_row, float(self.options.scale), float(self.options.softcap or 1.0),
-                *self._limits(), BLOCK_M=block_m, **self._shape(piece), num_warps=4, num_stages=2,
+                *self._limits(), BLOCK_M=block_m, PEAK=self.options.peak, **self._shape(piece),
+                num_warps=4, num_stages=2,
             )  # fmt: skip
         return mass
 

@@ -1,4 +1,5 @@
-"""Computes the mass of long chunks by a second pass over the keys, without storing scores."""
+"""Computes the mass of long chunks, or the largest weights, by a second pass over the keys, without
+storing scores."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ def weigh(
     K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, K_BLOCK: tl.constexpr,
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
+    PEAK: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of slots, for all queries of one row and kv head.
 
@@ -70,7 +72,12 @@ def weigh(
             counts = tl.load(SEEN + rows_ * seen_row + token, mask=real, other=0)
             seen = seen & (counts != 0)[:, None]
         p = tl.exp2(tl.where(seen, s - lse[:, None], -float("inf")))
-        mass += tl.sum(p, axis=0)
+        if PEAK:
+            mass = tl.maximum(mass, tl.max(p, axis=0))
+        else:
+            mass += tl.sum(p, axis=0)
     within = slot < mass_slots - mass_first
-    tl.store(MASS + pair.to(tl.int64) * mass_slots + mass_first + slot, mass / GROUP,
+    if not PEAK:
+        mass = mass / GROUP
+    tl.store(MASS + pair.to(tl.int64) * mass_slots + mass_first + slot, mass,
              mask=here & within)  # fmt: skip
