@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch
 from kvkeep import native_library
 from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.native_step import ReadyStep
+from kvkeep.layer.native_step import FAILED, ReadyStep
+from kvkeep.layer.step import StepInputs
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.buffer import Buffer
 
@@ -175,3 +178,86 @@ def test_a_lack_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(MemoryError, match="scratch"):
             pair.layers[0].step(q, k, v, scale=0.2)
     pair.feed()
+
+
+@pytest.fixture
+def uncollected():
+    """Nothing is freed but by reference counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_layer_is_freed_with_its_last_reference(uncollected):
+    pair = Pair("keep_all")
+    pair.feed(5)
+    for _ in range(3):
+        pair.feed()
+    layer = pair.layers[0]
+    assert layer._next is not None  # a step was made in one call
+    slots = weakref.ref(layer.storage)
+    del layer, pair
+    assert slots() is None
+
+
+def test_a_step_keeps_no_queries_of_its_forward(uncollected):
+    layer = CacheSpec.parse("keep_all").layer()
+    layer.step(*(torch.randn(1, heads, 5, 32) for heads in (6, 2, 2)), scale=0.2)
+    base = torch.randn(1, 500, 10, 32)
+    q, k, v = base[:, 7:8].transpose(1, 2).split([6, 2, 2], dim=1)
+    layer.step(q, k, v, scale=0.2)
+    assert layer._native is not None
+    whole = weakref.ref(base)
+    del base, q, k, v
+    assert whole() is None
+    layer.step(*(torch.randn(1, heads, 1, 32) for heads in (6, 2, 2)), scale=0.2)
+
+
+def test_reset_frees_slots(uncollected):
+    pair = Pair("keep_all")
+    pair.feed(5)
+    pair.feed()
+    slots = weakref.ref(pair.layers[0].storage.read()["k"].untyped_storage())
+    pair.each(LayerCache.reset)
+    assert slots() is None
+
+
+def test_slots_that_moved_between_steps():
+    pair = Pair("keep_all")
+    pair.feed(40)
+    pair.feed()
+    pair.feed()
+    states = [layer.state().copy() for layer in pair.layers]
+    storage = pair.layers[0].storage
+    pair.feed(300, torch.cat([torch.full((1, 298), -1), torch.tensor([[42, 43]])], dim=1))
+    assert pair.layers[0].storage is not storage
+    for layer, state in zip(pair.layers, states, strict=True):
+        layer.restore(state)
+    for _ in range(3):
+        pair.feed()
+    pair.feed(4)
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:6"])
+def test_a_step_that_fails_after_others_were_called(spec):
+    pair = Pair(spec)
+    pair.feed(8)
+    pair.feed()
+    layer = pair.layers[0]
+    before = layer.state().copy()
+    q, k, v = (torch.randn(1, 1, heads, 32).transpose(1, 2) for heads in (6, 2, 2))
+    ready = layer.prepare(StepInputs(q, k, v, None, 0.2))
+    ready.begin()
+    ready.start()
+    ready.start(False)  # as a recording does when the library stopped before the end
+    with pytest.raises(MemoryError):
+        ready.finish(FAILED)
+    ready.end()
+    if spec == "keep_all":
+        planes = layer.state().parts["slots"]
+        assert all(torch.equal(planes[name], x) for name, x in before.parts["slots"].items())
+        pair.feed()
+    else:  # a slot may have been freed
+        with pytest.raises(StateError, match="contents of the slots are unknown"):
+            layer.step(q, k, v, scale=0.2)

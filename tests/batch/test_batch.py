@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -543,3 +544,29 @@ def test_refused_before_anything_is_changed(model):
     with pytest.raises(SpecError, match="list of strings"):
         Settings(stop="end")
     assert batch.step() == []
+
+
+@pytest.mark.parametrize("name", ["put", "get"])
+def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, monkeypatch, name):
+    expected = [alone(model, tokens(9, i), Settings(30))[0] for i in range(3)]
+    real, calls = getattr(Offload, name), itertools.count()
+
+    def fails(offload, x):
+        if next(calls) == 3:
+            raise OutOfMemoryError("no memory")
+        return real(offload, x)
+
+    monkeypatch.setattr(Offload, name, fails)
+    batch = Batch(model, sequences=2)
+    first, low = (batch.add(tokens(9, i), Settings(30))[0] for i in range(2))
+    for _ in range(4):
+        batch.step()
+    (high,) = batch.add(tokens(9, 2), Settings(3, priority=1))
+    list(batch)
+    assert next(calls) > 3
+    assert (first.tokens, high.tokens) == (expected[0], expected[2][:3])
+    if name == "put":
+        assert isinstance(low.error, OutOfMemoryError)
+        assert batch._offload.host_bytes == 0
+    else:
+        assert low.tokens == expected[1]

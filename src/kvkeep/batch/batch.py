@@ -24,7 +24,7 @@ from kvkeep.errors import (
     StateError,
     UnsupportedError,
 )
-from kvkeep.files.offload import Offload
+from kvkeep.files.offload import Kept, Offload
 from kvkeep.geometry import Geometry
 from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Specs, host_of
 from kvkeep.store.prefix import PrefixStore
@@ -263,6 +263,10 @@ class Batch:
                 groups = self._groups(self._planned())
             failed = False
             for group in groups:
+                if any(answer.ended for answer, _ in group):  # cancelled since it was planned
+                    failed = True
+                    continue
+                before = [answer.cache.fed if answer.cache else 0 for answer, _ in group]
                 try:
                     logits = self._forward(group)
                 except (KeyboardInterrupt, SystemExit):
@@ -270,7 +274,7 @@ class Batch:
                 except BaseException as error:
                     failed = True
                     with self._lock:
-                        self._recover(group, error)
+                        self._recover(group, before, error)
                     if isinstance(error, OutOfMemoryError):
                         break  # others may have been put aside
                 else:
@@ -310,13 +314,15 @@ class Batch:
                 cache.rewind(before)
             raise
 
-    def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
+    def _recover(
+        self, group: Sequence[_Planned], before: Sequence[int], error: BaseException
+    ) -> None:
         """After a forward failed: end what cannot go back or failed alone, put an answer aside for
-        want of memory, or suspect each."""
+        want of memory, or suspect each. `before` is what each cache had been fed."""
         stuck = False
-        for answer, _ in group:
+        for (answer, _), fed in zip(group, before, strict=True):
             cache = answer.cache
-            if cache is not None and len({layer.fed for layer in cache.layers}) > 1:
+            if cache is not None and {layer.fed for layer in cache.layers} != {fed}:
                 answer.fail(error)  # it evicted tokens, so it cannot go back
                 stuck = True
         left = [answer for answer in self._running if not answer.ended]
@@ -373,7 +379,19 @@ class Batch:
             self._served[first.origin.queue] = next(self._turns)
             self._waiting.remove(first)
             self._running.append(first)
-            self._begin(first)
+            try:
+                self._begin(first)
+            except Exception as error:
+                first.cache = None
+                alone = len(self._running) == 1
+                if alone or not isinstance(error, OutOfMemoryError):
+                    first.fail(error)
+                else:  # what it holds stays aside
+                    self._running.remove(first)
+                    self._waiting.append(first)
+                    self._limit = self._promised(self._running)
+                    self._most = len(self._running)
+                return
 
     def _turn_of(self, answer: Answer) -> tuple[int, int, int]:
         """Sorts waiting answers: by priority, then the queue that was served longest ago."""
@@ -392,16 +410,31 @@ class Batch:
             self._drop_aside(answer)
 
     def _put_aside(self, answer: Answer) -> None:
-        """Copy what an answer holds to host memory or a file, and let it wait."""
+        """Copy what an answer holds to host memory or a file, and let it wait. If there is no room
+        for it, the answer ends with that error."""
         cache = answer.cache
         assert cache is not None
         if self._offload is None:
             self._offload = Offload()
         if cache.fed:
-            states = [
-                state._replace(parts=_each(state.parts, self._offload.put))
-                for state in cache.states("put aside")
-            ]
+            put: list[Kept] = []
+
+            def keep(plane: Tensor) -> Kept:
+                assert self._offload is not None
+                put.append(self._offload.put(plane))
+                return put[-1]
+
+            try:
+                states = [
+                    state._replace(parts=_each(state.parts, keep))
+                    for state in cache.states("put aside")
+                ]
+            except Exception as error:
+                for one in put:
+                    self._offload.drop(one)
+                answer.fail(error)
+                self._leave()
+                return
             kinds = [layer.kind for layer in cache.layers]
             answer.aside = Snapshot(kinds, states, cache.routed), cache.activation
         else:
@@ -425,7 +458,11 @@ class Batch:
         for answer in self._in_turn([x for x in self._running if x not in ready]):
             origin = answer.origin
             if origin.frozen is not None and answer.reads_prompt:
-                answer.cache, answer.begun = origin.frozen.fork(), True
+                try:
+                    answer.cache, answer.begun = origin.frozen.fork(), True
+                except Exception as error:
+                    answer.fail(error)
+                    continue
                 origin.filled(answer.index)
             elif id(origin) in reading:
                 continue
@@ -454,7 +491,8 @@ class Batch:
         if origin.frozen is None and 0 < cache.fed == len(origin.ids) - 1:
             origin.filled(answer.index)
             if origin.awaited:
-                origin.frozen = cache.freeze()
+                with suppress(OutOfMemoryError):  # each answer then reads the prompt itself
+                    origin.frozen = cache.freeze()
 
     def _in_turn(self, answers: Sequence[Answer]) -> list[Answer]:
         """Answers by priority, then the first of each queue, the second of each, and so on; of

@@ -52,9 +52,11 @@ def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
     counts = [len(piece.ids) for piece in pieces]
     caches = [piece.cache for piece in pieces]
     fed = [cache.fed for cache in caches]
+    begun: list[tuple[ModelCache, int]] = []
     try:
-        for cache, count in zip(caches, counts, strict=True):
+        for cache, count, before in zip(caches, counts, fed, strict=True):
             cache.begin(count)
+            begun.append((cache, before))
         layers = [
             PackedLayer(of_sequences, counts)
             for of_sequences in zip(*(cache.layers for cache in caches), strict=True)
@@ -82,7 +84,7 @@ def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
                     "sequences one by one"
                 )
     except BaseException:
-        for cache, before in zip(caches, fed, strict=True):
+        for cache, before in begun:
             with suppress(RollbackError, StateError):
                 cache.rewind(before)
         raise

@@ -16,7 +16,7 @@ from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.native_step import InOneCall, NativeStep, settles_alone
+from kvkeep.layer.native_step import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
@@ -86,12 +86,11 @@ class LayerCache(Readable, InOneCall, Step):
         self._history, self._checks = History(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
         self.turn = Turn()  # held by the thread that changes the layer
-        # `mend` uses these after an interrupt: the state before the last chunk, whether that chunk
-        # is being written or removed, and whether slots are being moved.
+        # For `mend`: the state before the last chunk; whether it is being written, or slots moved.
         self._begun: tuple[History, tuple[int, ...]] | None = None
         self._writing = self._moving = False
         self._settles_alone = settles_alone(policy)
-        self._native: NativeStep | None = None
+        self._native = self._next = None
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -271,6 +270,7 @@ class LayerCache(Readable, InOneCall, Step):
         self._writing, self._moving = False, True
         self._slots = self._slots.reset()
         self._history, self._chunk, self._begun = History(), None, None
+        self._native = self._next = None
         self._moving = False
 
     @property
@@ -388,7 +388,7 @@ class LayerCache(Readable, InOneCall, Step):
         other = copy(self)
         other._slots, other._history = self._slots.fork(), self._history.fork()
         other._checks, other.evicted, other.turn = Checks(), None, Turn()
-        other._native = None
+        other._native = other._next = None
         return other
 
     @property

@@ -87,12 +87,15 @@ class NativeStep:
         self._storage, self._planes = slots.storage, slots.storage.described()
         self._count = len(planes)
         self.bounded = reach is not None or window is not None
-        self.next: ReadyStep | None = None  # the step that follows the last one, if it is known
         self.kind, self.out_shape = kind_of(inputs), (*q.shape[:3], value_width)
         self.threads = torch.get_num_threads()
         self.repeated: StepInputs | None = None  # inputs that fit, and come again
-        self._kept: list[Tensor] = []  # tensors that the segments refer to
-        self._segments = pack_segments(segments, q, True, self._kept)
+        tensors: list[Tensor] = []
+        self._segments = pack_segments(segments, q, True, tensors)
+        # What the segments refer to, but not the queries, which each step brings: they may be a
+        # view of those of a long chunk.
+        own = q.untyped_storage().data_ptr()
+        self._kept = [x for x in tensors if x.untyped_storage().data_ptr() != own]
         assert self._planes is not None  # `_possible`
         options = Options(inputs.scale, inputs.softcap)
         keys, values = codecs.key.layout, codecs.value.layout
@@ -143,6 +146,7 @@ class NativeStep:
             slots is self._slots
             and slots.frozen is self._frozen
             and geometry is self._geometry
+            and slots.storage is self._storage
             and self._storage.described() is self._planes
             and torch.get_num_threads() == self.threads
         )
@@ -253,6 +257,7 @@ class InOneCall(ABC):
     _moving: bool
     _settles_alone: bool
     _native: NativeStep | None
+    _next: ReadyStep | None  # the step that follows the last one, if it is known
 
     @property
     @abstractmethod
@@ -290,14 +295,15 @@ class InOneCall(ABC):
         step = self._following()
         if step is not None:
             place = step.column, step.held, step.drops
-            step.layer, step.token = self, _SEQUENCE.pack(*step.native.records, index, *place)
+            step.layer, step.position = self, None
+            step.token = _SEQUENCE.pack(*step.native.records, index, *place)
         return step
 
     @property
     def untouched(self) -> bool:
         """Whether nothing has happened since a step after which there is room for one token."""
-        native = self._native
-        return native is not None and native.next is not None and native.next.follows(self.turn)
+        following = self._next
+        return following is not None and following.follows(self.turn)
 
     def _following(self) -> ReadyStep | None:
         """The next step of one token a row, without its token; None if the library cannot make
@@ -305,7 +311,7 @@ class InOneCall(ABC):
         native, history, slots = self._native, self._history, self._slots
         if native is None:
             return None
-        following = native.next
+        following = self._next
         if following is not None and following.follows(self.turn):
             return following if native.threads == torch.get_num_threads() else None
         if self._moving or self._writing or history.pads is not None:
@@ -329,7 +335,7 @@ class InOneCall(ABC):
 
     def _describe(self, inputs: StepInputs) -> None:
         """Prepare `prepare` for steps like the one just made."""
-        history = self._history
+        history, self._next = self._history, None
         if history.pads is None:
             self._native = NativeStep.of(
                 self._slots, history.geometry, self.policy.reach, self.window, inputs
@@ -367,6 +373,9 @@ class ReadyStep:
         self.position: Tensor | None = None
         self.out: Tensor | None = None
         self._turn, self._entries = layer.turn, 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_step, ()  # of a layer whose copies have other addresses
 
     def follows(self, turn: Turn) -> bool:
         """Whether the turn was not taken since the step before this one."""
@@ -417,6 +426,7 @@ class ReadyStep:
     def finish(self, result: int) -> bool:
         """Note the result of the library; as `run`."""
         if result == FAILED:
+            self._state = RUNNING  # a slot may have been freed
             raise MemoryError(f"no scratch memory for a step over {self.length} slots")
         if result == UNLIKE:
             self._state = BEGUN
@@ -445,10 +455,10 @@ class ReadyStep:
                 layer._chunk = self.position
                 native = self.native
                 if native.bounded or held == native.capacity:
-                    native.next = None
+                    layer._next = None
                 else:
                     self.column, self.length, self.held = column + 1, self.length + 1, held
-                    self._entries, native.next = layer.turn.entries, self
+                    self._entries, layer._next = layer.turn.entries, self
             if state != RUNNING:
                 layer._writing = layer._moving = False
             elif not layer._moving:

@@ -123,8 +123,8 @@ class PackedLayer:
             if count == 1:
                 step = layer.prepare_packed(first)
                 if step is not None:
-                    step.begin()
                     self._ready[sequence] = step
+                    step.begin()
             first += count
 
     def end(self) -> None:
@@ -235,6 +235,7 @@ class ReadyTogether:
 
     def finish(self, result: int) -> bool:
         if result == FAILED:
+            self._layer.note(RUNNING)
             raise MemoryError(f"no scratch memory for a step of {self._count} sequences")
         self._layer.note(DONE)
         return True
