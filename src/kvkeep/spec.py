@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.policy import POLICIES, Policy
+from kvkeep.policy import POLICIES, Policy, Share
 from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Concat, Growing, Storage
 
@@ -309,9 +309,12 @@ def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
     try:
         if kind is bool:
             return _SWITCH[value]
+        if kind is Share:
+            return Share.parse(value)
         return float(value) if kind is float else int(value)
     except (ValueError, KeyError):
-        noun = "0 or 1" if kind is bool else "a number" if kind is float else "a whole number"
+        nouns = {bool: "0 or 1", float: "a number", Share: "a percentage, such as 25%"}
+        noun = nouns.get(kind, "a whole number")
         raise SpecError(f"{what} is {value!r} in {whole!r}; give {noun}") from None
 
 

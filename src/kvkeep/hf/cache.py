@@ -32,9 +32,12 @@ from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
-from kvkeep.host import ModelCache, Specs
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.host.compress import compress
+from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.turn import Turn
+from kvkeep.spec import CacheSpec
 
 
 class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
@@ -258,6 +261,17 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             private=private,
         )
 
+    def compress(self, model: PreTrainedModel, ids: Tensor, spec: Specs | None = None) -> None:
+        """Evict all but a share of the slots, whatever will be asked of the text later; see
+        `kvkeep.host.compress.compress`.
+
+        Args:
+            model: the model of this cache, attached.
+            ids: the tokens that were fed, int64 (n,) or (1, n).
+            spec: such as "kvzip:25%"; None: this cache's own.
+        """
+        compress(host_of(model), self, ids, spec)
+
     # -- transformers' interface ------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -308,6 +322,11 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         self._handed = self._feeding = None
         self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
+
+    def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
+        """See `ModelCache.replace_layers`."""
+        ModelCache.replace_layers(self, layers, specs)
+        self._issue_tickets()
 
     def restore(self, snapshot: core.Snapshot) -> None:
         """See `kvkeep.cache.Cache.restore`."""

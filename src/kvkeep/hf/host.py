@@ -47,6 +47,7 @@ from kvkeep.host import (
 )
 from kvkeep.host.adapters import activate
 from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.layer.attending import AttendingLayer
 from kvkeep.rotary import Rotary
 
 
@@ -195,12 +196,21 @@ class TransformersHost(Host):
             output = self.model(
                 input_ids=ids,
                 position_ids=position,
-                past_key_values=PackedCache(all_tokens, self._config),
+                past_key_values=PackedCache(all_tokens.layers, self._config),
                 use_cache=True,
                 **options,
             )
             logits: Tensor = output.logits[0]
         return logits if self._skips_logits else logits[last]
+
+    def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
+        require_packable(unwrapped(self.model), ())
+        self.model.get_decoder()(
+            input_ids=ids[None],
+            position_ids=position[None].to(ids.device),
+            past_key_values=PackedCache(layers, self._config),
+            use_cache=True,
+        )
 
     # -- adapters ---------------------------------------------------------------------------
 

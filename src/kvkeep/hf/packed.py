@@ -1,4 +1,4 @@
-"""Packed forwards of transformers models: the cache that such a forward is given."""
+"""Forwards of transformers models whose attention layers of kvkeep compute, one by one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from kvkeep.hf.config import changing_ropes, decoder_config, is_latent, is_route
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_fed
 from kvkeep.host import ModelCache
-from kvkeep.host.packed import Packed
-from kvkeep.layer.packed import PackedLayer
+from kvkeep.layer.attending import AttendingLayer
 
 
 def unpackable(model: PreTrainedModel) -> str:
@@ -70,15 +69,16 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
 
 
 class PackedCache(transformers.Cache):
-    """What a model takes as `past_key_values` in a packed forward: an empty cache, whose layers
-    hand the new keys and values of each sequence to the sequence's own layer."""
+    """What a model takes as `past_key_values` in such a forward: an empty cache of these layers,
+    which hand the new keys and values of each sequence to the sequence's own layer, or keep none.
+    """
 
     is_compileable = False
     is_initialized = True
     is_croppable = False
 
-    def __init__(self, packed: Packed, config: Any) -> None:
-        self.layers: list[PackedLayer] = packed.layers  # type: ignore[assignment]
+    def __init__(self, layers: Sequence[AttendingLayer], config: Any) -> None:
+        self.layers: list[AttendingLayer] = list(layers)  # type: ignore[assignment]
         self._config = decoder_config(config)
         self._handed: Handed | None = None
 

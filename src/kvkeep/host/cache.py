@@ -9,6 +9,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
+from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import Need
 from kvkeep.rotary import Rotary
@@ -100,6 +101,12 @@ class ModelCache(Cache):
             )
             for layer, geometry in zip(self.layers, geometries, strict=True)
         )
+
+    def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
+        """Use other layers, of these specs, from now on."""
+        with self._turns():
+            self.layers, self.specs = list(layers), list(specs)
+            self._share()
 
     def reset(self) -> None:
         """Forget every token."""

@@ -21,6 +21,7 @@ from kvkeep.host.generation import Generation, GenerationOptions, generate
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.packed import Piece
 from kvkeep.host.specs import LayerKind, Specs
+from kvkeep.layer.attending import AttendingLayer
 from kvkeep.rotary import Rotary
 
 
@@ -210,6 +211,21 @@ class Host(ABC):
         """
         raise UnsupportedError(
             f"{self.name} cannot compute several sequences in one forward: {self.unpackable}"
+        )
+
+    def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
+        """Run the decoder on a row of tokens, without logits; each layer's attention is that of
+        `layers[i].run`.
+
+        Args:
+            ids, position: int64 (n,).
+
+        Raises:
+            UnsupportedError: the model does not attend once in each layer, at given positions.
+        """
+        raise UnsupportedError(
+            f"kvkeep's host for {self.library} cannot give layers to a forward; implement "
+            f"{type(self).__name__}.feed_layers"
         )
 
     # -- adapters ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention import dispatch_several, several_at_once
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
-from kvkeep.layer.history import History
+from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.native_step import (
     BEGUN,
@@ -54,7 +54,7 @@ def _part(inputs: StepInputs, first: int, count: int) -> StepInputs:
     return inputs._replace(q=q[:, :, at], k=k[:, :, at], v=v[:, :, at], position=position[..., at])
 
 
-class PackedLayer:
+class PackedLayer(AttendingLayer):
     """Runs a step of each sequence's own layer, on its range of the tokens. The steps of one token
     that the native library can make are one call of it, whose threads share the work of all.
 
@@ -62,8 +62,6 @@ class PackedLayer:
         layers: one layer of each sequence's cache; they hold one row each, or nothing.
         counts: how many tokens of each sequence there are, in order.
     """
-
-    padded = False
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
@@ -78,23 +76,6 @@ class PackedLayer:
     def window(self) -> int | None:
         """The layer's own sliding window, in tokens."""
         return self._layers[0].window
-
-    @property
-    def history(self) -> History:
-        """An empty history: to the model, the tokens are a text of their own."""
-        return History()
-
-    @property
-    def fed(self) -> int:
-        """0, as `history` says."""
-        return 0
-
-    @property
-    def seen(self) -> Tensor:
-        return self.history.seen
-
-    def positions(self) -> Tensor:
-        return torch.empty(1, 1, 0, dtype=torch.int32)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """The tokens' positions, each in its own sequence: int32 (n,)."""

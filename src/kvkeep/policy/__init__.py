@@ -7,11 +7,13 @@ from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
 from kvkeep.policy.keydiff import KeyDiff
 from kvkeep.policy.knorm import KNorm
+from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.pyramid import Pyramid
 from kvkeep.policy.qh2o import QH2O
 from kvkeep.policy.random import Random
 from kvkeep.policy.replay import ReplayPolicy
 from kvkeep.policy.scored import Scored
+from kvkeep.policy.share import Share
 from kvkeep.policy.snapkv import SnapKV
 from kvkeep.policy.tova import Tova
 from kvkeep.policy.vlen import VLen
@@ -31,6 +33,7 @@ POLICIES: dict[str, type[Policy]] = {
         KeyDiff,
         ExpectedAttention,
         Random,
+        KVzip,
         Pyramid,
         AdaKV,
     )
@@ -45,6 +48,7 @@ __all__ = [
     "Arrivals",
     "ExpectedAttention",
     "KNorm",
+    "KVzip",
     "KeepAll",
     "KeyDiff",
     "Need",
@@ -54,6 +58,7 @@ __all__ = [
     "Random",
     "ReplayPolicy",
     "Scored",
+    "Share",
     "SnapKV",
     "Tova",
     "VLen",

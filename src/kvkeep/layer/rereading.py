@@ -1,0 +1,68 @@
+"""Rereading: a layer that reads a part of its text again, to learn which slots that takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Held, Options, Segment, View, dispatch
+from kvkeep.codec import Plain
+from kvkeep.errors import UnsupportedError
+from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.step import StepInputs
+from kvkeep.planes import POSITION, Reach
+
+
+class Rereading(AttendingLayer):
+    """Attends to some tokens that a layer holds, and to its own chunk. Nothing is written.
+
+    Args:
+        held: all tokens of one row, in the order of their positions.
+        runs: the tokens to attend to, as ranges of them in ascending order.
+        start: the position of the chunk's first token.
+        window: the layer's own sliding window in tokens; None: it has none, and the weights are
+            recorded.
+    """
+
+    def __init__(
+        self, held: Held, runs: list[tuple[int, int]], start: int, window: int | None
+    ) -> None:
+        self._window = window
+        self._start = start
+        # In the order of the runs, as if they had been the only tokens before the chunk.
+        self._past = tuple(
+            _segment(*(x[:, :, first:end] for x in held[:3])) for first, end in runs if first < end
+        )
+        self.largest: Tensor | None = None
+        """The largest weight that each token of the runs received, fp32 (1, H, tokens)."""
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """Positions of the chunk: int32 (n,)."""
+        if real is not None:
+            raise UnsupportedError("a text is read again without padding")
+        return torch.arange(self._start, self._start + n, dtype=torch.int32, device=device)
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Attention of the chunk: (1, Hq, n, Dv)."""
+        q, k, v, position = inputs[:4]
+        if position is None:
+            position = self.next_positions(q.shape[2], q.device)
+        segments = (*self._past, _segment(k, v, position.reshape(1, 1, -1)))
+        reaches = () if self._window is None else (Reach(self._window),)
+        view = View(segments, position.flatten(), False, reaches)
+        observed = self._window is None
+        options = Options(
+            inputs.scale, inputs.softcap, inputs.sinks, need_mass=observed, peak=observed
+        )
+        out, weights = dispatch(q, view, options)
+        if weights is not None:
+            self.largest = weights[:, :, : weights.shape[2] - q.shape[2]]
+        return out
+
+
+def _segment(k: Tensor, v: Tensor, position: Tensor) -> Segment:
+    return Segment({"k": k, "v": v, POSITION: position.int()}, Plain(), Plain())

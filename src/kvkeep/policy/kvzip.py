@@ -1,0 +1,51 @@
+"""Keep the tokens that a model needs to repeat its own text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import Planes
+from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.share import Share
+from kvkeep.policy.window import Window
+
+
+@final
+@dataclass(frozen=True)
+class KVzip(Policy):
+    """Holds every token, until `compress` evicts all but `share` of the slots.
+
+    A slot's score is the largest attention that it gets while the model reads the text again, in
+    parts of at most `chunk` tokens, of which each attends to the first `sinks` tokens, the same
+    part of the text, and itself. The scores of all layers and heads are compared, so that each head
+    keeps what it needs; with `uniform` all heads keep equally many. The first `sinks` tokens are
+    always kept. Source: KVzip (arXiv 2505.23416); there the repetition attends to the whole text,
+    and only its weights are computed over the part.
+    """
+
+    share: Share
+    sinks: int = 4
+    chunk: int = 2048
+    uniform: bool = False
+
+    name: ClassVar[str] = "kvzip"
+    rollback: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.sinks < 1 or self.chunk < 1:
+            raise SpecError(
+                f"kvzip sinks {self.sinks}, chunk {self.chunk}: both must be at least 1; use "
+                "sinks=4,chunk=2048"
+            )
+
+    def within(self, window: int) -> Policy:
+        return Window(window)
+
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
+        raise AssertionError("kvzip has no budget during a step; compress() evicts")

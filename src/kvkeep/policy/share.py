@@ -1,0 +1,36 @@
+"""Share: a budget as a part of the tokens that were fed."""
+
+from __future__ import annotations
+
+from kvkeep.errors import SpecError
+
+
+class Share(float):
+    """A part of the tokens fed, above 0 and at most 1; a percentage as text."""
+
+    def __new__(cls, share: float) -> Share:
+        if not 0 < share <= 1:
+            raise SpecError(f"a share of {share:.0%}; give more than 0% and at most 100%")
+        return super().__new__(cls, share)
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Read `25%`.
+
+        Raises:
+            ValueError: it is not a number followed by a percent sign.
+            SpecError: it is out of range.
+        """
+        number, percent, rest = text.strip().partition("%")
+        if not percent or rest:
+            raise ValueError(text)
+        return cls(float(number) / 100)
+
+    def __str__(self) -> str:
+        return f"{100 * self:.10g}%"
+
+    __repr__ = __str__
+
+    def of(self, tokens: int) -> int:
+        """This share of so many tokens, rounded down, but at least one."""
+        return max(1, int(self * tokens + 1e-9))
