@@ -312,6 +312,8 @@ def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
         if kind is Share:
             return Share.parse(value)
         return float(value) if kind is float else int(value)
+    except SpecError:
+        raise
     except (ValueError, KeyError):
         nouns = {bool: "0 or 1", float: "a number", Share: "a percentage, such as 25%"}
         noun = nouns.get(kind, "a whole number")

@@ -32,6 +32,7 @@ EXAMPLES = {
     "knorm": "knorm:8,recent=1",
     "keydiff": "keydiff:8",
     "expected_attention": "expected_attention:8,sinks=2,future=16",
+    "kvzip": "kvzip:50%",
     "random": "random:8",
     "adakv": "adakv:0.3(h2o:8,recent=2)",
     "pyramid": "pyramid:2(h2o:8,recent=2)",

@@ -36,9 +36,8 @@ class LayerCache(Readable, InOneCall, Step):
         policy: chooses the slots to evict.
         key_codec, value_codec: encode and decode keys and values.
         storage: holds the slots; the layer takes ownership.
-        window: the layer's own sliding window in tokens; None if it has none.
-        rotary: the model's rotary embedding, for policies that need it; None if keys are not
-            rotated.
+        window: the layer's own sliding window, if it has one.
+        rotary: the model's rotary embedding, for policies that need it; None: it has none.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -59,7 +58,8 @@ class LayerCache(Readable, InOneCall, Step):
                 f"policy {policy.name} keeps {policy.budget} slots, but {storage.name} storage "
                 f"holds {storage.limit}; use @fixed:{policy.budget} or more"
             )
-        if not (key_codec.rewritable and value_codec.rewritable) and policy.budget is not None:
+        evicts = policy.budget is not None or policy.ragged
+        if evicts and not (key_codec.rewritable and value_codec.rewritable):
             own = window is not None and policy.reach == Reach(window)
             who = f"a sliding window of {window} tokens" if own else f"policy {policy.name}"
             raise SpecError(

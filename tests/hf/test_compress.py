@@ -1,0 +1,250 @@
+"""compress: which slots stay, against weights computed directly; what follows; and refusals."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.tiny_host import tiny_model
+from support.tiny_models import tiny
+
+import kvkeep
+from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
+from kvkeep.host import host_of
+from kvkeep.layer.rereading import Rereading
+from kvkeep.planes import POSITION
+
+TOKENS = 50
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = tiny("llama", max_position_embeddings=64)
+    kvkeep.attach(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 90, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def filled(model, ids, spec="keep_all", **options):
+    cache = kvkeep.Cache(model, spec, **options)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def kept(layer):
+    """Positions that each head keeps."""
+    return [sorted(p for p in head.tolist() if p >= 0) for head in layer.positions()[0]]
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    """The layers of all second readings, with what each was given."""
+    found = []
+    run = Rereading.run
+
+    def recorded(layer, inputs):
+        out = run(layer, inputs)
+        found.append((layer, inputs, out))
+        return out
+
+    monkeypatch.setattr(Rereading, "run", recorded)
+    return found
+
+
+@pytest.mark.parametrize("chunk", [64, 20])
+def test_the_slots_of_greatest_weight_of_all_heads_stay(model, ids, readings, chunk):
+    cache = filled(model, ids)
+    held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    cache.compress(model, ids, f"kvzip:40%,sinks=3,chunk={chunk}")
+    parts = -(-TOKENS // chunk)
+    borders = [TOKENS * i // parts for i in range(parts + 1)]
+    scores = torch.zeros(2, 2, TOKENS)  # layer, head, token
+    for number, (_, (q, k, v, position, scale, *_), out) in enumerate(readings):
+        part, index = divmod(number, 2)
+        first, end = borders[part], borders[part + 1]
+        # Directly after the part, which may end at the model's last position.
+        assert position.tolist() == list(range(end, 2 * end - first))
+        seen = [*range(min(3, first)), *range(first, end)]
+        keys = torch.cat([held[index][0][:, :, seen], k], dim=2).repeat_interleave(2, 1)
+        values = torch.cat([held[index][1][:, :, seen], v], dim=2).repeat_interleave(2, 1)
+        logits = q @ keys.transpose(2, 3) * scale
+        hidden = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).triu(len(seen) + 1)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        torch.testing.assert_close(out, weights @ values, atol=1e-5, rtol=1e-4)
+        largest = weights.view(2, 2, *weights.shape[2:]).amax(dim=(1, 2))
+        scores[index, :, first:end] = largest[:, len(seen) - (end - first) : len(seen)]
+    scores[..., :3] = torch.inf
+    most = set(scores.flatten().topk(4 * 20).indices.tolist())
+    expected = [
+        [[t for t in range(TOKENS) if ((i * 2 + h) * TOKENS + t) in most] for h in range(2)]
+        for i in range(2)
+    ]
+    assert [kept(layer) for layer in cache.layers] == expected
+    assert len({len(head) for layer in expected for head in layer}) > 1
+
+
+def test_uniform_heads_keep_equally_many(model, ids):
+    cache = filled(model, ids)
+    cache.compress(model, ids, "kvzip:30%,uniform=1")
+    assert [[len(head) for head in kept(layer)] for layer in cache.layers] == [[15, 15]] * 2
+
+
+def test_a_whole_share_changes_nothing(model, ids):
+    cache, other = filled(model, ids), filled(model, ids)
+    cache.compress(model, ids, "kvzip:100%")
+    more = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        a, b = (model(more, past_key_values=x).logits for x in (cache, other))
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert str(cache.specs[0]) == "kvzip:100%+plain@growing"
+
+
+def test_slots_are_encoded_as_the_new_spec_says(model, ids):
+    cache = filled(model, ids)
+    plain = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    cache.compress(model, ids, "kvzip:100%+int8")
+    for layer, (k, v) in zip(cache.layers, plain, strict=True):
+        codec = layer.key_codec
+        expected = codec.decode(codec.encode(k), k.dtype), codec.decode(codec.encode(v), v.dtype)
+        assert torch.equal(layer.keys, expected[0])
+        assert (layer.values - v).abs().max() < 0.02 * v.abs().max()
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8", "int8/int4"])
+def test_slots_that_stay_are_not_encoded_again_and_the_others_are_freed(model, ids, codec):
+    cache = filled(model, ids, f"keep_all+{codec}")
+    before = [
+        {name: x.clone() for name, x in layer.slots.evictable().items()} for layer in cache.layers
+    ]
+    bytes_before, allocated = cache.live_bytes, cache.nbytes
+    cache.compress(model, ids, f"kvzip:40%+{codec}")
+    for layer, planes in zip(cache.layers, before, strict=True):
+        for head, positions in enumerate(kept(layer)):
+            own = layer.state().parts[f"head.{head}"]
+            order = own[POSITION][0, 0].argsort()
+            for name, plane in planes.items():
+                if name != POSITION:
+                    assert torch.equal(own[name][0, 0, order], plane[0, head, positions])
+    # Positions are kept by head; before, the heads shared them.
+    shared = 4 * TOKENS * len(cache.layers)
+    assert cache.live_bytes == int((bytes_before + shared) * 0.4)
+    assert cache.nbytes < allocated
+    assert (cache.fed, cache.seen.tolist()) == (TOKENS, [TOKENS])
+
+
+def test_a_compressed_cache_goes_on_and_is_saved_forked_and_rewound(model, ids, tmp_path):
+    cache = filled(model, ids, "kvzip:40%")
+    assert cache.length == TOKENS
+    cache.compress(model, ids)
+    held = [kept(layer) for layer in cache.layers]
+    cache.save(tmp_path / "cache")
+    copies = [cache, kvkeep.load(tmp_path / "cache", model), cache.freeze().fork()]
+    with torch.no_grad():
+        logits = [model(torch.tensor([[5, 6]]), past_key_values=x).logits for x in copies]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    cache.rewind(TOKENS)
+    assert [kept(layer) for layer in cache.layers] == held
+    with pytest.raises(kvkeep.RollbackError):
+        cache.rewind(TOKENS - 1)
+    cache.reset()
+    assert cache.length == 0
+
+
+def test_layers_with_a_window_keep_it(ids):
+    gemma = tiny("gemma3")
+    kvkeep.attach(gemma)
+    cache = filled(gemma, ids)
+    windowed, whole = cache.layers
+    held = kept(windowed)
+    cache.compress(gemma, ids, "kvzip:40%")
+    assert cache.layers[0] is windowed
+    assert kept(windowed) == held
+    assert sum(map(len, kept(cache.layers[1]))) == int(0.4 * TOKENS) * whole.history.geometry.heads
+    assert model_goes_on(gemma, cache)
+
+
+@torch.no_grad()
+def model_goes_on(model, cache):
+    return model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
+
+
+def test_what_cannot_be_compressed(model, ids):
+    cache = filled(model, ids)
+    held = cache.layers
+    for error, words, given, spec in (
+        (ShapeError, "49 token ids for a cache that was fed 50", ids[:, 1:], "kvzip:25%"),
+        (SpecError, "policy h2o; give a spec such as kvzip", ids, "h2o:9"),
+        (SpecError, "codec kivi encodes blocks", ids, "kvzip:25%+kivi"),
+    ):
+        with pytest.raises(error, match=words):
+            cache.compress(model, given, spec)
+    twice = filled(model, ids, "kvzip:50%")
+    twice.compress(model, ids)
+    for other, error, words in (
+        (filled(model, ids, "h2o:30"), StateError, "compress a cache of keep_all"),
+        (twice, StateError, "once"),
+        (filled(model, ids.repeat(2, 1)), ShapeError, "2 rows"),
+        (filled(model, ids, "keep_all+kivi:4,together=4"), SpecError, "encodes blocks"),
+    ):
+        with pytest.raises(error, match=words):
+            other.compress(model, ids, "kvzip:25%")
+    with detached(model), pytest.raises(UnsupportedError, match="not attached"):
+        cache.compress(model, ids, "kvzip:25%")
+    assert cache.layers is held
+    assert model_goes_on(model, cache)
+
+
+@contextmanager
+def detached(model):
+    kvkeep.detach(model)
+    try:
+        yield
+    finally:
+        kvkeep.attach(model)
+
+
+def test_a_reading_that_fails_changes_nothing(model, ids, monkeypatch):
+    cache = filled(model, ids)
+    held = cache.layers
+    calls = []
+
+    def fails(layer, inputs):
+        calls.append(layer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rereading, "run", fails)
+    with pytest.raises(KeyboardInterrupt):
+        cache.compress(model, ids, "kvzip:25%")
+    assert calls
+    assert cache.layers is held
+    assert cache.length == TOKENS
+    monkeypatch.undo()
+    assert model_goes_on(model, cache)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("kvzip:0%", "more than 0%"), ("kvzip:101%", "at most 100%"), ("kvzip:25", "a percentage"),
+    ("kvzip:x%", "a percentage"), ("kvzip:25%,sinks=0", "at least 1"), ("kvzip", "lacks 'share'"),
+])  # fmt: skip
+def test_bad_specs(text, words):
+    with pytest.raises(SpecError, match=words):
+        kvkeep.CacheSpec.parse(text)
+
+
+def test_specs_are_printed_as_they_are_read():
+    for text in ("kvzip:25%+plain@growing", "kvzip:12.5%,chunk=512+int8@growing"):
+        assert str(kvkeep.CacheSpec.parse(text)) == text
+
+
+def test_the_hosts_of_other_libraries_say_what_they_lack():
+    host = host_of(tiny_model())
+    with pytest.raises(UnsupportedError, match="feed_layers"):
+        host.feed_layers(torch.zeros(1), torch.zeros(1), [])
