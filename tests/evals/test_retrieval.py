@@ -84,6 +84,12 @@ def test_other_seeds_hide_other_numbers():
     assert numbers[0] == numbers[1] != numbers[2]
 
 
+class Fed(list):
+    """How many tokens each forward was given; a cache without layers."""
+
+    layers = ()
+
+
 @pytest.mark.parametrize(
     ("answer", "found", "steps"),
     [
@@ -97,7 +103,7 @@ def test_other_seeds_hide_other_numbers():
 def test_an_answer_counts_when_it_has_the_number(answer, found, steps):
     tokenizer = Characters()
     probe = probes(tokenizer)[0]
-    model, cache = Scripted(answer.format(int(probe.number)) + " " * 9), []
+    model, cache = Scripted(answer.format(int(probe.number)) + " " * 9), Fed()
     assert retrieval.recovered(model, tokenizer, cache, probe, 100, lambda cost: None) is found
     # The prompt in chunks of 100; the answer's last token need not be fed.
     assert cache == [100] * 6 + [1] * (steps - 1)
@@ -117,3 +123,15 @@ def test_a_real_model_finds_them_with_all_tokens_and_not_with_few(smollm2):
     assert window["retrieval"] < 0.5
     assert full["bytes"] == 30 * 150 * (2 * 3 * 64 * 4 + 4)
     assert window["perplexity_ratio"] > 1
+
+
+def test_a_late_question_comes_after_the_text():
+    tokenizer, cache = Characters(), Fed()
+    probe = probes(tokenizer)[0]
+    model = Scripted(f" {probe.number}." + " " * 9)
+    assert retrieval.recovered(model, tokenizer, cache, probe, None, lambda cost: None, late=True)
+    assert cache[0] == probe.text
+    assert sum(cache[:2]) == 600
+    assert "What is" not in tokenizer.decode(probe.prompt[0, : probe.text].tolist())
+    asked = tokenizer.decode(probe.prompt[0, probe.text :].tolist())
+    assert asked.strip().startswith("What is the secret number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
-from kvkeep.host import host_of
+from kvkeep.host import GenerationOptions, host_of
+from kvkeep.host.generation import generate
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
 
@@ -117,6 +119,40 @@ def test_slots_are_encoded_as_the_new_spec_says(model, ids):
         assert (layer.values - v).abs().max() < 0.02 * v.abs().max()
 
 
+def test_each_row_keeps_what_it_keeps_alone(model, ids):
+    rows = torch.cat([ids, ids.flip(1), ids.roll(7, 1)])
+    cache = filled(model, rows)
+    cache.compress(model, rows, "kvzip:40%")
+    after = torch.tensor([[5, 6], [7, 8], [9, 10]])
+    with torch.no_grad():
+        logits = model(after, past_key_values=cache).logits
+    for row in range(3):
+        alone = filled(model, rows[row : row + 1])
+        alone.compress(model, rows[row], "kvzip:40%")
+        for one, other in zip(cache.layers, alone.layers, strict=True):
+            positions = [
+                sorted(p for p in head.tolist() if p >= 0) for head in one.positions()[row]
+            ]
+            assert [head[:-2] for head in positions] == kept(other)
+        with torch.no_grad():
+            own = model(after[row : row + 1], past_key_values=alone).logits
+        torch.testing.assert_close(logits[row : row + 1], own, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_is_compressed_before_its_last_token(model, ids):
+    host = host_of(model)
+    cache, expected = host.new_cache("kvzip:40%"), filled(model, ids[:, :-1])
+    expected.compress(model, ids[:, :-1], "kvzip:40%")
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    found = [generate(host, tokenizer, ids, cache, GenerationOptions(4)).ids]
+    found.append(
+        host.generate(tokenizer, ids, host.new_cache("kvzip:40%"), GenerationOptions(4)).ids
+    )
+    assert torch.equal(*found)
+    ends = [head[:-4] for layer in cache.layers for head in kept(layer)]
+    assert ends == [head for layer in expected.layers for head in kept(layer)]
+
+
 @pytest.mark.parametrize("codec", ["plain", "int8", "int8/int4"])
 def test_slots_that_stay_are_not_encoded_again_and_the_others_are_freed(model, ids, codec):
     cache = filled(model, ids, f"keep_all+{codec}")
@@ -180,7 +216,12 @@ def test_what_cannot_be_compressed(model, ids):
     cache = filled(model, ids)
     held = cache.layers
     for error, words, given, spec in (
-        (ShapeError, "49 token ids for a cache that was fed 50", ids[:, 1:], "kvzip:25%"),
+        (
+            ShapeError,
+            r"token ids \(1, 49\) for a cache that was fed \(1, 50\)",
+            ids[:, 1:],
+            "kvzip:25%",
+        ),
         (SpecError, "policy h2o; give a spec such as kvzip", ids, "h2o:9"),
         (SpecError, "codec kivi encodes blocks", ids, "kvzip:25%+kivi"),
     ):
@@ -191,7 +232,7 @@ def test_what_cannot_be_compressed(model, ids):
     for other, error, words in (
         (filled(model, ids, "h2o:30"), StateError, "compress a cache of keep_all"),
         (twice, StateError, "once"),
-        (filled(model, ids.repeat(2, 1)), ShapeError, "2 rows"),
+        (filled(model, ids.repeat(2, 1)), ShapeError, r"fed \(2, 50\)"),
         (filled(model, ids, "keep_all+kivi:4,together=4"), SpecError, "encodes blocks"),
     ):
         with pytest.raises(error, match=words):

@@ -48,6 +48,10 @@ def evaluate(
         bool,
         typer.Option(help="Also test retrieval of hidden numbers, with five more prefills."),
     ] = True,
+    late_question: Annotated[
+        bool,
+        typer.Option("--late-question", help="Ask for a number only when the text has been read."),
+    ] = False,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -75,6 +79,7 @@ def evaluate(
             chunk=chunk,
             text_file=text,
             retrieve=retrieval,
+            late_question=late_question,
             progress=advancing,
         )
         result["environment"] = environment()

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.errors import ShapeError
 from kvkeep.evals.forward import STEP_COST, Tick, fill
 from kvkeep.host import Host, ModelCache
+from kvkeep.host.compress import compress, compresses
 
 DEPTHS = (10, 30, 50, 70, 90)
 """Where numbers are hidden, in percent of the text before them."""
@@ -25,11 +26,13 @@ _SEEK = 100  # most tokens that a sentence is moved back by, to the start of a l
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt of token ids (1, n), and the number that its answer should contain."""
+    """A prompt of token ids (1, n), of which the first `text` come before the question, and the
+    number that its answer should contain."""
 
     depth: int
     prompt: Tensor
     number: str
+    text: int
 
 
 def probes(tokenizer: Any, text: Tensor, length: int, seed: int = 0) -> list[Probe]:
@@ -54,10 +57,24 @@ def probes(tokenizer: Any, text: Tensor, length: int, seed: int = 0) -> list[Pro
 
 
 def recovered(
-    host: Host, tokenizer: Any, cache: ModelCache, probe: Probe, chunk: int | None, tick: Tick
+    host: Host,
+    tokenizer: Any,
+    cache: ModelCache,
+    probe: Probe,
+    chunk: int | None,
+    tick: Tick,
+    *,
+    late: bool = False,
 ) -> bool:
-    """Whether the greedy answer through an empty cache contains the hidden number."""
-    logits = fill(host, cache, probe.prompt.to(host.device), chunk, tick)
+    """Whether the greedy answer through an empty cache contains the hidden number. `late`: the
+    question is fed when the text has been read."""
+    prompt = probe.prompt.to(host.device)
+    if late or compresses(cache):
+        text, prompt = prompt[:, : probe.text], prompt[:, probe.text :]
+        fill(host, cache, text, chunk, tick)
+        if compresses(cache):
+            compress(host, cache, text, tick=tick)
+    logits = fill(host, cache, prompt, chunk, tick)
     answer: list[int] = []
     for left in reversed(range(ANSWER_TOKENS)):
         token = logits.argmax(dim=-1, keepdim=True)
@@ -91,7 +108,8 @@ def _probe(tokenizer: Any, text: Tensor, length: int, depth: int, name: str, num
             f"{length - room}; use a context of {length - room + 100}, or leave retrieval out"
         )
     cut = _line_start(tokenizer, text, room * depth // 100)
-    return Probe(depth, torch.cat([head, text[:cut], hidden, text[cut:room], tail])[None], number)
+    prompt = torch.cat([head, text[:cut], hidden, text[cut:room], tail])
+    return Probe(depth, prompt[None], number, length - len(tail))
 
 
 def _frame(tokenizer: Any) -> tuple[str, str]:

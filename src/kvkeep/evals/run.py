@@ -18,6 +18,7 @@ from kvkeep.evals import retrieval
 from kvkeep.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep.evals.quality import compare
 from kvkeep.host import Host, ModelCache, host_of, load_model
+from kvkeep.host.compress import compress, compresses
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 
 BASELINE = "keep_all"
@@ -44,6 +45,7 @@ def run(
     chunk: int | None = None,
     text_file: Path | None = None,
     retrieve: bool = True,
+    late_question: bool = False,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
     """Load a model by name, with or without an adapter, and `evaluate` it; see
@@ -69,6 +71,7 @@ def run(
         chunk=chunk,
         text_file=text_file,
         retrieve=retrieve,
+        late_question=late_question,
         progress=progress,
     )
     return {"evaluation": "quality", "model": model, "adapter": adapter, "dtype": dtype, **found}
@@ -86,6 +89,7 @@ def evaluate(
     chunk: int | None = None,
     text_file: Path | None = None,
     retrieve: bool = True,
+    late_question: bool = False,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
     """Compare cache specs with the full cache, on a loaded model that is not attached.
@@ -102,6 +106,8 @@ def evaluate(
         chunk: feed the context in chunks of that many tokens; None: all at once.
         text_file: a file of UTF-8 text; None: the standard library's help texts.
         retrieve: hide numbers and ask for them, which takes five more prefills per window.
+        late_question: feed the question when the text has been read, so that what is evicted until
+            then cannot depend on it. `kvzip` is always evaluated so.
         progress: called during the evaluation; see `Progress`.
 
     Returns:
@@ -140,7 +146,8 @@ def evaluate(
     work = _Work(progress, total)
     with host.attach(BASELINE):
         for context, text in zip(contexts, texts, strict=True):
-            one = _Context(host, tokenizer, text.to(host.device), context, chunk, retrieve, work)
+            ids = text.to(host.device)
+            one = _Context(host, tokenizer, ids, context, chunk, retrieve, late_question, work)
             found = one.rows(distinct)
             baseline.append({"spec": BASELINE, **found[distinct[0]]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
@@ -148,6 +155,7 @@ def evaluate(
         "continuation": continuation,
         "windows": windows,
         "chunk": chunk,
+        "late_question": late_question,
         "rows": rows,
         "baseline": baseline,
     }
@@ -183,11 +191,12 @@ class _Context:
         context: int,
         chunk: int | None,
         retrieve: bool,
+        late: bool,
         work: _Work,
     ) -> None:
         self.host, self.tokenizer, self.work = host, tokenizer, work
         self.past, self.ids = text[:, :context], text[:, context:]
-        self.context, self.chunk, self.retrieve = context, chunk, retrieve
+        self.context, self.chunk, self.retrieve, self.late = context, chunk, retrieve, late
         self._full: list[Tensor] = []  # the full cache's predictions
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
 
@@ -210,6 +219,8 @@ class _Context:
         self._begin(spec, "text", _text_cost(rows, self.context, length))
         cache = _cache(self.host, spec, self.context, length)
         first = fill(self.host, cache, self.past, self.chunk, self.work.tick)
+        if compresses(cache):
+            compress(self.host, cache, self.past, tick=self.work.tick)
         held = {
             "context": self.context,
             "bytes": cache.live_bytes // rows,
@@ -233,7 +244,13 @@ class _Context:
                 cache = _cache(self.host, spec, self.context, retrieval.ANSWER_TOKENS)
                 found[probe.depth].append(
                     retrieval.recovered(
-                        self.host, self.tokenizer, cache, probe, self.chunk, self.work.tick
+                        self.host,
+                        self.tokenizer,
+                        cache,
+                        probe,
+                        self.chunk,
+                        self.work.tick,
+                        late=self.late,
                     )
                 )
         shares = {str(depth): statistics.fmean(hits) for depth, hits in found.items()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention import Held
 from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.host.cache import ModelCache
-from kvkeep.host.contract import Host
 from kvkeep.host.specs import Specs, per_layer
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
@@ -19,6 +20,9 @@ from kvkeep.planes import POSITION, Planes, joined, part, take
 from kvkeep.policy import KVzip
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.spec import CacheSpec
+
+if TYPE_CHECKING:
+    from kvkeep.host.contract import Host
 
 Tick = Callable[[int], None]
 """Called with the number of tokens that were read again since the last call."""
@@ -36,38 +40,57 @@ def compress(
 
     The model reads the text once more, in parts, of which each attends to the cache's slots of the
     same part. Slots that get little attention are freed, more in some layers and heads than in
-    others. Layers with a sliding window are left as they are.
+    others. Layers with a sliding window are left as they are. Each row is compressed by itself, but
+    a head of several rows frees the slots only that no row needs.
 
     Args:
         host: of the model, which is attached.
-        cache: holds every token that it was fed, in one row.
-        ids: those tokens, int64 (n,) or (1, n).
+        cache: holds every token that it was fed, without padding.
+        ids: those tokens, int64 (B, n), or (n,) for one row.
         spec: of the policy `kvzip`, which the cache has from then on; None: the cache's own.
 
     Raises:
         SpecError: a layer's policy is not `kvzip`, or its codec encodes blocks of tokens.
-        ShapeError: the ids are not those of the cache's tokens, or there is more than one row.
+        ShapeError: the ids are not as many as the cache's tokens, or some row has padding.
         StateError: some tokens are not held.
         UnsupportedError: the model cannot attend so. In all of these cases nothing has changed.
     """
-    ids = ids.reshape(-1).to(host.device)
+    ids = (ids if ids.dim() > 1 else ids[None]).to(host.device)
     specs = cache.specs if spec is None else per_layer(spec, host.kinds)
-    policies = _chosen(cache, specs, host, len(ids))
-    scores = _scores(host, cache, ids, policies, tick)
-    _evict(cache, specs, policies, scores, len(ids))
+    policies = _chosen(cache, specs, host, ids)
+    of_rows = [_scores(host, cache, row, ids[row], policies, tick) for row in range(len(ids))]
+    kept = [_kept(scores, policies, ids.shape[1]) for scores in of_rows]
+    _evict(cache, specs, {i: torch.cat([one[i] for one in kept]) for i in policies})
+
+
+def compresses(cache: ModelCache) -> bool:
+    """Whether the policy of a cache is to compress what it holds, which was not done yet."""
+    return any(
+        isinstance(layer.policy, KVzip) and not layer.history.floor for layer in cache.layers
+    )
+
+
+@torch.inference_mode()
+def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> None:
+    """Feed a cache of policy `kvzip` what it lacks of ids (B, n), in chunks, and compress it."""
+    left = ids[:, cache.fed :]
+    for piece in torch.split(left, chunk or left.shape[1], dim=1) if left.numel() else ():
+        host.feed(piece, cache)
+    compress(host, cache, ids)
 
 
 def _chosen(
-    cache: ModelCache, specs: Sequence[CacheSpec], host: Host, tokens: int
+    cache: ModelCache, specs: Sequence[CacheSpec], host: Host, ids: Tensor
 ) -> dict[int, KVzip]:
     """The layers to compress, by index, with their policies."""
-    if cache.rows != 1 or cache.layers[0].padded:
+    tokens = cache.fed
+    if tuple(ids.shape) != (cache.rows, tokens):
         raise ShapeError(
-            f"compress a cache of {cache.rows} rows{' with padding' if cache.rows == 1 else ''}; "
-            "select one row, without padding"
+            f"token ids {tuple(ids.shape)} for a cache that was fed {(cache.rows, tokens)}; give "
+            "those that it was fed"
         )
-    if tokens != cache.fed:
-        raise ShapeError(f"{tokens} token ids for a cache that was fed {cache.fed}; give those")
+    if cache.layers[0].padded:
+        raise ShapeError("compress a cache of rows with padding; feed each row without padding")
     cache.states("compress")  # raises while a forward is running
     found = {}
     for index, (layer, one, kind) in enumerate(zip(cache.layers, specs, host.kinds, strict=True)):
@@ -95,13 +118,13 @@ def _chosen(
 
 
 def _scores(
-    host: Host, cache: ModelCache, ids: Tensor, policies: dict[int, KVzip], tick: Tick
+    host: Host, cache: ModelCache, row: int, ids: Tensor, policies: dict[int, KVzip], tick: Tick
 ) -> dict[int, Tensor]:
-    """The score of each token in the layers to compress, fp32 (1, H, n)."""
+    """The score of each token of one row in the layers to compress, fp32 (1, H, n)."""
     chunk = min(policy.chunk for policy in policies.values())
     sinks = max(policy.sinks for policy in policies.values())
     tokens = len(ids)
-    held = [layer.held() for layer in cache.layers]
+    held = [_of_row(layer, row) for layer in cache.layers]
     parts = -(-tokens // chunk)
     borders = [tokens * i // parts for i in range(parts + 1)]
     found: dict[int, list[Tensor]] = {index: [] for index in policies}
@@ -111,7 +134,6 @@ def _scores(
         layers = [
             Rereading(one, _reached(runs, len(one.position[0, 0]), tokens), end, layer.window)
             for one, layer in zip(held, cache.layers, strict=True)
-            if one is not None
         ]
         host.feed_layers(ids[first:end], torch.arange(end, 2 * end - first), layers)
         for index in policies:
@@ -122,31 +144,30 @@ def _scores(
     return {index: torch.cat(scores, dim=2) for index, scores in found.items()}
 
 
+def _of_row(layer: LayerCache, row: int) -> Held:
+    held = layer.held()
+    assert held is not None  # `_chosen`
+    return Held(*(x[row : row + 1] for x in held[:3]))
+
+
 def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[int, int]]:
     """Ranges of all tokens as ranges of the newest `held` ones."""
     lost = tokens - held
     return [(max(0, first - lost), max(0, end - lost)) for first, end in runs]
 
 
-def _evict(
-    cache: ModelCache,
-    specs: Sequence[CacheSpec],
-    policies: dict[int, KVzip],
-    scores: dict[int, Tensor],
-    tokens: int,
-) -> None:
-    kept = _kept(scores, policies, tokens)
+def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor]) -> None:
+    """Keep these slots, bool (B, H, n) of each layer to compress, in layers of these specs."""
     layers = list(cache.layers)
-    for index, mask in kept.items():
+    for index, masks in kept.items():
         layer, one = layers[index], specs[index]
         new = one.layer(rotary=layer.rotary, index=index, count=len(layers))
         planes = _encoded(layer, new)
         heads = {
-            f"head.{head}": _of_head(planes, head, mask[0, head].nonzero().flatten())
-            for head in range(mask.shape[1])
+            f"head.{head}": _of_head(planes, head, masks[:, head]) for head in range(masks.shape[1])
         }
         history = layer.history
-        history.floor = tokens
+        history.floor = history.columns
         new.restore(LayerState(history, heads))
         layers[index] = new
     cache.replace_layers(layers, specs)
@@ -190,10 +211,16 @@ def _encoded(layer: LayerCache, new: LayerCache) -> Planes:
     return found
 
 
-def _of_head(planes: Planes, head: int, index: Tensor) -> Planes:
-    """Some slots of one head."""
+def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:
+    """Some slots of one head, bool (B, n); rows that keep fewer end with empty slots."""
     own = {
         name: plane[:, head : head + 1] if plane.shape[1] > 1 else plane
         for name, plane in ((name, planes[name]) for name in planes)
     }
-    return take(own, index[None, None].to(own[POSITION].device))
+    counts = kept.sum(dim=1, keepdim=True)
+    order = kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    index = order[:, : int(counts.max())]
+    found = take(own, index[:, None].to(own[POSITION].device))
+    empty = torch.arange(index.shape[1]) >= counts
+    found[POSITION] = found[POSITION].masked_fill(empty[:, None].to(found[POSITION].device), -1)
+    return found

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.cache import CacheStats
 from kvkeep.errors import ShapeError
 from kvkeep.host.cache import ModelCache
+from kvkeep.host.compress import compresses, read
 from kvkeep.host.sampling import Sampling, drawn
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def generate(
         torch.manual_seed(options.seed)
     start, ends = time.perf_counter(), host.end_tokens()
     stream = TextStream(tokenizer, options.on_text)
+    if compresses(cache) and prompt > 1:
+        read(host, cache, ids[:, :-1], options.prefill_chunk)
+        left = ids[:, -1:]
     for chunk in torch.split(left, options.prefill_chunk or left.shape[1], dim=1):
         logits = host.forward(chunk, cache)[:, -1]
     sampling = Sampling(options.temperature, top_p=options.top_p)
