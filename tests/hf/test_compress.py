@@ -153,6 +153,28 @@ def test_a_prompt_is_compressed_before_its_last_token(model, ids):
     assert ends == [head for layer in expected.layers for head in kept(layer)]
 
 
+def test_generate_compresses_a_prompt(model, ids):
+    options = {"max_new_tokens": 5, "do_sample": False}
+    cache = filled(model, ids[:, :-1])
+    cache.compress(model, ids[:, :-1], "kvzip:40%")
+    expected = model.generate(ids, past_key_values=cache, **options)
+    given = kvkeep.Cache(model, "kvzip:40%")
+    assert torch.equal(model.generate(ids, past_key_values=given, **options), expected)
+    assert [kept(layer) for layer in given.layers] == [kept(layer) for layer in cache.layers]
+    kvkeep.detach(model)
+    try:
+        with kvkeep.attach(model, "kvzip:40%"):
+            assert torch.equal(model.generate(ids, **options), expected)
+            with pytest.raises(UnsupportedError, match="one row"):
+                model.generate(ids.repeat(2, 1), **options)
+            with pytest.raises(UnsupportedError, match="drafted"):
+                model.generate(ids, prompt_lookup_num_tokens=2, **options)
+    finally:
+        kvkeep.attach(model)
+    with pytest.raises(UnsupportedError, match="reads a prompt twice"):
+        kvkeep.Batch(model, spec="kvzip:40%")
+
+
 @pytest.mark.parametrize("codec", ["plain", "int8", "int8/int4"])
 def test_slots_that_stay_are_not_encoded_again_and_the_others_are_freed(model, ids, codec):
     cache = filled(model, ids, f"keep_all+{codec}")

@@ -27,6 +27,7 @@ from kvkeep.errors import (
 from kvkeep.files.offload import Kept, Offload
 from kvkeep.geometry import Geometry
 from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Specs, host_of
+from kvkeep.host.compress import compresses
 from kvkeep.store.prefix import PrefixStore
 
 
@@ -67,7 +68,8 @@ class Batch:
 
     Raises:
         SpecError: a number below 1.
-        UnsupportedError: `max_bytes` is given, but the model does not tell what its slots take.
+        UnsupportedError: `max_bytes` is given, but the model does not tell what its slots take; or
+            the spec's policy is `kvzip`.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Batch:
         self._offload = offload
         # Both are lowered when memory proves to be less.
         self._limit, self._most = max_bytes, self.sequences
+        self._new_cache(spec)  # raises if answers cannot have it
         self._geometries = self._known_geometries()
         self._host_packs = not self._host.unpackable
         self._reuse = Reuse(model, store)
@@ -144,7 +147,7 @@ class Batch:
         ids = self._ids(prompt)
         longest = len(ids) + settings.max_new_tokens
         self._require_context(len(ids), longest, n)
-        cache = self._host.new_cache(spec)
+        cache = self._new_cache(spec)
         limit = cache.token_limit()
         if limit is not None and longest - 1 > limit:  # the last token is never fed
             raise CapacityError(
@@ -178,6 +181,15 @@ class Batch:
             ]
             self._waiting += answers
         return answers
+
+    def _new_cache(self, spec: Specs) -> ModelCache:
+        cache = self._host.new_cache(spec)
+        if compresses(cache):
+            raise UnsupportedError(
+                "kvzip reads a prompt twice, which a batch does not; use another policy, or "
+                "generate() for one prompt"
+            )
+        return cache
 
     def _known_geometries(self) -> list[Geometry] | None:
         try:

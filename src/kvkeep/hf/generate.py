@@ -19,8 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
-from kvkeep.host import Generation, Specs, host_of
-from kvkeep.host.compress import compresses, read
+from kvkeep.host import Generation, Specs
 from kvkeep.host.generation import GenerationOptions, TextStream
 
 
@@ -120,8 +119,6 @@ def follow(
     stream = TextStream(tokenizer, options.on_text)
     start = time.perf_counter()
     run: Any = model.generate
-    if compresses(cache) and prompt_tokens > 1:
-        read(host_of(model), cache, ids[:, :-1], options.prefill_chunk)
     output = run(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -20,8 +20,10 @@ from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.weights import drops_weights
-from kvkeep.host import ModelCache, Specs, per_layer
+from kvkeep.host import ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
+from kvkeep.host.compress import compresses, read
+from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 
 PREFILL_CHUNK = 1024
@@ -176,6 +178,8 @@ def prepare_cache(
         if several > 1 and given.rows == batch_size:
             given.freeze()
             given.repeat(several)
+    if isinstance(given, Cache) and compresses(given) and not drafted:
+        _compress(model, model_kwargs, given, generation_config.prefill_chunk_size)
     if isinstance(given, Cache):
         _chunk_prompt(model, settings, generation_config, model_kwargs, given.specs, given.fed)
     type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
@@ -188,9 +192,13 @@ def prepare_cache(
         demands.require(Cache(model, settings.spec))
     specs = per_layer(settings.spec, layer_kinds(base_config(model)))
     _chunk_prompt(model, settings, generation_config, model_kwargs, specs, 0)
-    cache = None
-    if not (drafting or drafted or generation_config.token_healing):
-        chunk = generation_config.prefill_chunk_size
+    cache, chunk = None, generation_config.prefill_chunk_size
+    if any(isinstance(spec.policy, KVzip) for spec in specs):
+        if drafting or drafted:
+            raise UnsupportedError("kvzip compresses no prompt of drafted tokens; use keep_all")
+        cache = Cache(model, settings.spec, capacity=max_cache_length)
+        _compress(model, model_kwargs, cache, chunk)
+    elif not (drafting or drafted or generation_config.token_healing):
         cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
     if cache is not None and several > 1:
         cache.freeze()
@@ -275,19 +283,8 @@ def _filled(
 ) -> Cache | None:
     """A cache that holds the prompt but its last token, from the store or from blocks; None if they
     would not give the result of a plain `generate`."""
-    call = _CALL.get()
-    if call is None or call.model is not model or call.ids is None:
-        return None
-    place = model_kwargs.get("position_ids")
-    if (
-        (settings.store is None and call.blocks is None)
-        or model_kwargs.get("attention_mask") is not None  # a mask of ones was removed before
-        or _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
-        or model.training
-        or names_adapters(model)
-        or learns_prompts(model)
-        or not (place is None or _counts(place, call.ids.shape[1]))
-    ):
+    call = _plain_call(model, model_kwargs)
+    if call is None or call.ids is None or (settings.store is None and call.blocks is None):
         return None
     options: dict[str, Any] = {"spec": settings.spec, "namespace": settings.namespace}
     filled: Any = None
@@ -303,6 +300,43 @@ def _filled(
         return None
     call.cache = filled
     return call.cache
+
+
+def _compress(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache, chunk: int | None
+) -> None:
+    """Read the prompt but its last token, and compress it.
+
+    Raises:
+        UnsupportedError: the call's prompt is not one row of token ids without padding.
+    """
+    call = _plain_call(model, model_kwargs)
+    if call is None or call.ids is None:
+        raise UnsupportedError(
+            "kvzip compresses a prompt of token ids in one row, without padding; give such a "
+            "prompt, or a cache that compress() was called on"
+        )
+    if call.ids.shape[1] > 1:
+        read(host_of(model), cache, call.ids[:, :-1], chunk)
+
+
+def _plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> _Call | None:
+    """The current call, if its prompt may be read outside of `generate`: one row of token ids, with
+    nothing else that changes the result."""
+    call = _CALL.get()
+    if call is None or call.model is not model or call.ids is None:
+        return None
+    place = model_kwargs.get("position_ids")
+    if (
+        model_kwargs.get("attention_mask") is not None  # a mask of ones was removed before
+        or _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
+        or model.training
+        or names_adapters(model)
+        or learns_prompts(model)
+        or not (place is None or _counts(place, call.ids.shape[1]))
+    ):
+        return None
+    return call
 
 
 def _counts(place: Tensor, tokens: int) -> bool:
