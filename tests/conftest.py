@@ -45,12 +45,13 @@ def smollm2() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A KVKEEP_HOME whose demo model is random, narrow and fast; its cache has the real shape."""
-    from support.demo_stand_in import stand_in
+    """A KVKEEP_HOME whose demo model is random, narrow, of few layers and fast; its heads are the
+    real ones."""
+    from support.demo_stand_in import LAYERS, stand_in
 
     shape = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     home = tmp_path_factory.mktemp("home")
-    return stand_in(home, num_hidden_layers=30, **shape)["KVKEEP_HOME"]
+    return stand_in(home, num_hidden_layers=LAYERS, **shape)["KVKEEP_HOME"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from shutil import which
 import pytest
 import torch
 from support import finetune_inputs
-from support.demo_stand_in import stand_in
+from support.demo_stand_in import LAYERS, stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
@@ -31,20 +31,10 @@ def last_line(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-LAYERS, HEADS, WIDTH = 3, 3, 64
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    shape = {"num_attention_heads": 9, "num_key_value_heads": HEADS, "head_dim": WIDTH}
-    shape |= {"hidden_size": 72, "num_hidden_layers": LAYERS}
-    return stand_in(tmp_path_factory.mktemp("home"), **shape)["KVKEEP_HOME"]
-
-
 @pytest.fixture
-def _model(home, monkeypatch):
+def _model(stand_in_home, monkeypatch):
     """A fast demo model."""
-    monkeypatch.setenv("KVKEEP_HOME", home)
+    monkeypatch.setenv("KVKEEP_HOME", stand_in_home)
 
 
 def test_append():
@@ -125,7 +115,7 @@ def test_save(tmp_path):
 def test_fork():
     sizes = ("--tokens", "100", "--forks", "3", "--new", "4", "--rows", "5")
     result = last_line(run("fork", *sizes, "--turns", "1", "--json"))
-    one = LAYERS * (2 * HEADS * WIDTH * 4 + 4)
+    one = LAYERS * (2 * 3 * 64 * 4 + 4)
     assert result["forks"]["bytes"] >= 112 * one
     shared, separate = result["rows"]
     assert shared["bytes"] == (100 + 5) * one
@@ -242,7 +232,7 @@ def test_decode():
     for system, slope in result["slope_us_per_token"].items():
         rise = (median[system, 200] - median[system, 8]) * 1e3
         assert slope == pytest.approx(rise / 192)
-    per_token = 2 * LAYERS * HEADS * WIDTH * 2
+    per_token = 2 * LAYERS * 3 * 64 * 2
     floor = per_token / result["read_gb_per_s"] / 1e3
     assert result["bandwidth_floor_us_per_token"] == pytest.approx(floor)
 
