@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,13 @@ def pytest_configure() -> None:
     threads = max(1, torch.get_num_threads() // workers)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector leaves out what was imported, which would take it half a second each time
+    that it looks for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +53,13 @@ def smollm2() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A KVKEEP_HOME whose demo model is random, narrow and fast; its cache has the real shape."""
-    from support.demo_stand_in import stand_in
+    """A KVKEEP_HOME whose demo model is random, narrow, of few layers and fast; its heads are the
+    real ones."""
+    from support.demo_stand_in import LAYERS, stand_in
 
     shape = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     home = tmp_path_factory.mktemp("home")
-    return stand_in(home, num_hidden_layers=30, **shape)["KVKEEP_HOME"]
+    return stand_in(home, num_hidden_layers=LAYERS, **shape)["KVKEEP_HOME"]
 
 
 @pytest.fixture

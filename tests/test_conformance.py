@@ -28,9 +28,9 @@ from kvkeep.testing import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOKENS, HEADS, DIM = 24, 2, 8
+TOKENS, HEADS, DIM = 18, 2, 8
 SPECS = list(conformance_specs())
-PADDING = {"none": [], "left": [(0, 0, 5)], "middle": [(0, 9, 12), (1, 20, 24)]}
+PADDING = {"none": [], "left": [(0, 0, 5)], "middle": [(0, 9, 12), (1, 14, 18)]}
 GEOMETRIES = [(1, DIM), (3, DIM), (2, 5)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,21 +17,30 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.slow)])
-def model(request, tmp_path_factory):
-    """What is found does not depend on the model: the environment of one, tiny or the real one."""
-    return stand_in(tmp_path_factory.mktemp("home")) if request.param == "tiny" else os.environ
+def home(request, tmp_path_factory):
+    """What is found does not depend on the model: where one lies, tiny or the real one."""
+    tiny = request.param == "tiny"
+    return (stand_in(tmp_path_factory.mktemp("home")) if tiny else os.environ).get("KVKEEP_HOME")
 
 
-def run(name, *arguments, env=os.environ):
-    """How many tokens were found of each prompt of an example."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=env,
-    )
-    return [tuple(map(int, n)) for n in re.findall(r"\[(\d+) of (\d+) tokens found", done.stdout)]
+@pytest.fixture
+def _model(home, monkeypatch):
+    if home is not None:
+        monkeypatch.setenv("KVKEEP_HOME", home)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example as a program: how many tokens were found of each of its prompts."""
+
+    def run(name, *arguments):
+        path = str(EXAMPLES / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
+        runpy.run_path(path, run_name="__main__")
+        found = re.findall(r"\[(\d+) of (\d+) tokens found", capsys.readouterr().out)
+        return [tuple(map(int, numbers)) for numbers in found]
+
+    return run
 
 
 def test_all_are_tried():
@@ -39,23 +48,25 @@ def test_all_are_tried():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
-def test_chat(model, tmp_path):
-    first = run("chat", tmp_path / "store", env=model)
+@pytest.mark.usefixtures("_model")
+def test_chat(run, tmp_path):
+    first = run("chat", tmp_path / "store")
     assert first[0][0] == 0
     for (_, before), (found, _) in pairwise(first):
         assert found > before
-    second = run("chat", tmp_path / "store", env=model)
+    second = run("chat", tmp_path / "store")
     assert all(found >= tokens - 32 for found, tokens in second)
 
 
+@pytest.mark.usefixtures("_model")
 @pytest.mark.parametrize("name", ["retrieval", "agent"])
-def test_blocks(model, name):
-    (first, _), *later = run(name, env=model)
+def test_blocks(run, name):
+    (first, _), *later = run(name)
     assert first < 20 or name == "agent"
     assert later[-1][0] > 0.5 * later[-1][1]
 
 
-def test_handbook(tmp_path):
+def test_handbook(run, tmp_path):
     pages = {f"page{i}.html": f"<p>Words of <em>page</em>  {i}.</p>" for i in range(20)}
     links = "".join(f'<a href="{name}">{name}</a>' for name in pages)
     (tmp_path / "index.html").write_text(links + '<a href="page0.html">again</a>')

@@ -164,6 +164,7 @@ MISSING = [
     ("import kvkeep.serve.requests", "uvicorn", "serve"),
     ("import kvkeep.finetune.run", "peft", "finetune"),
     ("import kvkeep.bench.llama_cpp", "gguf", "llama-cpp"),
+    ("import kvkeep.mellea", "mellea", "mellea"),
 ]
 """A program, a package that is missing, and the extra that its error names."""
 

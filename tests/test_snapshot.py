@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from zlib import crc32
 
@@ -123,7 +127,7 @@ def small(path):
     return cache
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_flipped_bytes_are_found(tmp_path, every):
     small(tmp_path / "a.kv")
     whole = (tmp_path / "a.kv").read_bytes()
@@ -268,26 +272,35 @@ def test_foreign_files(tmp_path):
         save(cache_of("keep_all"), path)
 
 
-FULL = """
-import resource, sys
-from support.two_layer_caches import filled
-from test_snapshot import save
-from kvkeep.errors import SavedCacheError
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    save(filled("keep_all", 5, ragged=False), sys.argv[1])
-except SavedCacheError as error:
-    assert "the previous file is unchanged" in str(error), error
-else:
-    raise AssertionError("the disk was full")
-"""
+def forked(function):
+    """Run it in another process, which ends with status 0 if it returns: its id."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return child
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.kv"
     small(path)
     before = path.read_bytes()
-    python(FULL, path)
+    larger = filled("keep_all", 5, ragged=False)
+
+    def full():
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        with pytest.raises(SavedCacheError, match="the previous file is unchanged"):
+            save(larger, path)
+
+    assert os.waitpid(forked(full), 0)[1] == 0
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["a.kv"]
     with pytest.raises(SavedCacheError, match="No such file or directory"):
@@ -295,63 +308,40 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     small(tmp_path / ("漢" * 80 + ".kv"))
 
 
-KILLED = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch
-from kvkeep.files.snapshot import Saved
-from test_snapshot import save
-from support.two_layer_caches import filled
-torch.set_num_threads(1)
-path, caches = Path(sys.argv[1]), [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
-for cache in caches:
-    cache.repeat(40)
-start = time.perf_counter()
-save(caches[0], path)
-took = time.perf_counter() - start
-moments = random.Random(0)
-seen = set()
-for turn in range(100):
-    child = os.fork()
-    if not child:
+def test_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+    path, caches = tmp_path / "a.kv", [filled("keep_all", n, ragged=False) for n in (2, 5)]
+    for cache in caches:
+        cache.repeat(40)
+    start = time.perf_counter()
+    save(caches[0], path)
+    took = time.perf_counter() - start
+
+    def write():
         while True:
             for cache in caches:
                 save(cache, path, sync=False)
-    time.sleep(moments.uniform(0.001, 6 * took))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    seen.add(Saved(path).header.layers[0].columns)
-save(caches[0], path)
-assert seen == {10, 17}, seen
-assert [p.name for p in path.parent.iterdir()] == [path.name], "what was half-written is left"
-"""
 
-
-def test_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
-    python(KILLED, tmp_path / "a.kv")
-
-
-TWO = """
-import os, sys
-from pathlib import Path
-import torch
-from test_snapshot import save
-from support.two_layer_caches import filled
-torch.set_num_threads(1)
-caches = [filled("keep_all", steps, ragged=False) for steps in (2, 5)]
-children = []
-for cache in caches:
-    child = os.fork()
-    if not child:
-        for _ in range(60):
-            save(cache, sys.argv[1], sync=False)
-        os._exit(0)
-    children.append(child)
-assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-"""
+    moments, seen = random.Random(0), set()
+    for _ in range(40):
+        child = forked(write)
+        time.sleep(moments.uniform(0.001, 6 * took))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        seen.add(Saved(path).header.layers[0].columns)
+    save(caches[0], path)
+    assert seen == {10, 17}
+    assert [p.name for p in tmp_path.iterdir()] == [path.name], "what was half-written is left"
 
 
 def test_two_processes_save_to_one_name(tmp_path):
-    python(TWO, tmp_path / "a.kv")
+    def saver(cache):
+        def write():
+            for _ in range(60):
+                save(cache, tmp_path / "a.kv", sync=False)
+
+        return write
+
+    children = [forked(saver(filled("keep_all", n, ragged=False))) for n in (2, 5)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert Saved(tmp_path / "a.kv").header.layers[0].columns in (10, 17)
     assert [p.name for p in tmp_path.iterdir()] == ["a.kv"]

@@ -64,7 +64,9 @@ def check(q, view, options, *, larger=1.0):
 
 
 LESS = {
-    "past": st.sampled_from([0, 1, 17, 64, 65, 300]),
+    "rows": st.integers(1, 2),
+    "heads": st.integers(1, 2),
+    "past": st.sampled_from([0, 1, 17, 64, 65, 130]),
     "group": st.sampled_from([1, 2, 3, 4, 8]),
     "n": st.sampled_from([1, 1, 1, 2, 5, 16, 30]),
 }
@@ -94,7 +96,7 @@ def test_every_feature(**features):
 )
 def test_codes(key, value, group, width, dtype):
     """Groups of elements lie in rows of one product, which there are more or fewer of."""
-    q, k, v = qkv(group=group, slots=70, width=width, dtype=dtype)
+    q, k, v = qkv(heads=1, group=group, slots=70, width=width, dtype=dtype)
     check(q, dense(k, v, 1, key=key, value=value), Options(width**-0.5))
 
 
@@ -113,7 +115,7 @@ def test_where_slots_lie(key, value):
 )
 def test_a_scale_that_is_not_a_number(key, value, plane):
     codec = key if plane == "k" else value
-    q, k, v = qkv(rows=2, slots=140, n=2)
+    q, k, v = qkv(slots=140, n=2)
     view = dense(k, v, 2, key=key, value=value)
     name = plane + ("" if codec.layout == PLAIN else "_scale")
     plane = view.segments[0].planes[name]
@@ -151,7 +153,8 @@ def test_splits(monkeypatch, splits, need_mass):
 )
 def test_mass_of_a_long_chunk(observed, ragged, kind):
     key, value = kind
-    q, k, v = qkv(rows=2, group=4, slots=80, n=20, width=32)
+    rows, heads = (2, 1) if ragged else (1, 2)
+    q, k, v = qkv(rows=rows, heads=heads, group=4, slots=80, n=20, width=32)
     view = dense(k, v, 20, key=key, value=value)._replace(ragged=ragged)
     check(q, view, Options(0.2, need_mass=True, observed=observed))
 
@@ -161,7 +164,7 @@ def test_mass_of_a_long_chunk(observed, ragged, kind):
 )
 def test_a_length_on_the_device(need_mass, n, used):
     """Only slots before it are read; the others may hold anything."""
-    q, k, v = qkv(rows=2, slots=100, n=n)
+    q, k, v = qkv(rows=2, heads=1, slots=100, n=n)
     place = torch.arange(100)
     place[used:] = -1
     k[:, :, used:] = v[:, :, used:] = torch.nan
@@ -201,7 +204,7 @@ def test_what_no_kernel_reads_is_decoded():
 
 @pytest.mark.parametrize("n", [1, 40])
 def test_scales_by_channel_without_zeros(n):
-    q, k, v = qkv(rows=2, slots=200, n=n, width=40)
+    q, k, v = qkv(rows=2, heads=1, slots=104, n=n, width=40)
     check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2, need_mass=True))
 
 

@@ -10,7 +10,7 @@ from shutil import which
 import pytest
 import torch
 from support import finetune_inputs
-from support.demo_stand_in import stand_in
+from support.demo_stand_in import LAYERS, stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
@@ -115,7 +115,7 @@ def test_save(tmp_path):
 def test_fork():
     sizes = ("--tokens", "100", "--forks", "3", "--new", "4", "--rows", "5")
     result = last_line(run("fork", *sizes, "--turns", "1", "--json"))
-    one = 30 * (2 * 3 * 64 * 4 + 4)
+    one = LAYERS * (2 * 3 * 64 * 4 + 4)
     assert result["forks"]["bytes"] >= 112 * one
     shared, separate = result["rows"]
     assert shared["bytes"] == (100 + 5) * one
@@ -232,7 +232,7 @@ def test_decode():
     for system, slope in result["slope_us_per_token"].items():
         rise = (median[system, 200] - median[system, 8]) * 1e3
         assert slope == pytest.approx(rise / 192)
-    per_token = 2 * 30 * 3 * 64 * 2
+    per_token = 2 * LAYERS * 3 * 64 * 2
     floor = per_token / result["read_gb_per_s"] / 1e3
     assert result["bandwidth_floor_us_per_token"] == pytest.approx(floor)
 

@@ -58,7 +58,8 @@ def test_chat():
     assert "b" in run("sessions").stdout
 
 
-def test_bad_input():
+def test_bad_input(stand_in_home, monkeypatch):
+    monkeypatch.setenv("KVKEEP_HOME", stand_in_home)
     assert "no sessions yet" in run("sessions").stdout
     for arguments, reason in (
         (("sessions", "delete", "a"), "no session 'a'"),

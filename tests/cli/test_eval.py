@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.demo_stand_in import LAYERS
 from typer.testing import CliRunner
 
 from kvkeep.cli import app
@@ -48,8 +49,8 @@ def test_eval(tmp_path):
     assert full == found["baseline"][0]
     assert (full["kl"], full["top1"], full["perplexity_ratio"]) == (0, 1, 1)
     assert window["kl"] > 0
-    assert window["bytes"] == 30 * 8 * (2 * 3 * 64 * 4 + 4)
-    assert full["bytes"] == 30 * 16 * (2 * 3 * 64 * 4 + 4)
+    assert window["bytes"] == LAYERS * 8 * (2 * 3 * 64 * 4 + 4)
+    assert full["bytes"] == LAYERS * 16 * (2 * 3 * 64 * 4 + 4)
     assert (found["windows"], found["chunk"]) == (2, 16)
     assert found["environment"]["torch"]
     assert "window:8" in result.stderr
@@ -72,7 +73,7 @@ def test_inspect_json(tmp_path):
     found = last_line(run("inspect", PROMPT, *cache, "--json"))
     assert found["tokens"] == len(found["ids"]) > 6
     assert found["cache"] == "h2o:6,recent=2+plain@growing"
-    assert [len(heads) for heads in found["layers"]] == [3] * 30
+    assert [len(heads) for heads in found["layers"]] == [3] * LAYERS
     for heads in found["layers"]:
         for positions in heads:
             assert len(positions) == 6
@@ -84,15 +85,15 @@ def test_inspect_json(tmp_path):
 
 @pytest.mark.usefixtures("_model")
 def test_inspect_shows_the_text_and_a_bar_for_each_head():
-    options = ("--cache", "h2o:6,recent=2", "--layer", "3")
+    options = ("--cache", "h2o:6,recent=2", "--layer", "1")
     shown = run("inspect", PROMPT, *options).stdout
     assert PROMPT in shown.replace("\n", "")
     bars = [line.split()[:5] for line in shown.splitlines() if line.strip().startswith("layer")]
-    assert bars == [["layer", "3", "head", str(head), "6"] for head in range(3)]
+    assert bars == [["layer", "1", "head", str(head), "6"] for head in range(3)]
     one = run("inspect", "--context", "30", *options, "--head", "1").stdout
-    assert one.count("layer 3 head 1") == one.count("layer") == 1
-    alike = run("inspect", PROMPT, "--cache", "window:4", "--layer", "3").stdout
-    assert "layer 3 all heads" in alike
+    assert one.count("layer 1 head 1") == one.count("layer") == 1
+    alike = run("inspect", PROMPT, "--cache", "window:4", "--layer", "1").stdout
+    assert "layer 1 all heads" in alike
 
 
 def test_bar():
@@ -116,7 +117,7 @@ def test_bar():
         (("eval", "--windows", "99"), "fewer windows"),
         (("inspect", "hello", "--cache", "h2o"), "lacks 'tokens'"),
         (("inspect", "hello", "--context", "9"), "not both"),
-        (("inspect", "hello", "--layer", "30"), "give 0..29"),
+        (("inspect", "hello", "--layer", str(LAYERS)), f"give 0..{LAYERS - 1}"),
         (("inspect", "hello", "--head", "3"), "give 0..2"),
         (("inspect", "--context", "9000"), "use a context of at most 8192"),
         (("inspect", "hello", "--plot", "nowhere/x.png"), "there is no directory"),

@@ -25,8 +25,8 @@ SPECS = [
 ]
 
 
-def prompt(model, rows=2):
-    return torch.randint(3, model.config.vocab_size, (rows, 9))
+def prompt(model, tokens=9):
+    return torch.randint(3, model.config.vocab_size, (2, tokens))
 
 
 def said(model, step, spec, ids, steps):
@@ -48,9 +48,9 @@ CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) 
 
 @pytest.mark.parametrize(("family", "spec"), CASES)
 def test_one_graph_for_a_generation(family, spec):
-    steps = 40
+    steps = 14
     model = tiny(family, max_position_embeddings=512)
-    ids = prompt(model)
+    ids = prompt(model, 30)
     with kvkeep.attach(model):
         step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
         expected, eager = said(model, model.forward, spec, ids, steps)
@@ -98,12 +98,12 @@ def test_one_graph_for_caches_of_all_specs_in_turns(family):
 )
 def test_generate_compiles(family, spec):
     model = tiny(family, max_position_embeddings=512)
-    ids = prompt(model)
+    ids = prompt(model, 30)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     options = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     options._compile_all_devices = True  # by itself it compiles on accelerators only
-    asked = {"max_new_tokens": 40, "do_sample": False}
+    asked = {"max_new_tokens": 14, "do_sample": False}
     with kvkeep.attach(model):
         for given in ({}, {"attention_mask": mask}):
             counters.clear()

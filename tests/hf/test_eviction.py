@@ -19,7 +19,8 @@ POLICIES = [
     "knorm:10,sinks=1",
 ]
 QUANTISED = ["keydiff:10+int8", "qh2o:10+int4", "adakv(h2o:10)", "pyramid:2(h2o:10)"]
-GREEDY = {"do_sample": False, "max_new_tokens": 10}
+NEW = 6
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
 
 CASES = [("llama", spec) for spec in POLICIES + QUANTISED]
@@ -69,8 +70,8 @@ def test_generate_is_the_plain_loop(model, spec):
     prompt = ids()
     cache, other = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec)
     text = model.generate(prompt, past_key_values=cache, **GREEDY)
-    assert text[:, 20:].equal(by_hand(model, other, prompt, 10))
-    assert cache.get_seq_length() == 29
+    assert text[:, 20:].equal(by_hand(model, other, prompt, NEW))
+    assert cache.get_seq_length() == 19 + NEW
     assert min(layer.length for layer in cache.layers) < 20
     assert positions(cache, 0) == positions(other, 0)
 
@@ -86,7 +87,7 @@ def test_padded_batch_equals_its_rows_alone(model, spec):
         own = model.generate(prompt[row : row + 1, start:], past_key_values=alone, **GREEDY)
         assert text[row, start:].equal(own[0])
         assert positions(cache, row) == positions(alone, 0)
-    assert cache.seen.tolist() == [23, 29]
+    assert cache.seen.tolist() == [13 + NEW, 19 + NEW]
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def test_scores_that_differ_by_rounding_evict_the_same_in_a_batch_and_alone(fami
     for name, weight in model.named_parameters():
         if "k_norm" in name:  # every key has the same norm, but for rounding
             weight.fill_(0.0 if family == "gemma3" else 1.0)
-    prompt, chunks = ids(3, 60), [20] + [1] * 40
+    prompt, chunks = ids(3, 40), [20] + [1] * 20
     with kvkeep.attach(model):
         cache, *alone = (kvkeep.Cache(model, spec) for _ in range(4))
         for part in prompt.split(chunks, dim=1):
@@ -112,15 +113,15 @@ def test_scores_that_differ_by_rounding_evict_the_same_in_a_batch_and_alone(fami
 def test_conversation_goes_on_after_eviction(model, spec):
     cache, other = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec)
     text = model.generate(ids(), past_key_values=cache, **GREEDY)
-    by_hand(model, other, ids(), 10)
+    by_hand(model, other, ids(), NEW)
     for turn in range(2):
         before = cache.get_seq_length()
         text = torch.cat([text, ids(n=5, seed=turn)], dim=1)
         new = text[:, before:]
         assert new.shape[1] == 6  # the last answer's last token was not fed
-        expected = by_hand(model, other, new, 10)
+        expected = by_hand(model, other, new, NEW)
         text = model.generate(text, past_key_values=cache, **GREEDY)
-        assert text[:, -10:].equal(expected)
+        assert text[:, -NEW:].equal(expected)
         assert cache.get_seq_length() == text.shape[1] - 1 == cache.seen.item()
         assert positions(cache, 0) == positions(other, 0)
         newest = max(p for layer in positions(cache, 0) for head in layer for p in head)
@@ -135,7 +136,7 @@ def test_beam_search(model, spec):
     out = model.generate(
         ids(2), past_key_values=cache, output_scores=True, return_dict_in_generate=True, **options
     )
-    assert out.sequences.shape == (6, 30)
+    assert out.sequences.shape == (6, 20 + NEW)
     # Each beam's score is what its own tokens get when they run alone through the same policy.
     for row in range(6):
         alone, total = kvkeep.Cache(model, spec), 0.0
@@ -145,7 +146,7 @@ def test_beam_search(model, spec):
                 logits = model(fed, past_key_values=alone).logits[0, -1]
             total += float(logits.log_softmax(dim=0)[token])
             fed = token[None, None]
-        assert out.sequences_scores[row].item() == pytest.approx(total / 10, abs=1e-4)
+        assert out.sequences_scores[row].item() == pytest.approx(total / NEW, abs=1e-4)
 
 
 @torch.no_grad()
@@ -153,9 +154,9 @@ def test_beam_search(model, spec):
 def test_quantised_is_close_to_the_full_cache(model, codec, most):
     full, quantised = (kvkeep.Cache(model, f"keep_all+{c}") for c in ("plain", codec))
     text = model.generate(ids(), past_key_values=kvkeep.Cache(model, f"keep_all+{codec}"), **GREEDY)
-    assert text.shape == (1, 30)
+    assert text.shape == (1, 20 + NEW)
     worst = 0.0
-    for part in text.split([20] + [1] * 10, dim=1):
+    for part in text.split([20] + [1] * NEW, dim=1):
         right, close = (
             model(part, past_key_values=c).logits.log_softmax(dim=-1) for c in (full, quantised)
         )

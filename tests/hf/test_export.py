@@ -37,7 +37,7 @@ ALL = [("llama", spec) for spec in SPECS]
 ALL += [(name, SPECS[0]) for name in FAMILIES if name not in ("llama", "deepseek-v3")]
 ALL += [(name, SPECS[3]) for name in ("gemma2", "gpt-oss")]
 QUICK = {("llama", SPECS[4]), ("llama", SPECS[6]), ("gpt-oss", SPECS[3])}
-QUICK |= {("qwen3-moe", SPECS[0]), ("gpt2", SPECS[0])}
+QUICK |= {("gpt2", SPECS[0])}
 CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 
 
@@ -73,7 +73,7 @@ def test_round_trip(family, spec, tmp_path):
     model = tiny(family, max_position_embeddings=512)
     kvkeep.export(model, spec, rows=2).save(tmp_path / "a.pt2")
     program = kvkeep.Program.load(tmp_path / "a.pt2")
-    for tokens, padding, steps in ((9, 4, 30), (50, 0, 5), (1, 0, 3)):
+    for tokens, padding, steps in ((30, 4, 12), (50, 0, 3), (1, 0, 2)):
         ids = prompt(model, tokens)
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
@@ -141,11 +141,11 @@ def test_compiled():
     mask = torch.ones_like(ids)
     program = kvkeep.export(model, SPECS[0])
     program.compile(backend="aot_eager")
-    assert exported(program, ids, mask, 40).equal(eager(model, SPECS[0], ids, mask, 40))
+    assert exported(program, ids, mask, 9).equal(eager(model, SPECS[0], ids, mask, 9))
 
 
 def test_models_are_left_as_they_were():
-    model = tiny("llama").train()
+    model = tiny("llama", num_hidden_layers=1).train()
     model.lm_head.eval()
     before = model.config._attn_implementation
     kvkeep.export(model, SPECS[0])
@@ -174,7 +174,7 @@ def test_what_cannot_be_exported():
 
 
 def test_bad_input():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     program = kvkeep.export(model, "keep_all@fixed:16", rows=2)
     ids = prompt(model)
     first = program(ids)
@@ -246,7 +246,7 @@ def interrupted(*_, **__):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_few_slots(slots):
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     program = kvkeep.export(model, f"keep_all@fixed:{slots}")
     ids = prompt(model, slots, rows=1)
     logits = [program(ids[:, i : i + 1]) for i in range(slots)][-1]
@@ -256,7 +256,7 @@ def test_few_slots(slots):
 
 
 def test_learned_positions_end():
-    model = tiny("gpt2", max_position_embeddings=20)
+    model = tiny("gpt2", max_position_embeddings=20, num_hidden_layers=1)
     program = kvkeep.export(model, "keep_all@fixed:300")
     assert program.header.room == 20
     with pytest.raises(CapacityError, match="fixed at 20"):

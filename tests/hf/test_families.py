@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep.errors import UnsupportedError
 
-PROMPT, NEW = 20, 16
+PROMPT, NEW = 20, 9
 PADS = (6, 1, 0)
 
 

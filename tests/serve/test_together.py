@@ -86,8 +86,8 @@ def test_an_idle_server_computes_nothing(model, tokenizer):
 
 
 def test_a_request_that_cannot_fit_is_refused_and_others_wait_for_memory(endless, tokenizer):
-    short = {"model": "tiny", "temperature": 0, "max_tokens": 400}
-    limits = Limits(cache_bytes=150_000)  # each token takes 256
+    short = {"model": "tiny", "temperature": 0, "max_tokens": 200}
+    limits = Limits(cache_bytes=80_000)  # each token takes 256
     with serving(endless, tokenizer, limits=limits) as (engine, talk), ThreadPoolExecutor() as pool:
         create = talk.completions.create
         error = refusal(lambda: create(prompt="Hello.", **short | {"max_tokens": 1000}))
@@ -183,8 +183,8 @@ def test_names_take_turns_though_one_asks_for_many_answers(endless, tokenizer):
             ended.append(name)
             return text
 
-        many = threads.submit(ask, ada, "ada", n=24, max_tokens=60)
+        many = threads.submit(ask, ada, "ada", n=12, max_tokens=40)
         until(lambda: engine.batch.running == 2)
-        few = threads.submit(ask, bob, "bob", max_tokens=60)
+        few = threads.submit(ask, bob, "bob", max_tokens=40)
         assert few.result() == many.result()
         assert ended == ["bob", "ada"]

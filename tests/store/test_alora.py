@@ -10,6 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.demo_stand_in import stand_in
 from support.joined_logits import expected_apart
 from support.tiny_models import tiny
 
@@ -335,8 +336,18 @@ def test_a_real_adapter(example, trained):
     assert store.stats().hit_tokens - before == heads
 
 
+@pytest.mark.slow
 def test_the_example(example, trained, capsys):
     example.main(str(trained))
     said = capsys.readouterr().out
     assert int(said.splitlines()[-1].split()[0]) >= 3
     assert "[17 of 20 tokens found]" in said
+
+
+def test_the_example_of_a_tiny_model(example, capsys, tmp_path, monkeypatch):
+    """It learns nothing, but is trained, saved, loaded and used."""
+    monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path)["KVKEEP_HOME"])
+    example.main()
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].endswith(" of 4 right")
+    assert said.count("[17 of 20 tokens found]") >= 3

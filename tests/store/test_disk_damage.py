@@ -217,7 +217,7 @@ def test_a_damaged_index_is_made_again(tmp_path, seed):
     whole = (tmp_path / "whole" / "index.sqlite").read_bytes()
     draw = random.Random(seed)
     rebuilt = 0
-    for turn in range(3000 if seed else 25):
+    for turn in range(3000 if seed else 15):
         path = tmp_path / f"store{turn % 8}"
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(tmp_path / "whole", path)

@@ -12,6 +12,8 @@ from kvkeep.hf.models import KNOWN, resolve
 from support.tiny_models import tiny
 
 NAME = "smollm2-135m"
+LAYERS = 2
+"""Of the model that `stand_in_home` has."""
 
 
 def stand_in(folder: Path, **overrides: Any) -> dict[str, str]:

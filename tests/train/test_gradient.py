@@ -18,7 +18,7 @@ from support.pairwise import pairwise
 from kvkeep.testing import EXAMPLES
 from kvkeep.train import backward
 
-TOKENS, CHUNK = 40, 7
+TOKENS, CHUNK = 26, 7
 PADS = (6, 1, 0)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SPECS = ("keep_all", "window:8,sinks=2", "h2o:8", "h2o:8+int8")
@@ -51,7 +51,9 @@ def test_equals_plain_autograd(family, dtype, padding, spec):
     assert compare(model, ids, labels, spec, mask) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("family", "dtype", "spec"), pairwise(FAMILIES, DTYPES, SPECS))
+@pytest.mark.parametrize(
+    ("family", "dtype", "spec"), pairwise(FAMILIES, DTYPES, ("keep_all", "h2o:8+int8"))
+)
 def test_lora_equals_plain_autograd(family, dtype, spec):
     model = adapted(model_of(family)).to(dtype)
     ids, labels, mask = texts(3, TOKENS, pads=PADS)
@@ -120,10 +122,11 @@ def test_padding_in_the_midst_equals_ordinary_backprop():
     assert error(gradients(model), theirs) < 1e-10
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 4, 16])
-@pytest.mark.parametrize("together", [4, 32])
-def test_blocks_that_are_full_when_a_chunk_ends(together, chunk):
-    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+@pytest.mark.parametrize(
+    ("together", "chunk", "tokens"), [(4, 1, 18), (4, 2, 18), (4, 4, 18), (4, 16, 36), (32, 16, 36)]
+)
+def test_blocks_that_are_full_when_a_chunk_ends(together, chunk, tokens):
+    ids, labels, mask = texts(3, tokens, pads=PADS)
     spec = f"keep_all+kivi:4,together={together},recent=0"
     assert compare(model_of("llama"), ids, labels, spec, mask, chunk) < 1e-10
 
@@ -132,16 +135,20 @@ def test_blocks_that_are_full_when_a_chunk_ends(together, chunk):
     "spec", ["h2o:8", "adakv(h2o:8)", "expected_attention:8", "snapkv:8,window=4"]
 )
 def test_single_tokens(spec):
-    ids, labels, mask = texts(2, 21, pads=(3, 0))
+    ids, labels, mask = texts(2, 17, pads=(3, 0))
     assert compare(model_of("llama"), ids, labels, spec, mask, chunk=1) < 1e-10
     assert compare(model_of("llama"), ids, labels, spec, mask, chunk=4) < 1e-10  # and at the end
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
-    "spec",
-    ["keep_all+int4", "h2o:8+fp8/int8", "qh2o:8+int4", "adakv(h2o:8)+int8"]
-    + [f"keep_all+kivi:4,together=4,recent={recent}" for recent in (0, 6)],
+    ("spec", "side"),
+    [
+        ("keep_all+int4", "left"),
+        ("h2o:8+fp8/int8", "left"),
+        ("qh2o:8+int4", "right"),
+        ("adakv(h2o:8)+int8", "left"),
+        *pairwise([f"keep_all+kivi:4,together=4,recent={n}" for n in (0, 6)], ["left", "right"]),
+    ],
 )
 def test_every_codec(spec, side):
     model = model_of("llama")
@@ -187,7 +194,7 @@ def test_each_layer_may_have_a_spec_of_its_own():
     assert compare(model, ids, labels, specs, None) < 1e-10
 
 
-@pytest.mark.parametrize("spec", ["keep_all", "window:40,sinks=2"])
+@pytest.mark.parametrize("spec", ["keep_all", f"window:{TOKENS},sinks=2"])
 def test_any_chunk_gives_the_same(spec):
     model = model_of("llama")
     ids, labels, mask = texts(3, TOKENS, pads=PADS)
@@ -222,7 +229,7 @@ def test_weights_and_divisor():
 
 def test_gradients_accumulate():
     model = model_of("llama")
-    first, second = texts(2, 20, seed=1), texts(2, 30, seed=2)
+    first, second = texts(2, 14, seed=1), texts(2, 20, seed=2)
     each = []
     for ids, labels, _ in (first, second):
         backward(model, ids, labels, chunk=6)
