@@ -186,7 +186,7 @@ def test_a_module_that_is_never_used(data, tmp_path):
 
 def test_the_newest_are_kept(data, tmp_path, whole):
     assert checkpoints(whole[0]) == sorted([*FILES, "checkpoint-4", "checkpoint-6"])
-    options = {"steps": 3, "eval_every": 0}
+    options = {"steps": 3, "eval_every": 0, "accumulate": 1}
     run(data, tmp_path / "one", keep=1, save_every=1, **options)
     assert checkpoints(tmp_path / "one") == sorted([*FILES, "checkpoint-3"])
     run(data, tmp_path / "all", keep=3, save_every=1, **options)

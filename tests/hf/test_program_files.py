@@ -40,7 +40,7 @@ def rewritten(path, change):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("program") / "a.pt2"
-    kvkeep.export(tiny("llama"), "keep_all@fixed:16").save(path)
+    kvkeep.export(tiny("llama", num_hidden_layers=1), "keep_all@fixed:16").save(path)
     return path
 
 
