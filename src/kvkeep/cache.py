@@ -20,8 +20,9 @@ from kvkeep.layer.stats import LayerStats
 @dataclass(frozen=True)
 class CacheStats:
     """Statistics of a cache. `length` and `capacity` are the maxima over the layers, in slots;
-    bytes and reallocations are sums; `seen` counts each row's tokens. `shared_bytes` is the part of
-    the bytes in frozen slots, which other caches may share."""
+    bytes and reallocations are sums; `seen` counts each row's tokens; `kept` is the share of them
+    that is held, on average over layers and heads. `shared_bytes` is the part of the bytes in
+    frozen slots, which other caches may share."""
 
     length: int
     capacity: int
@@ -30,6 +31,7 @@ class CacheStats:
     nbytes: int
     shared_bytes: int
     reallocations: int
+    kept: float
     layers: tuple[LayerStats, ...]
 
     def asdict(self) -> dict[str, Any]:
@@ -302,15 +304,16 @@ class Cache:
     @property
     def shared_bytes(self) -> int:
         """Bytes of frozen slots, which other caches may share."""
-        return sum(layer.stats().shared_bytes for layer in self.layers)
+        return sum(layer.slots.stats().shared_bytes for layer in self.layers)
 
     @property
     def reallocations(self) -> int:
         """How often layers copied their slots to a larger buffer, in all."""
-        return sum(layer.stats().reallocations for layer in self.layers)
+        return sum(layer.slots.stats().reallocations for layer in self.layers)
 
     def stats(self) -> CacheStats:
         """All figures at once, per layer too."""
+        layers = tuple(layer.stats() for layer in self.layers)
         return CacheStats(
             length=self.length,
             capacity=self.capacity,
@@ -319,7 +322,8 @@ class Cache:
             nbytes=self.nbytes,
             shared_bytes=self.shared_bytes,
             reallocations=self.reallocations,
-            layers=tuple(layer.stats() for layer in self.layers),
+            kept=sum(layer.kept for layer in layers) / max(1, len(layers)),
+            layers=layers,
         )
 
     def _take_rows(self, index: Tensor) -> None:

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_type_hints
 
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
@@ -260,15 +260,23 @@ def _component(
         if parameter.default is inspect.Parameter.empty and key not in options
     ]
     if missing and kind == "policy":
-        raise SpecError(f"{kind} {name} in {whole!r} lacks {missing[0]!r}; write {name}:1024")
+        first = "25%" if parameters[missing[0]].annotation is Share else 1024
+        raise SpecError(f"{kind} {name} in {whole!r} lacks {missing[0]!r}; write {name}:{first}")
     return name, tuple((preset | options).items())
 
 
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
     """A component's options: the parameters of its constructor, except for a wrapped policy."""
+    # A dataclass's types are resolved in the modules of the classes that declare its fields.
+    own = dataclasses.is_dataclass(component)
+    types = get_type_hints(component) if own else {}
+    found = inspect.signature(component, eval_str=not own).parameters
+    typed = {
+        key: one.replace(annotation=types.get(key, one.annotation)) for key, one in found.items()
+    }
     return {
         key: parameter
-        for key, parameter in inspect.signature(component, eval_str=True).parameters.items()
+        for key, parameter in typed.items()
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         and parameter.annotation is not Policy
     }
@@ -305,7 +313,9 @@ _SWITCH = {"0": False, "1": True}
 
 def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
     """An option's value, parsed by its annotation: an integer, a float, or 0 or 1 for a bool."""
-    kind = next(iter(get_args(kind)), kind)  # the type of an optional value
+    kinds = get_args(kind) or (kind,)
+    # The type of an optional value; a share may stand where a number of tokens may.
+    kind = Share if Share in kinds and value.strip().endswith("%") else kinds[0]
     try:
         if kind is bool:
             return _SWITCH[value]
@@ -316,7 +326,8 @@ def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
         raise
     except (ValueError, KeyError):
         nouns = {bool: "0 or 1", float: "a number", Share: "a percentage, such as 25%"}
-        noun = nouns.get(kind, "a whole number")
+        either = " or a percentage, such as 25%" if Share in kinds[1:] else ""
+        noun = nouns.get(kind, "a whole number") + either
         raise SpecError(f"{what} is {value!r} in {whole!r}; give {noun}") from None
 
 

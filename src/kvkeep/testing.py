@@ -173,7 +173,7 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
     Raises:
         AssertionError: one of these does not hold.
     """
-    budget = layer.policy.budget
+    budget = layer.policy.at(layer.fed).budget
     held = layer._slots
     if not layer.record_past:
         assert layer.length <= layer.capacity

@@ -154,7 +154,7 @@ class Batch:
                 f"a prompt of {len(ids)} tokens and {settings.max_new_tokens} new ones, but the "
                 f"spec's storage holds {limit}; ask for fewer, or use @growing"
             )
-        shares = n > 1 and all(layer.policy.budget is None for layer in cache.layers)
+        shares = n > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, len(ids) - 1) if shares else 0
         own = self._bytes_of(cache, longest) - shared
         if self.max_bytes is not None and own + shared > self.max_bytes:

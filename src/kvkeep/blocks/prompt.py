@@ -274,7 +274,7 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     windows = windowed(cache)
     if windows:
         return f"{windows}, so blocks cannot be moved"
-    if any(layer.policy.budget is not None for layer in cache.layers):
+    if any(layer.policy.evicts for layer in cache.layers):
         return "the spec evicts, and would treat recomputed tokens as the newest; use keep_all"
     if any(layer.storage.limited for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"

@@ -199,7 +199,7 @@ def require_repairable(host: Host, cache: ModelCache) -> None:
             f"{windows}, where tokens cannot be computed again; use recompute=0 with texts that "
             "fit the window, or recompute='all'"
         )
-    evicting = next((x.policy for x in cache.layers if x.policy.budget is not None), None)
+    evicting = next((x.policy for x in cache.layers if x.policy.evicts), None)
     if evicting is not None:
         raise UnsupportedError(
             f"policy {evicting.name} evicts, and would treat tokens that are computed again as the "

@@ -148,8 +148,9 @@ def _command(talk: Session, text: str) -> None:
         typer.echo(f"saved session {talk.name}", err=True)
     elif word == "/stats":
         stats = talk.cache.stats()
+        fed = stats.seen[0] if stats.seen else 0
         typer.echo(
-            f"{talk.spec}: {stats.length} of {stats.seen[0] if stats.seen else 0} tokens kept, "
+            f"{talk.spec}: {stats.length} of {fed} tokens kept, {stats.kept:.0%} of their slots, "
             f"{stats.live_bytes / 2**20:.1f} MiB in use, {stats.nbytes / 2**20:.1f} allocated",
             err=True,
         )

@@ -279,9 +279,7 @@ class Saved:
         counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
         held = counts if layer.policy.ragged else [sum(counts)]
         # Whether all tokens must be held: nothing was evicted, and no empty slots were freed.
-        bounded = (
-            layer.policy.budget is not None or layer.policy.ragged
-        )  # kvzip is without a budget
+        bounded = layer.policy.evicts or layer.policy.ragged  # kvzip is without a budget
         whole = not header.floor or not (bounded or history.pads is not None)
         if max(held) > header.columns or (whole and min(held) < header.columns):
             raise SavedCacheError(

@@ -219,6 +219,11 @@ def require_fitting(layer: LayerCache) -> None:
         raise UnsupportedError(
             f"{what} needs the host between steps; use another, such as h2o:1024+int8@fixed:2048"
         )
+    if policy.share is not None:
+        raise UnsupportedError(
+            f"a budget of {policy.share} grows while steps run, and a step on the device has a "
+            f"fixed number of slots; give policy {policy.name} a number of tokens"
+        )
     slots = _slots_of(layer)
     if slots > layer.storage.capacity:
         raise SpecError(

@@ -53,7 +53,8 @@ def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
         policy, held, fed = layer.policy, layer.length, layer.fed
         if layer.window is not None and policy.reach == Reach(layer.window):
             continue
-        before, budget = fed + tokens - 1, policy.budget
+        before = fed + tokens - 1
+        budget = policy.at(before).budget
         if held != fed or (policy.ragged and layer.moved):
             why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
         elif budget is not None and before > budget:

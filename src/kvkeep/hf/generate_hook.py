@@ -237,7 +237,7 @@ def _chunk_prompt(
         return
     compiled = model.device.type != "cpu" or generation_config.compile_config is not None
     if (
-        all(spec.policy.budget is None for spec in specs)
+        not any(spec.policy.evicts for spec in specs)
         or _brings_tensors(model_kwargs, beside=_CUT_BY_COLUMNS)
         or generation_config.output_hidden_states
         or generation_config.output_attentions

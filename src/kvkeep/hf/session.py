@@ -384,9 +384,7 @@ class Session:
 
     @property
     def _can_crop(self) -> bool:
-        return all(
-            layer.policy.rollback and layer.policy.budget is None for layer in self.cache.layers
-        )
+        return all(layer.policy.rollback and not layer.policy.evicts for layer in self.cache.layers)
 
     @torch.inference_mode()
     def _reread(self) -> None:

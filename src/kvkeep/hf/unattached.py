@@ -31,9 +31,7 @@ def require_fitting_mask(
             f"{spec} changes how attention is computed, which an unattached model does itself; "
             "call kvkeep.attach(model) first"
         )
-    exact = policy.budget is None or (
-        layer.window is not None and policy.reach == Reach(layer.window)
-    )
+    exact = not policy.evicts or (layer.window is not None and policy.reach == Reach(layer.window))
     over = layer.fed + k.shape[2] > (policy.budget or 0)
     if not exact and (over or policy.needs or policy.ragged):
         if latent:

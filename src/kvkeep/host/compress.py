@@ -180,7 +180,7 @@ def _kept(scores: dict[int, Tensor], policies: dict[int, KVzip], tokens: int) ->
     for policy in dict.fromkeys(policies.values()):
         some = [index for index in scores if policies[index] == policy]
         # Slots of a head, on average.
-        each = max(policy.share.of(tokens), min(policy.sinks, tokens))
+        each = max(policy.tokens.of(tokens), min(policy.sinks, tokens))
         worth = torch.cat([rounded(scores[index])[0] for index in some])
         worth[:, : policy.sinks] = torch.inf
         if not policy.uniform:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class LayerCache(Readable, InOneCall, Step):
                 f"policy {policy.name} keeps {policy.budget} slots, but {storage.name} storage "
                 f"holds {storage.limit}; use @fixed:{policy.budget} or more"
             )
-        evicts = policy.budget is not None or policy.ragged
+        evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):
             own = window is not None and policy.reach == Reach(window)
             who = f"a sliding window of {window} tokens" if own else f"policy {policy.name}"
@@ -299,7 +300,7 @@ class LayerCache(Readable, InOneCall, Step):
             return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
         if not self._history.floor:
             return ""
-        if policy.budget is None:
+        if not policy.evicts:
             codec = self.key_codec.name
             return f", and codec {codec} encodes tokens in blocks; {again}, or use int8"
         if self.window is not None and policy.reach == Reach(self.window):
@@ -463,7 +464,7 @@ class LayerCache(Readable, InOneCall, Step):
 
     def stats(self) -> LayerStats:
         """All figures at once."""
-        return self._slots.stats()
+        return replace(self._slots.stats(), kept=self.kept)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -473,8 +474,7 @@ class LayerCache(Readable, InOneCall, Step):
             self._slots.require(n)
 
     def check_gradients(self, *tensors: Tensor) -> None:
-        """Raise StateError when these tensors require gradients and the storage or a codec cannot
-        propagate them."""
+        """Raise StateError if gradients are required that storage or a codec cannot propagate."""
         if wants_gradients(*tensors):
             for part in (self.storage, self.key_codec, self.value_codec):
                 if not part.differentiable:
@@ -520,7 +520,7 @@ class LayerCache(Readable, InOneCall, Step):
 
     def _evict(self, count: int, observation: Observation | None = None) -> None:
         """Pass the observation, if any, to the policy, and free `count` slots, if positive."""
-        policy = self.policy
+        policy = self.policy.at(self.fed)
         observes = observation is not None and policy.observes
         if not observes and count <= 0:
             return
@@ -540,7 +540,7 @@ class LayerCache(Readable, InOneCall, Step):
 
     def _fit(self, observation: Observation | None = None) -> None:
         """Evict down to the budget, and encode the tokens whose block is now full."""
-        budget = self.policy.budget
+        budget = self.policy.at(self.fed).budget
         self._evict(0 if budget is None else self._slots.surplus(budget), observation)
         if self._slots.waiting:
             with self._moved():

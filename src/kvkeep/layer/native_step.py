@@ -54,7 +54,7 @@ def settles_alone(policy: Policy) -> bool:
     reach = policy.reach
     bounded = reach is not None and policy.budget == reach.size + reach.fixed
     looks_on = policy.observes or policy.needs or policy.planes or policy.ragged
-    return (policy.budget is None or bounded) and not looks_on
+    return (not policy.evicts or bounded) and not looks_on
 
 
 class NativeStep:

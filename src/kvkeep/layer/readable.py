@@ -29,8 +29,15 @@ class Readable:
     def moved(self) -> bool:
         """Whether the order of slots may differ from that of positions: after an eviction, or when
         the layer holds more than its budget."""
-        length = self._slots.length
-        return bool(self._history.floor) or length > (self.policy.budget or length)
+        length, policy = self._slots.length, self.policy.at(self._history.columns)
+        return bool(self._history.floor) or length > (policy.budget or length)
+
+    @property
+    def kept(self) -> float:
+        """The share of the tokens fed that is held, on average over rows and heads; 1 before the
+        first token."""
+        seen, position = int(self._history.seen.sum()), self._slots.positions()
+        return int((position >= 0).sum()) / (seen * position.shape[1]) if seen else 1.0
 
     def held(self) -> Held | None:
         """The decoded keys and values and their positions, the oldest first; None before the first

@@ -15,7 +15,8 @@ from kvkeep.policy import Policy
 @dataclass(frozen=True)
 class LayerStats:
     """One layer's figures, in slots and bytes over all rows and heads. `shared_bytes` are those of
-    frozen slots, which other caches may share."""
+    frozen slots, which other caches may share; `kept` is the share of the tokens fed that is held,
+    on average over heads."""
 
     length: int
     capacity: int
@@ -23,6 +24,7 @@ class LayerStats:
     nbytes: int
     shared_bytes: int
     reallocations: int
+    kept: float = 1.0
 
 
 def slot_planes(
@@ -45,7 +47,8 @@ def promised_bytes(
 ) -> int:
     """A layer's `live_bytes` after `tokens` columns. With ragged heads and several rows this is a
     lower bound, because a head frees only the slots that no row needs."""
-    kept = tokens if policy.budget is None else min(tokens, policy.budget)
+    budget = policy.at(tokens).budget
+    kept = tokens if budget is None else min(tokens, budget)
 
     def slot_bytes(key: Codec, value: Codec) -> int:
         specs = slot_planes(policy, key, value, geometry)

@@ -14,6 +14,7 @@ from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Arrivals, Observation, Policy
 from kvkeep.policy.ranking import lowest
 from kvkeep.policy.scored import Scored
+from kvkeep.policy.share import Share
 
 
 @final
@@ -57,8 +58,16 @@ class AdaKV(Policy):
         return self.inner.planes
 
     @property
-    def budget(self) -> int:
-        return self.scored.budget
+    def budget(self) -> int | None:
+        return self.inner.budget
+
+    @property
+    def share(self) -> Share | None:
+        return self.inner.share
+
+    def at(self, fed: int) -> Policy:
+        inner = self.inner.at(fed)
+        return self if inner is self.inner else replace(self, inner=inner)
 
     @property
     def protected(self) -> int:
@@ -80,7 +89,7 @@ class AdaKV(Policy):
         inner = self.inner.within(window)
         return replace(self, inner=inner) if isinstance(inner, Scored) else inner
 
-    def with_budget(self, tokens: int) -> Policy:
+    def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, inner=self.inner.with_budget(tokens))
 
     def enter(self, tokens: Arrivals) -> Planes:
@@ -93,14 +102,16 @@ class AdaKV(Policy):
         return self.inner.why_not_memory(memory, geometry)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
+        budget = self.budget
+        assert budget is not None  # of `at`
         position = planes[POSITION]
         worth = self.scored.worth(planes, seen)
         rows, heads, slots = worth.shape
-        safe = min(slots, int(self.floor * self.budget))
+        safe = min(slots, int(self.floor * budget))
         best = lowest(worth, position, slots)[..., slots - safe :]
         guarded = worth.scatter(2, best, torch.inf).masked_fill(worth == -torch.inf, -torch.inf)
         # The padding of a head up to the longest one consists of empty slots, which go first.
-        many = heads * (slots - self.budget)
+        many = heads * (slots - budget)
         order = lowest(guarded.flatten(1), position.flatten(1), many)
         dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=worth.device)
         return dropped.scatter_(1, order, True).view(rows, heads, slots)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes, PlaneSpec, Reach
+from kvkeep.policy.share import Share
 from kvkeep.rotary import Rotary
 
 
@@ -107,8 +108,23 @@ class Policy(ABC):
 
     @property
     def budget(self) -> int | None:
-        """The most slots kept between steps; None: all."""
+        """The most slots kept between steps; None: all, or a share of the tokens fed."""
         return None
+
+    @property
+    def share(self) -> Share | None:
+        """The budget, if it is a share of the tokens fed."""
+        return None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether steps evict slots."""
+        return self.budget is not None or self.share is not None
+
+    def at(self, fed: int) -> Policy:
+        """The policy to use once `fed` tokens have been fed: one with a budget in tokens, if the
+        budget of this one is a share of them."""
+        return self
 
     @property
     def protected(self) -> int:
@@ -150,7 +166,7 @@ class Policy(ABC):
         """The policy to use in layer `index` of `count`."""
         return self
 
-    def with_budget(self, tokens: int) -> Policy:
+    def with_budget(self, tokens: int | Share) -> Policy:
         """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
         raise SpecError(f"policy {self.name} has no budget to change")
 

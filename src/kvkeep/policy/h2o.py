@@ -26,7 +26,7 @@ class H2O(Scored):
 
     @property
     def protected_recent(self) -> int:
-        return self.tokens // 2 if self.recent is None else self.recent
+        return (self.budget or 0) // 2 if self.recent is None else self.recent
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None

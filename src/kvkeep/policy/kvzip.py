@@ -17,7 +17,7 @@ from kvkeep.policy.window import Window
 @final
 @dataclass(frozen=True)
 class KVzip(Policy):
-    """Holds every token, until `compress` evicts all but `share` of the slots.
+    """Holds every token, until `compress` evicts all but a share of the slots.
 
     A slot's score is the largest attention that it gets while the model reads the text again, in
     parts of at most `chunk` tokens, of which each attends to the first `sinks` tokens, the same
@@ -27,7 +27,7 @@ class KVzip(Policy):
     and only its weights are computed over the part.
     """
 
-    share: Share
+    tokens: Share
     sinks: int = 4
     chunk: int = 2048
     uniform: bool = False

@@ -11,6 +11,7 @@ from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.share import Share
 
 
 @final
@@ -28,7 +29,7 @@ class Pyramid(Policy):
     wraps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.inner.budget is None or isinstance(self.inner, Pyramid):
+        if not self.inner.evicts or isinstance(self.inner, Pyramid):
             raise SpecError(
                 f"pyramid({self.inner.name}): {self.inner.name} has no budget to divide "
                 "among layers; use pyramid(h2o:1024)"
@@ -45,13 +46,20 @@ class Pyramid(Policy):
     def budget(self) -> int | None:
         return self.inner.budget
 
+    @property
+    def share(self) -> Share | None:
+        return self.inner.share
+
     def in_layer(self, index: int, count: int) -> Policy:
-        assert self.inner.budget is not None
-        shared = self.inner.budget - self.inner.protected
-        last = shared / self.beta
         at = 0.5 if count == 1 else index / (count - 1)
-        tokens = self.inner.protected + round(2 * shared - last + at * 2 * (last - shared))
-        return self.inner.with_budget(max(self.inner.protected + 1, tokens))
+        last = 1 / self.beta
+        factor = 2 - last + at * 2 * (last - 1)
+        inner, budget = self.inner, self.inner.budget
+        if inner.share is not None:
+            return inner.with_budget(inner.share.times(factor))
+        assert budget is not None  # it evicts
+        tokens = inner.protected + round((budget - inner.protected) * factor)
+        return inner.with_budget(max(inner.protected + 1, tokens))
 
     def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
         return self.inner.why_not_memory(memory, geometry)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.errors import StateError
 from kvkeep.planes import POSITION, Planes, Reach
 from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.share import Share
 
 _CURSOR = "replayed"
 
@@ -46,6 +47,14 @@ class ReplayPolicy(Policy):
     @property
     def budget(self) -> int | None:
         return self.inner.budget
+
+    @property
+    def share(self) -> Share | None:
+        return self.inner.share
+
+    def at(self, fed: int) -> Policy:
+        inner = self.inner.at(fed)
+        return self if inner is self.inner else replace(self, inner=inner)
 
     @property
     def room(self) -> int:

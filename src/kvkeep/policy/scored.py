@@ -13,6 +13,7 @@ from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, PlaneSpec
 from kvkeep.policy.base import Observation, Policy
 from kvkeep.policy.ranking import Protection, least_worthy, worth
+from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
 
 SCORE = "score"
@@ -23,20 +24,25 @@ SCORE = "score"
 class Scored(Policy):
     """Keeps `tokens` slots: the protected ones, and of the others those with the highest scores.
 
+    A budget that is a share of the tokens fed grows with them; at least `least` slots are kept.
     Protected are the first `sinks` tokens, positions `keep_from` to `keep_to` (exclusive), and the
     newest `protected_recent`. Of equal scores the oldest token is evicted first. A score of NaN
     counts as the lowest.
     """
 
-    tokens: int
+    tokens: int | Share
     recent: int | None = None
     sinks: int = 0
     keep_from: int = 0
     keep_to: int = 0
+    least: int = 64
 
     per_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.tokens, Share):
+            self.at(0)  # checks the other fields
+            return
         values = (self.sinks, self.keep_from, self.keep_to - self.keep_from, self.protected_recent)
         if min(values) < 0 or not 1 <= self.tokens < 2**31 or self.keep_to >= 2**31:
             raise SpecError(
@@ -47,7 +53,8 @@ class Scored(Policy):
             raise SpecError(
                 f"{self.name} keeps {self.tokens} tokens, but protects {self.protected} (the "
                 f"newest {self.protected_recent}, sinks and kept positions); use "
-                f"{self.name}:{self.protected} or more, or protect fewer"
+                f"{self.name}:{self.protected} or more (least={self.protected} where the budget is "
+                "a share), or protect fewer"
             )
 
     @property
@@ -69,17 +76,27 @@ class Scored(Policy):
         return {SCORE: PlaneSpec((), torch.float32, shared=not self.per_head)}
 
     @property
-    def budget(self) -> int:
-        return self.tokens
+    def budget(self) -> int | None:
+        return None if isinstance(self.tokens, Share) else self.tokens
+
+    @property
+    def share(self) -> Share | None:
+        return self.tokens if isinstance(self.tokens, Share) else None
+
+    def at(self, fed: int) -> Policy:
+        if not isinstance(self.tokens, Share):
+            return self
+        return replace(self, tokens=max(self.tokens.of(fed), self.least))
 
     @property
     def room(self) -> int:
         return 1
 
     def within(self, window: int) -> Policy:
-        return self if self.tokens < window else Window(window)
+        fits = not isinstance(self.tokens, Share) and self.tokens < window
+        return self if fits else Window(window)
 
-    def with_budget(self, tokens: int) -> Policy:
+    def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, tokens=tokens)
 
     @abstractmethod

@@ -31,6 +31,10 @@ class Share(float):
 
     __repr__ = __str__
 
+    def times(self, factor: float) -> Share:
+        """This share, multiplied, but at most all tokens."""
+        return Share(min(1.0, self * factor))
+
     def of(self, tokens: int) -> int:
         """This share of so many tokens, rounded down, but at least one."""
         return max(1, int(self * tokens + 1e-9))

@@ -11,6 +11,7 @@ from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, Reach
 from kvkeep.policy.base import Observation, Policy
 from kvkeep.policy.ranking import Protection, least_worthy
+from kvkeep.policy.share import Share
 
 
 @final
@@ -19,21 +20,27 @@ class Window(Policy):
     """Each query sees the last `size` tokens, its own included, the first `sinks` tokens, and
     positions `keep_from` to `keep_to` (exclusive).
 
-    The result does not depend on how the tokens are split into chunks. Sources: Mistral 7B
+    The result does not depend on how the tokens are split into chunks, unless the size is a share
+    of the tokens fed: then it is that of the last chunk, but at least `least`. Sources: Mistral 7B
     (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
     """
 
-    size: int
+    size: int | Share
     sinks: int = 0
     keep_from: int = 0
     keep_to: int = 0
+    least: int = 64
 
     name: ClassVar[str] = "window"
     rollback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.size, Share):
+            self.at(0)  # checks the other fields
+            return
         ordered = 0 <= self.keep_from <= self.keep_to < 2**31
-        if not (self.size >= 1 and self.sinks >= 0 and ordered and self.budget < 2**31):
+        least = min(self.size - 1, self.sinks)
+        if not (least >= 0 and ordered and self.size + self.protected < 2**31):
             raise SpecError(
                 f"window of {self.size} tokens, {self.sinks} sinks and positions {self.keep_from} "
                 f"to {self.keep_to}: size must be at least 1, sinks at least 0, positions in "
@@ -41,24 +48,39 @@ class Window(Policy):
             )
 
     @property
-    def budget(self) -> int:
-        return self.size + self.reach.fixed
+    def budget(self) -> int | None:
+        return None if isinstance(self.size, Share) else self.size + self.protected
 
     @property
-    def reach(self) -> Reach:
+    def share(self) -> Share | None:
+        return self.size if isinstance(self.size, Share) else None
+
+    def at(self, fed: int) -> Policy:
+        if not isinstance(self.size, Share):
+            return self
+        return self.with_budget(max(self.size.of(fed), self.least))
+
+    @property
+    def reach(self) -> Reach | None:
+        if isinstance(self.size, Share):
+            return None
         return Reach(self.size, self.sinks, self.keep_from, self.keep_to)
 
     @property
-    def protected(self) -> int:
-        return self.reach.fixed
+    def protection(self) -> Protection:
+        """The positions that are always kept."""
+        return Protection(0, self.sinks, self.keep_from, self.keep_to)
 
-    def with_budget(self, tokens: int) -> Policy:
-        return replace(self, size=tokens - self.protected)
+    @property
+    def protected(self) -> int:
+        return self.protection.fixed
+
+    def with_budget(self, tokens: int | Share) -> Policy:
+        return replace(self, size=tokens if isinstance(tokens, Share) else tokens - self.protected)
 
     def within(self, window: int) -> Policy:
-        return self if self.size < window else Window(window)
+        fits = not isinstance(self.size, Share) and self.size < window
+        return self if fits else Window(window)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        return least_worthy(
-            None, planes, seen, Protection(0, self.sinks, self.keep_from, self.keep_to), count
-        )
+        return least_worthy(None, planes, seen, self.protection, count)
