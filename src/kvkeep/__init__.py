@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.batch.batch import Batch as Batch
     from kvkeep.batch.many import generate_many as generate_many
     from kvkeep.cache import CacheStats as CacheStats
+    from kvkeep.calibration.run import calibrate as calibrate
     from kvkeep.errors import CapacityError as CapacityError
     from kvkeep.errors import KVKeepError as KVKeepError
     from kvkeep.errors import OutOfMemoryError as OutOfMemoryError
@@ -60,6 +61,7 @@ _HOME = {
     "UnsupportedError": "kvkeep.errors",
     "attach": "kvkeep.hf.attach",
     "attend": "kvkeep.attention",
+    "calibrate": "kvkeep.calibration.run",
     "detach": "kvkeep.hf.attach",
     "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",

@@ -17,7 +17,7 @@ from kvkeep.policy import POLICIES, Policy, Share
 from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Concat, Growing, Storage
 
-Options = tuple[tuple[str, int | float], ...]
+Options = tuple[tuple[str, int | float | str], ...]
 
 ALIASES = {"streaming": ("window", {"sinks": 4})}
 """Other names for policies with some options set: StreamingLLM (arXiv 2309.17453) is a window with
@@ -240,7 +240,7 @@ def _component(
             f"the options of {kind} {head} in {whole!r}: a colon comes before the first and a "
             f"comma before each other; write {head}:{options_text}"
         )
-    options: dict[str, int | float] = {}
+    options: dict[str, int | float | str] = {}
     for index, item in enumerate(rest.split(",") if colon else ()):
         key, equals, value = item.strip().partition("=")
         if not equals:
@@ -260,8 +260,11 @@ def _component(
         if parameter.default is inspect.Parameter.empty and key not in options
     ]
     if missing and kind == "policy":
-        first = "25%" if parameters[missing[0]].annotation is Share else 1024
-        raise SpecError(f"{kind} {name} in {whole!r} lacks {missing[0]!r}; write {name}:{first}")
+        kinds = {Share: "25%", str: "FILE"}
+        needed = ((key, one) for key, one in parameters.items() if one.default is one.empty)
+        example = ",".join(f"{key}={kinds.get(one.annotation, 1024)}" for key, one in needed)
+        example = example.removeprefix(f"{next(iter(parameters))}=")
+        raise SpecError(f"{kind} {name} in {whole!r} lacks {missing[0]!r}; write {name}:{example}")
     return name, tuple((preset | options).items())
 
 
@@ -311,12 +314,14 @@ def _codec(text: str, whole: str) -> Codec:
 _SWITCH = {"0": False, "1": True}
 
 
-def _value(value: str, kind: Any, what: str, whole: str) -> int | float:
+def _value(value: str, kind: Any, what: str, whole: str) -> int | float | str:
     """An option's value, parsed by its annotation: an integer, a float, or 0 or 1 for a bool."""
     kinds = get_args(kind) or (kind,)
     # The type of an optional value; a share may stand where a number of tokens may.
     kind = Share if Share in kinds and value.strip().endswith("%") else kinds[0]
     try:
+        if kind is str:
+            return value.strip()
         if kind is bool:
             return _SWITCH[value]
         if kind is Share:
@@ -339,7 +344,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"there is {', '.join(names)}"
 
 
-def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float]]:
+def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float | str]]:
     """The options of a component that differ from the defaults, or from those of `usual`."""
     fields = [f for f in dataclasses.fields(component) if f.name in _parameters(type(component))]
     defaults = {field.name: getattr(usual, field.name, field.default) for field in fields}

@@ -13,6 +13,7 @@ with needed_by("The command kvkeep", "cli"):
     import typer
 
 from kvkeep.cli.bench import bench
+from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat, sessions
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.eval import evaluate
@@ -56,6 +57,7 @@ app.command()(chat)
 app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(inspect)
+app.command()(calibrate)
 app.command()(finetune)
 app.command()(export)
 app.command()(doctor)

@@ -35,6 +35,7 @@ from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
+from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
@@ -81,7 +82,12 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
         ModelCache.__init__(
-            self, self._kinds, spec, capacity=capacity, rotaries=partial(rotaries_of, config)
+            self,
+            self._kinds,
+            spec,
+            capacity=capacity,
+            rotaries=partial(rotaries_of, config),
+            identity=None if isinstance(model, PreTrainedConfig) else partial(sampled, model),
         )
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))

@@ -34,6 +34,8 @@ class ModelCache(Cache):
         spec: what to keep: for all layers, for each, or for each type of layer.
         capacity: slots of fixed storage whose spec gives no number.
         rotaries: returns each layer's rotary embedding; called only if a policy needs it.
+        identity: identifies the model's weights, as `kvkeep.host.fingerprint.sampled` does; called
+            only if a policy was calibrated for a model. None: the model is not known.
 
     Attributes:
         specs: each layer's spec.
@@ -53,8 +55,10 @@ class ModelCache(Cache):
         *,
         capacity: int | None = None,
         rotaries: Callable[[], Sequence[Rotary | None]],
+        identity: Callable[[], str] | None = None,
     ) -> None:
         self.specs: list[CacheSpec] = per_layer(spec, kinds)
+        _require_calibrated(self.specs, identity)
         needed = any(Need.ROTARY in one.policy.needs for one in self.specs)
         rotary = rotaries() if needed else [None] * len(kinds)
         layers = []
@@ -112,3 +116,21 @@ class ModelCache(Cache):
         """Forget every token."""
         Cache.reset(self)
         self.activation = None
+
+
+def _require_calibrated(specs: Sequence[CacheSpec], identity: Callable[[], str] | None) -> None:
+    """Raise SpecError if a policy was calibrated for another model."""
+    for one in dict.fromkeys(specs):
+        made_for = one.policy.calibrated_for
+        if made_for is None:
+            continue
+        if identity is None:
+            raise SpecError(
+                f"{one} was calibrated for one model, and a config does not tell which one this "
+                "is; build the cache from the model"
+            )
+        if identity() != made_for:
+            raise SpecError(
+                f"{one} was calibrated for another model, or for other weights of this one; "
+                "calibrate this model with kvkeep calibrate"
+            )

@@ -58,7 +58,7 @@ def compress(
     ids = (ids if ids.dim() > 1 else ids[None]).to(host.device)
     specs = cache.specs if spec is None else per_layer(spec, host.kinds)
     policies = _chosen(cache, specs, host, ids)
-    of_rows = [_scores(host, cache, row, ids[row], policies, tick) for row in range(len(ids))]
+    of_rows = [reread(host, cache, row, ids[row], policies, tick) for row in range(len(ids))]
     kept = [_kept(scores, policies, ids.shape[1]) for scores in of_rows]
     _evict(cache, specs, {i: torch.cat([one[i] for one in kept]) for i in policies})
 
@@ -117,10 +117,21 @@ def _chosen(
     return found
 
 
-def _scores(
-    host: Host, cache: ModelCache, row: int, ids: Tensor, policies: dict[int, KVzip], tick: Tick
+def reread(
+    host: Host,
+    cache: ModelCache,
+    row: int,
+    ids: Tensor,
+    policies: dict[int, KVzip],
+    tick: Tick = lambda tokens: None,
 ) -> dict[int, Tensor]:
-    """The score of each token of one row in the layers to compress, fp32 (1, H, n)."""
+    """The score of each token of one row in the layers to compress, fp32 (1, H, n), on the CPU.
+
+    Args:
+        cache: holds every token of the row.
+        ids: those tokens, int64 (n,).
+        policies: of the layers to compress, by index.
+    """
     chunk = min(policy.chunk for policy in policies.values())
     sinks = max(policy.sinks for policy in policies.values())
     tokens = len(ids)

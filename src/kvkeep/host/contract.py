@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
+from kvkeep.host.fingerprint import sampled
 from kvkeep.host.generation import Generation, GenerationOptions, generate
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.packed import Piece
@@ -164,7 +166,13 @@ class Host(ABC):
             SpecError: a spec does not exist or does not fit the model.
         """
         capacity = self.context if capacity is None else capacity
-        return ModelCache(self.kinds, spec, capacity=capacity, rotaries=self.rotaries)
+        return ModelCache(
+            self.kinds,
+            spec,
+            capacity=capacity,
+            rotaries=self.rotaries,
+            identity=partial(sampled, self.model),
+        )
 
     @abstractmethod
     def forward(

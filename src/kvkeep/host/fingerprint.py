@@ -32,6 +32,7 @@ _Tensors = Sequence[tuple[str, Tensor]]
 
 _NUMBERS = {bool, int, float, torch.dtype}
 _SAMPLE = 16  # most elements sampled from a tensor
+_COMPARED = 64  # elements of a tensor that `sampled` hashes, at least, if it has so many
 _SHOWN = 60  # most characters shown of a field's value
 
 _RESULT_SUFFIX = "_cached"
@@ -75,6 +76,23 @@ def fingerprint_of(
     if tokenizer is not None:
         found["tokenizer"] = as_text(_hashes_of_tokenizer(tokenizer))
     return found
+
+
+def sampled(model: nn.Module) -> str:
+    """A hash by which what was calibrated for a model's weights is found to be another's: of 64
+    elements of each weight, rounded to bfloat16, so that it is the same in float32 and bfloat16.
+    Weights of adapters are left out."""
+    layers, _ = active_adapters(model)
+    found = xxhash.xxh3_128()
+    plain = ((_plain(name), x) for name, x in _weights(model))
+    for name, x in sorted(plain, key=lambda named: named[0]):
+        if not set(name.split(".")) & layers:
+            flat = x.detach().flatten()
+            few = flat[:: max(1, flat.numel() // _COMPARED)]
+            few = few.bfloat16() if few.is_floating_point() else few
+            found.update(f"{name} {tuple(x.shape)}\n".encode())
+            found.update(few.cpu().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -489,7 +489,7 @@ class LayerCache(Readable, InOneCall, Step):
         planes: dict[str, Tensor] = {}
         if self._planes_of_policy:
             error = self._slots.errors(k, v) if Need.ENCODE_ERROR in policy.needs else None
-            planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error))
+            planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error, self.rotary))
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes

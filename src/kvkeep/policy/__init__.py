@@ -7,6 +7,7 @@ from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
 from kvkeep.policy.keydiff import KeyDiff
 from kvkeep.policy.knorm import KNorm
+from kvkeep.policy.kvzap import KVzap
 from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.pyramid import Pyramid
 from kvkeep.policy.qh2o import QH2O
@@ -34,6 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
         ExpectedAttention,
         Random,
         KVzip,
+        KVzap,
         Pyramid,
         AdaKV,
     )
@@ -48,6 +50,7 @@ __all__ = [
     "Arrivals",
     "ExpectedAttention",
     "KNorm",
+    "KVzap",
     "KVzip",
     "KeepAll",
     "KeyDiff",

@@ -31,12 +31,14 @@ class Need(Enum):
 class Arrivals(NamedTuple):
     """New tokens, as the model computed them: `keys` (B, H, n, Dk), `values` (B, H, n, Dv),
     `position` (n,) or (B, n) with -1 for padding. `error`, fp32 (B, H, n), is the norm of what
-    encoding changed, or None if no policy needs it."""
+    encoding changed, and `rotary` the embedding by which keys were rotated; None if the policy does
+    not need them, or the keys have none."""
 
     keys: Tensor
     values: Tensor
     position: Tensor
     error: Tensor | None = None
+    rotary: Rotary | None = None
 
 
 class Observation(NamedTuple):
@@ -114,6 +116,12 @@ class Policy(ABC):
     @property
     def share(self) -> Share | None:
         """The budget, if it is a share of the tokens fed."""
+        return None
+
+    @property
+    def calibrated_for(self) -> str | None:
+        """The model that it was calibrated for, as `kvkeep.host.fingerprint.sampled` identifies it;
+        None: it fits any model."""
         return None
 
     @property

@@ -1,0 +1,1 @@
+"""Calibration: train, for one model, what predicts how much a text needs each token."""

@@ -1,0 +1,104 @@
+"""Keep the tokens that a scorer, trained for the model, predicts that the text needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep.planes import Planes
+from kvkeep.policy.adakv import AdaKV
+from kvkeep.policy.base import Arrivals, Need, Observation, Policy
+from kvkeep.policy.scored import SCORE, Scored
+from kvkeep.policy.scorer import LayerScorer, Scorer
+from kvkeep.policy.share import Share
+from kvkeep.policy.window import Window
+
+
+@final
+@dataclass(frozen=True)
+class KVzap(Policy):
+    """Keeps a share of the slots of all layers: those that, as a scorer predicts, the model needs
+    to repeat its text, as `kvzip` measures it. The scorer sees each token's key and value once,
+    when they are written, so a prompt is compressed while it is read, and an answer while it is
+    generated.
+
+    The scorer, a file that `kvkeep.calibrate` makes for one model, says too how the share is
+    divided among layers; the heads of a layer compete. The first `sinks` and the newest `recent`
+    tokens are always kept.
+
+    Source: KVzap (arXiv 2601.07891), whose scorers see the layer's input instead.
+    """
+
+    tokens: Share
+    scorer: str
+    recent: int = 128
+    sinks: int = 4
+
+    name: ClassVar[str] = "kvzap"
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.ROTARY})
+    per_head: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.recent < 0 or self.sinks < 0 or self.recent + self.sinks < 1:
+            raise SpecError(
+                f"kvzap recent {self.recent}, sinks {self.sinks}: at least 0, and together at "
+                "least 1; use recent=128,sinks=4"
+            )
+
+    @property
+    def share(self) -> Share:
+        return self.tokens
+
+    @property
+    def calibrated_for(self) -> str | None:
+        return Scorer.read(self.scorer).model
+
+    def at(self, fed: int) -> Policy:
+        raise SpecError(
+            f"scorer {self.scorer!r} has no scores for a layer without a sliding window; make one "
+            "for this model with kvkeep calibrate"
+        )
+
+    def within(self, window: int) -> Policy:
+        return Window(window)
+
+    def in_layer(self, index: int, count: int) -> Policy:
+        scorer = Scorer.read(self.scorer)
+        if count != scorer.count:
+            raise SpecError(
+                f"scorer {self.scorer!r} is for a model of {scorer.count} layers, not {count}; "
+                "make one for this model with kvkeep calibrate"
+            )
+        if index not in scorer.layers:  # one with a sliding window
+            return self
+        layer = scorer.layers[index]
+        protected = self.recent + self.sinks
+        share = max(layer.share_at(self.tokens), 1e-6)
+        own = Predicted(Share(share), self.recent, self.sinks, least=protected, scorer=layer)
+        return AdaKV(own, floor=0.0)
+
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
+        raise AssertionError("a layer uses the policy that in_layer() returns")
+
+
+@final
+@dataclass(frozen=True)
+class Predicted(Scored):
+    """Score: what `scorer` predicts when a token is written."""
+
+    scorer: LayerScorer | None = None
+
+    name: ClassVar[str] = "kvzap"
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.ROTARY})
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        assert self.scorer is not None
+        score = self.scorer.predict(tokens.keys, tokens.values, tokens.position, tokens.rotary)
+        return {SCORE: score}
+
+    def score(self, planes: Planes, seen: Observation) -> Tensor:
+        return planes[SCORE]

@@ -1,0 +1,199 @@
+"""Scorer: small networks, one for each kv head, that predict how much a text needs a token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from kvkeep.errors import ShapeError, SpecError
+from kvkeep.rotary import Rotary
+
+FORMAT = "kvkeep-scorer-1"
+_MOST_BYTES = 1 << 30  # of a file
+LEVELS = 101
+"""The shares of a model for which those of its layers are stored: 0, 1, ... 100 %."""
+
+
+def features(keys: Tensor, values: Tensor, position: Tensor, rotary: Rotary | None) -> Tensor:
+    """What a scorer sees of each token: its key before the rotary embedding, and its value.
+
+    Args:
+        keys, values: (B, H, n, Dk), after the rotary embedding, and (B, H, n, Dv).
+        position: (n,) or (B, n).
+
+    Returns:
+        fp32 (B, H, n, Dk + Dv).
+    """
+    keys = keys.float()
+    if rotary is not None:
+        place = position if position.dim() == 1 else position[:, None]
+        keys = rotary.turn(keys, -place)
+    return torch.cat([keys, values.float()], dim=-1)
+
+
+class HeadNetworks(nn.Module):
+    """A network of two layers for each kv head, which share nothing.
+
+    Args:
+        heads: H.
+        width: of the features, F.
+        hidden: units of the hidden layer, U.
+    """
+
+    def __init__(self, heads: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(heads, 1, width))
+        self.first = nn.Parameter(torch.randn(heads, width, hidden) * width**-0.5)
+        self.first_bias = nn.Parameter(torch.zeros(heads, 1, hidden))
+        self.second = nn.Parameter(torch.randn(heads, hidden, 1) * hidden**-0.5)
+        self.second_bias = nn.Parameter(torch.zeros(heads, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (..., H, n, F) -> (..., H, n)."""
+        inner = (x - self.mean) @ self.first + self.first_bias
+        inner = nn.functional.gelu(inner, approximate="tanh")
+        found: Tensor = (inner @ self.second + self.second_bias)[..., 0]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScorer:
+    """The scorer of one layer.
+
+    Args:
+        networks: of its heads; they predict the logarithm of kvzip's score.
+        shares: this layer's share of slots where the model's is 0, 1, ... 100 %.
+        name: identifies the scorer's content and the layer.
+    """
+
+    networks: HeadNetworks
+    shares: tuple[float, ...]
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def share_at(self, share: float) -> float:
+        """This layer's share of slots where all layers together keep `share`."""
+        place = share * (LEVELS - 1)
+        low = min(int(place), LEVELS - 2)
+        before, after = self.shares[low : low + 2]
+        return before + (place - low) * (after - before)
+
+    @torch.inference_mode()
+    def predict(
+        self, keys: Tensor, values: Tensor, position: Tensor, rotary: Rotary | None
+    ) -> Tensor:
+        """Scores of tokens, fp32 (B, H, n); see `features`.
+
+        Raises:
+            ShapeError: the scorer was made for other heads or widths.
+        """
+        heads, width = self.networks.first.shape[:2]
+        found = (keys.shape[1], keys.shape[3] + values.shape[3])
+        if found != (heads, width):
+            raise ShapeError(
+                f"{found[0]} heads with keys and values of {found[1]} elements, but the scorer was "
+                f"made for {heads} heads of {width}; calibrate this model"
+            )
+        networks = _on(self.networks, keys.device)
+        scores: Tensor = networks(features(keys, values, position, rotary))
+        return scores
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """The scorers of a model's layers, by the layer's index.
+
+    Args:
+        model: identifies the model's weights; see `kvkeep.host.fingerprint.sampled`.
+        count: layers of the model.
+    """
+
+    layers: dict[int, LayerScorer]
+    model: str
+    count: int
+
+    def to_bytes(self) -> bytes:
+        """The content of the scorer's file, in safetensors format; its matrices in float16."""
+        tensors = {}
+        for index, layer in self.layers.items():
+            for name, x in layer.networks.state_dict().items():
+                half = name in ("first", "second")
+                tensors[f"{index}.{name}"] = x.to(torch.float16 if half else x.dtype).cpu()
+            tensors[f"{index}.shares"] = torch.tensor(layer.shares)
+        metadata = {"format": FORMAT, "model": self.model, "count": str(self.count)}
+        return save(tensors, metadata)
+
+    @classmethod
+    def read(cls, path: str) -> Scorer:
+        """Read a scorer's file, unless it was read before and has not changed.
+
+        Raises:
+            SpecError: there is no such file, or it is not a scorer.
+        """
+        try:
+            stat = Path(path).stat()
+            return _read(path, stat.st_mtime_ns, stat.st_size)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise SpecError(
+                f"scorer {path!r}: {error}; make one with kvkeep calibrate --out {path}"
+            ) from error
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, changed: int, size: int) -> Scorer:
+    """Read the file of this size that was last changed then."""
+    if size > _MOST_BYTES:
+        raise ValueError(f"{size} bytes, but a scorer has at most {_MOST_BYTES}")
+    data = Path(path).read_bytes()
+    stop = 8 + int.from_bytes(data[:8], "little")
+    tensors = load(data)  # checks the header
+    metadata = json.loads(data[8:stop]).get("__metadata__", {})
+    if metadata.get("format") != FORMAT:
+        raise ValueError("it is not a kvkeep scorer")
+    count, digest = int(metadata["count"]), xxhash.xxh3_64_hexdigest(data)
+    layers = {}
+    for index in sorted({name.partition(".")[0] for name in tensors}, key=int):
+        mine = {name: x for name, x in tensors.items() if name.startswith(f"{index}.")}
+        layers[int(index)] = _layer(index, mine, f"{digest}.{index}")
+    if not layers or not 0 <= min(layers) <= max(layers) < count:
+        raise ValueError(f"layers {sorted(layers)} of {count}")
+    return Scorer(layers, metadata["model"], count)
+
+
+def _layer(index: str, tensors: dict[str, Tensor], name: str) -> LayerScorer:
+    own = {name.partition(".")[2]: x.float() for name, x in tensors.items()}
+    shares = own.pop("shares", torch.empty(0))
+    first = own.get("first", torch.empty(0))
+    if shares.shape != (LEVELS,) or first.dim() != 3:
+        raise ValueError(f"layer {index} lacks shares or weights")
+    if bool(((shares < 0) | (shares > 1)).any()) or bool((shares.diff() < 0).any()):
+        raise ValueError(f"the shares of layer {index} are not ascending from 0 to 1")
+    if not all(bool(x.isfinite().all()) for x in own.values()):
+        raise ValueError(f"the weights of layer {index} are not finite")
+    networks = HeadNetworks(*first.shape)
+    try:
+        networks.load_state_dict(own)
+    except RuntimeError as error:
+        raise ValueError(f"layer {index}: {' '.join(str(error).split())}") from error
+    return LayerScorer(networks.requires_grad_(False), tuple(shares.tolist()), name)
+
+
+@lru_cache(maxsize=1024)
+def _on(networks: HeadNetworks, device: torch.device) -> HeadNetworks:
+    """Networks on a device, copied there once."""
+    here = networks.first.device == device
+    if here:
+        return networks
+    copy = HeadNetworks(*networks.first.shape)
+    copy.load_state_dict(networks.state_dict())
+    return copy.requires_grad_(False).to(device)
