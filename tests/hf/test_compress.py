@@ -64,7 +64,7 @@ def readings(monkeypatch):
 def test_the_slots_of_greatest_weight_of_all_heads_stay(model, ids, readings, chunk):
     cache = filled(model, ids)
     held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    cache.compress(model, ids, f"kvzip:40%,sinks=3,chunk={chunk}")
+    cache.compress(model, ids, f"kvzip:40%,sinks=3,recent=0,chunk={chunk}")
     parts = -(-TOKENS // chunk)
     borders = [TOKENS * i // parts for i in range(parts + 1)]
     scores = torch.zeros(2, 2, TOKENS)  # layer, head, token
@@ -90,6 +90,16 @@ def test_the_slots_of_greatest_weight_of_all_heads_stay(model, ids, readings, ch
     ]
     assert [kept(layer) for layer in cache.layers] == expected
     assert len({len(head) for layer in expected for head in layer}) > 1
+
+
+def test_the_newest_tokens_stay_in_every_head(model, ids):
+    cache = filled(model, ids)
+    cache.compress(model, ids, "kvzip:40%,recent=6")
+    assert all({*range(4), *range(44, 50)} <= set(head) for x in cache.layers for head in kept(x))
+    cache = filled(model, ids)
+    cache.compress(model, ids, "kvzip:20%")  # 10 slots, of which 3 are for the newest tokens
+    assert all({*range(4), *range(47, 50)} <= set(head) for x in cache.layers for head in kept(x))
+    assert sum(len(head) for x in cache.layers for head in kept(x)) == 40
 
 
 def test_uniform_heads_keep_equally_many(model, ids):
@@ -295,7 +305,7 @@ def test_a_reading_that_fails_changes_nothing(model, ids, monkeypatch):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("kvzip:0%", "more than 0%"), ("kvzip:101%", "at most 100%"), ("kvzip:25", "a percentage"),
-    ("kvzip:x%", "a percentage"), ("kvzip:25%,sinks=0", "at least 1"), ("kvzip", "lacks 'share'"),
+    ("kvzip:x%", "a percentage"), ("kvzip:25%,sinks=0", "at least 1"), ("kvzip", "lacks 'tokens'"),
 ])  # fmt: skip
 def test_bad_specs(text, words):
     with pytest.raises(SpecError, match=words):

@@ -15,7 +15,7 @@ from kvkeep.calibration.samples import Samples, sampled_text
 from kvkeep.calibration.texts import texts
 from kvkeep.calibration.training import divided, trained
 from kvkeep.errors import KVKeepError
-from kvkeep.files.atomic import whole_file, write_all
+from kvkeep.files import tensor_file
 from kvkeep.host import Host, host_of
 from kvkeep.host.fingerprint import sampled
 from kvkeep.policy.scorer import LayerScorer, Scorer
@@ -93,16 +93,15 @@ def calibrate(
             progress(f"text {index + 1} of {count}", (1 - _TRAINING) * index / count)
             gathered.append(sampled_text(host, row, held / f"{index}.safetensors", identity))
     scorer, found = _scorer(host, gathered, identity, hidden, steps, progress)
-    data = scorer.to_bytes()
+    tensors, metadata = scorer.content()
     try:
-        with whole_file(out, sync=True) as file:
-            write_all(file.fileno(), data)
+        tensor_file.write(out, tensors, metadata, sync=True)
     except OSError as error:
         raise CalibrationError(f"cannot write {out}: {error}") from error
     shutil.rmtree(held, ignore_errors=True)
     return {
         "file": str(out),
-        "bytes": len(data),
+        "bytes": tensor_file.size(tensors, metadata),
         "tokens": rows.numel(),
         "seconds": time.monotonic() - began,
         "layers": found,

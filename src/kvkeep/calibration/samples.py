@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from kvkeep.files.atomic import whole_file, write_all
+from kvkeep.files import tensor_file
 from kvkeep.host import Host
 from kvkeep.host.compress import reread
 from kvkeep.policy import KVzip, Share
@@ -39,8 +38,7 @@ def sampled_text(host: Host, ids: Tensor, file: Path, identity: str) -> Samples:
     tensors = _left(file, name)
     if tensors is None:
         tensors = _sample(host, ids)
-        with whole_file(file, sync=False) as handle:
-            write_all(handle.fileno(), save(tensors, {"of": name}))
+        tensor_file.write(file, tensors, {"of": name}, sync=False)
     layers = sorted(int(key[7:]) for key in tensors if key.startswith("scores."))
     return Samples(
         *({i: tensors[f"{kind}.{i}"] for i in layers} for kind in ("scores", "features", "targets"))

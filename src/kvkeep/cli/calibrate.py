@@ -22,9 +22,7 @@ from kvkeep.cli.output import (
 
 
 def calibrate(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", dir_okay=False, help="File for the scorer.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the scorer.")],
     model: ModelName = None,
     adapter: AdapterName = None,
     text: Annotated[

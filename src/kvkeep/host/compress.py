@@ -194,6 +194,8 @@ def _kept(scores: dict[int, Tensor], policies: dict[int, KVzip], tokens: int) ->
         each = max(policy.tokens.of(tokens), min(policy.sinks, tokens))
         worth = torch.cat([rounded(scores[index])[0] for index in some])
         worth[:, : policy.sinks] = torch.inf
+        recent = min(policy.recent, (each - policy.sinks) // 2)
+        worth[:, tokens - max(0, recent) :] = torch.inf
         if not policy.uniform:
             worth, each = worth.flatten(), each * len(worth)
         position = torch.arange(tokens).repeat(worth.shape[-1] // tokens).expand_as(worth)

@@ -90,6 +90,7 @@ def sampled(model: nn.Module) -> str:
             flat = x.detach().flatten()
             few = flat[:: max(1, flat.numel() // _COMPARED)]
             few = few.bfloat16() if few.is_floating_point() else few
+            few = few.contiguous()
             found.update(f"{name} {tuple(x.shape)}\n".encode())
             found.update(few.cpu().view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -22,14 +22,16 @@ class KVzip(Policy):
     A slot's score is the largest attention that it gets while the model reads the text again, in
     parts of at most `chunk` tokens, of which each attends to the first `sinks` tokens, the same
     part of the text, and itself. The scores of all layers and heads are compared, so that each head
-    keeps what it needs; with `uniform` all heads keep equally many. The first `sinks` tokens are
-    always kept. Source: KVzip (arXiv 2505.23416); there the repetition attends to the whole text,
-    and only its weights are computed over the part.
+    keeps what it needs; with `uniform` all heads keep equally many. The first `sinks` tokens and
+    the newest `recent`, but at most as many as half of the share, are always kept. Source: KVzip
+    (arXiv 2505.23416); there the repetition attends to the whole text, and only its weights are
+    computed over the part.
     """
 
     tokens: Share
     sinks: int = 4
     chunk: int = 2048
+    recent: int = 128
     uniform: bool = False
 
     name: ClassVar[str] = "kvzip"
@@ -38,10 +40,10 @@ class KVzip(Policy):
     ragged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.sinks < 1 or self.chunk < 1:
+        if self.sinks < 1 or self.chunk < 1 or self.recent < 0:
             raise SpecError(
-                f"kvzip sinks {self.sinks}, chunk {self.chunk}: both must be at least 1; use "
-                "sinks=4,chunk=2048"
+                f"kvzip sinks {self.sinks}, chunk {self.chunk}, recent {self.recent}: sinks and "
+                "chunk must be at least 1, recent at least 0; use sinks=4,chunk=2048,recent=128"
             )
 
     def within(self, window: int) -> Policy:

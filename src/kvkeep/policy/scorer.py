@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from kvkeep.errors import ShapeError, SpecError
@@ -122,8 +122,8 @@ class Scorer:
     model: str
     count: int
 
-    def to_bytes(self) -> bytes:
-        """The content of the scorer's file, in safetensors format; its matrices in float16."""
+    def content(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and metadata of the scorer's file; its matrices in float16."""
         tensors = {}
         for index, layer in self.layers.items():
             for name, x in layer.networks.state_dict().items():
@@ -131,7 +131,7 @@ class Scorer:
                 tensors[f"{index}.{name}"] = x.to(torch.float16 if half else x.dtype).cpu()
             tensors[f"{index}.shares"] = torch.tensor(layer.shares)
         metadata = {"format": FORMAT, "model": self.model, "count": str(self.count)}
-        return save(tensors, metadata)
+        return tensors, metadata
 
     @classmethod
     def read(cls, path: str) -> Scorer:
@@ -158,7 +158,7 @@ def _read(path: str, changed: int, size: int) -> Scorer:
     stop = 8 + int.from_bytes(data[:8], "little")
     tensors = load(data)  # checks the header
     metadata = json.loads(data[8:stop]).get("__metadata__", {})
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT or not {"model", "count"} <= metadata.keys():
         raise ValueError("it is not a kvkeep scorer")
     count, digest = int(metadata["count"]), xxhash.xxh3_64_hexdigest(data)
     layers = {}
