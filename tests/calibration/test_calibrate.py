@@ -68,13 +68,13 @@ def fed(model, spec, ids=IDS, chunk=120):
 
 def test_networks_learn_what_can_be_learned():
     torch.manual_seed(0)
-    x = torch.randn(2, 1500, 6) * torch.tensor([1.0, 50, 0.1, 1, 1, 1]) + 300
+    x = torch.randn(2, 2400, 6) * torch.tensor([1.0, 50, 0.1, 1, 1, 1]) + 300
     y = torch.stack([(x[0, :, 1] - 300) / 50 * 3 - 7, (x[1, :, 0] - 300).abs()])
     state = torch.random.get_rng_state()
-    networks = trained(x[:, :1200], y[:, :1200], 8, 300, torch.device("cpu"))
+    networks = trained(x[:, :2000], y[:, :2000], 16, 500, torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), state)
-    left = (networks(x[:, 1200:]) - y[:, 1200:]).square().mean(dim=1) / y.var(dim=1)
-    assert left.max() < 0.05
+    left = (networks(x[:, 2000:]) - y[:, 2000:]).square().mean(dim=1) / y.var(dim=1)
+    assert left.max() < 0.1
 
 
 def test_layers_share_as_their_scores_do():
@@ -189,10 +189,10 @@ def test_an_interrupted_calibration_continues(model, text_file, tmp_path, scorer
 
 def test_another_model_is_refused(model, scorer):
     spec = f"kvzap:25%,scorer={scorer[0]}"
+    other = finetune_inputs.model(max_position_embeddings=512)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.1)
     with pytest.raises(SpecError, match="calibrated for another model"):
-        other = finetune_inputs.model(max_position_embeddings=512)
-        with torch.no_grad():
-            other.model.layers[1].mlp.up_proj.weight.mul_(1.1)
         kvkeep.Cache(other, spec)
     with pytest.raises(SpecError, match="build the cache from the model"):
         kvkeep.Cache(model.config, spec)
