@@ -55,10 +55,10 @@ def attached(model):
         yield model
 
 
-IDS = torch.randint(3, 60, (1, 120), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(3, 60, (1, 128), generator=torch.Generator().manual_seed(1))
 
 
-def fed(model, spec, ids=IDS, chunk=120):
+def fed(model, spec, ids=IDS, chunk=128):
     cache = kvkeep.Cache(model, spec)
     with torch.inference_mode():
         for part in ids.split(chunk, dim=1):
@@ -111,7 +111,7 @@ def test_the_file_predicts_the_second_reading(model, scorer):
     assert all(row["r2"] < 1 for row in found["layers"])
 
 
-@pytest.mark.parametrize("chunk", [120, 7, 1])
+@pytest.mark.parametrize("chunk", [128, 7, 1])
 def test_the_greatest_predictions_of_a_layer_stay(attached, scorer, chunk):
     path, _ = scorer
     whole = fed(attached, f"kvzap:100%,scorer={path},recent=0", chunk=chunk)
@@ -123,15 +123,15 @@ def test_the_greatest_predictions_of_a_layer_stay(attached, scorer, chunk):
         place = held.position[0, 0]
         scores = own.predict(held.keys, held.values, place, host.rotaries()[index])[0].clone()
         scores[:, :2] = scores[:, -5:] = torch.inf
-        budget = 2 * int(own.share_at(0.4) * 120 + 1e-9)
+        budget = 2 * int(own.share_at(0.4) * 128 + 1e-9)
         best = set(scores.flatten().topk(budget).indices.tolist())
         kept = [sorted(p for p in head.tolist() if p >= 0) for head in layer.positions()[0]]
-        assert kept == [[p for p in range(120) if h * 120 + p in best] for h in range(2)]
+        assert kept == [[p for p in range(128) if h * 128 + p in best] for h in range(2)]
 
 
 def test_it_goes_on_evicting_while_tokens_are_fed_singly(attached, scorer):
     cache = fed(attached, f"kvzap:25%,scorer={scorer[0]},recent=4", chunk=1)
-    promised = cache.bytes_for(120)
+    promised = cache.bytes_for(128)
     assert cache.live_bytes == promised
     assert cache.stats().kept == pytest.approx(0.25, abs=0.02)
 

@@ -86,7 +86,7 @@ class Scored(Policy):
     def at(self, fed: int) -> Policy:
         if not isinstance(self.tokens, Share):
             return self
-        return replace(self, tokens=max(self.tokens.of(fed), self.least))
+        return replace(self, tokens=self.tokens.budget(fed, self.least))
 
     @property
     def room(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvkeep.errors import SpecError
 
+_EVERY = 32  # tokens
+
 
 class Share(float):
     """A part of the tokens fed, above 0 and at most 1; a percentage as text."""
@@ -30,6 +32,13 @@ class Share(float):
         return f"{100 * self:.10g}%"
 
     __repr__ = __str__
+
+    def budget(self, fed: int, least: int) -> int:
+        """The budget once `fed` tokens have been fed: this share of them, but at least `least`. It
+        is applied at each multiple of 32 tokens, and those fed since then are added to it, so that
+        single steps need not evict each time."""
+        since = fed % _EVERY
+        return max(self.of(fed - since), least) + since
 
     def times(self, factor: float) -> Share:
         """This share, multiplied, but at most all tokens."""

@@ -58,7 +58,7 @@ class Window(Policy):
     def at(self, fed: int) -> Policy:
         if not isinstance(self.size, Share):
             return self
-        return self.with_budget(max(self.size.of(fed), self.least))
+        return self.with_budget(self.size.budget(fed, self.least))
 
     @property
     def reach(self) -> Reach | None:
