@@ -33,6 +33,7 @@ def test_exported_names():
         "UnsupportedError",
         "attach",
         "attend",
+        "calibrate",
         "detach",
         "export",
         "fingerprint",

@@ -22,7 +22,7 @@ CHUNKS = [[3, 5, 9, 7, 4], [1] * 24, [14, 1, 1, 6, 1, 1]]
 EVICTING = [
     (CacheSpec.parse(f"{EXAMPLES[name]}+{parts}"), chunks)
     for name, parts, chunks in pairwise(
-        [name for name in POLICIES if name != "keep_all"],
+        [name for name in EXAMPLES if name != "keep_all"],
         ["plain@growing", "int8@concat", "plain@fixed"],
         CHUNKS,
     )

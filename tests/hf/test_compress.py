@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,11 @@ from support.tiny_host import tiny_model
 from support.tiny_models import tiny
 
 import kvkeep
+from kvkeep import native_library
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.host import GenerationOptions, host_of
 from kvkeep.host.generation import generate
+from kvkeep.layer.native_heads import HeadsStep, ReadyHeads
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
 
@@ -100,6 +103,56 @@ def test_the_newest_tokens_stay_in_every_head(model, ids):
     cache.compress(model, ids, "kvzip:20%")  # 10 slots, of which 3 are for the newest tokens
     assert all({*range(4), *range(47, 50)} <= set(head) for x in cache.layers for head in kept(x))
     assert sum(len(head) for x in cache.layers for head in kept(x)) == 40
+
+
+@pytest.mark.parametrize("spec", ["kvzip:30%", "kvzip:30%+int8", "kvzip:30%+int8/int4"])
+def test_later_steps_are_one_native_call(model, ids, spec, monkeypatch):
+    """Logits of the call for all heads, and of one call for each; over a growth of the storages."""
+    whole = filled(model, ids)
+    whole.compress(model, ids, spec)
+    runs, run = [], ReadyHeads.run
+    monkeypatch.setattr(ReadyHeads, "run", lambda step: runs.append(step) or run(step))
+
+    def steps(cache):
+        found = []
+        with torch.no_grad():
+            for token in range(3, 13):
+                out = model(torch.tensor([[token]]), past_key_values=cache)
+                found.append(out.logits)
+        return torch.cat(found)
+
+    one = steps(deepcopy(whole))
+    assert len(runs) >= 6 or not native_library.available  # where no storage grows
+    monkeypatch.setattr(HeadsStep, "of", lambda *_: None)
+    del runs[:]
+    other = steps(deepcopy(whole))
+    assert not runs
+    torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.skipif(not native_library.available, reason="the step is the native library's")
+def test_a_native_step_that_fails_is_taken_back(model, ids, monkeypatch):
+    cache = filled(model, ids)
+    cache.compress(model, ids, "kvzip:30%")
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        model(token, past_key_values=cache)
+        expected = model(token, past_key_values=deepcopy(cache)).logits
+        before = [layer.positions().clone() for layer in cache.layers]
+        run = ReadyHeads.run
+
+        def interrupted(step):
+            run(step)
+            step._done = False
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ReadyHeads, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(token, past_key_values=cache)
+        monkeypatch.setattr(ReadyHeads, "run", run)
+        cache.layers[0].mend()
+        assert torch.equal(cache.layers[0].positions(), before[0])
+        torch.testing.assert_close(model(token, past_key_values=cache).logits, expected)
 
 
 def test_uniform_heads_keep_equally_many(model, ids):

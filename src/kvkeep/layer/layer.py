@@ -17,7 +17,7 @@ from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.native_step import InOneCall, settles_alone
+from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
@@ -82,7 +82,7 @@ class LayerCache(Readable, InOneCall, Step):
             storage,
             own=self._planes_of_policy,
             ragged=policy.ragged,
-            budget=None if policy.budget is None else policy.budget + policy.room,
+            budget=policy.budget + policy.room if policy.budget else 0 if policy.evicts else None,
         )
         self._history, self._checks = History(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk

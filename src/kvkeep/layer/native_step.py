@@ -7,9 +7,8 @@ step is packed once, and a step passes on a few addresses and numbers.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,36 +24,31 @@ from kvkeep.attention.native import (
 from kvkeep.checks import wants_gradients
 from kvkeep.codec.groups import ENCODING, encoding
 from kvkeep.geometry import Geometry
-from kvkeep.layer.history import History
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import StepInputs
 from kvkeep.layer.turn import Turn
 from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Reach, limits, slot_count, unsliced
-from kvkeep.policy import Policy
+from kvkeep.planes import POSITION, Reach, slot_count, unsliced
 from kvkeep.policy.ranking import RANKING
+from kvkeep.storage import Storage
 
-_PLACE, _TOKEN, _SEQUENCE, _RECORDS = Struct("=6q"), Struct("=9q"), Struct("=8q"), Struct("=4q")
-"""The positions of a KvStep, KvToken, and KvSequence, of native/abi.h; the arguments of kv_step."""
+if TYPE_CHECKING:
+    from kvkeep.layer.in_one_call import InOneCall
+
+_PLACE, _TOKEN, _RECORDS = Struct("=6q"), Struct("=9q"), Struct("=4q")
+"""The positions of a KvStep, and KvToken, of native/abi.h; the arguments of kv_step."""
+
+SEQUENCE, TOKENS = Struct("=8q"), Struct("=9q")
+"""KvSequence and KvTokens of native/abi.h."""
 
 FAILED, UNLIKE = 1, 2  # KvStepResult
 _RECORDED = 3  # KV_RECORDED_STEP
-_MOST = 2**62  # slots, where a policy has no budget
 
 _Records = tuple[int, int, int, int]
 """The arguments of kv_step that stay: addresses of records, and the number of planes."""
 
 UNBEGUN, BEGUN, RUNNING, DONE = range(4)  # of a ReadyStep
-
-
-def settles_alone(policy: Policy) -> bool:
-    """Whether a decode step under this policy changes no slots but its own and those that the reach
-    has passed."""
-    reach = policy.reach
-    bounded = reach is not None and policy.budget == reach.size + reach.fixed
-    looks_on = policy.observes or policy.needs or policy.planes or policy.ragged
-    return (not policy.evicts or bounded) and not looks_on
 
 
 class NativeStep:
@@ -133,12 +127,20 @@ class NativeStep:
         return cls(slots, geometry, reach, window, inputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_step, ()  # copies of a layer have other addresses
+        return no_step, ()  # copies of a layer have other addresses
 
     @property
     def frozen(self) -> int:
         """Slots that are frozen."""
         return self._frozen.length
+
+    def describes(self, storage: Storage) -> bool:
+        """Whether this is the storage, with its slots at the same addresses."""
+        return (
+            storage is self._storage
+            and storage.described() is self._planes
+            and torch.get_num_threads() == self.threads
+        )
 
     def holds(self, slots: LayerSlots, geometry: Geometry | None) -> bool:
         """Whether these are the slots, at the same addresses."""
@@ -146,9 +148,7 @@ class NativeStep:
             slots is self._slots
             and slots.frozen is self._frozen
             and geometry is self._geometry
-            and slots.storage is self._storage
-            and self._storage.described() is self._planes
-            and torch.get_num_threads() == self.threads
+            and self.describes(slots.storage)
         )
 
     def takes(self, inputs: StepInputs) -> bool:
@@ -190,7 +190,8 @@ class NativeStep:
         return inputs.q.new_empty(self.out_shape)
 
 
-def _no_step() -> None:
+def no_step() -> None:
+    """What records of a step are when they are copied."""
     return None
 
 
@@ -242,106 +243,6 @@ def _possible(slots: LayerSlots, inputs: StepInputs) -> bool:
     )
 
 
-class InOneCall(ABC):
-    """The part of `LayerCache` that makes a step of one token a row by one native call."""
-
-    policy: Policy
-    window: int | None
-    evicted: list[Tensor] | None
-    turn: Turn
-    _slots: LayerSlots
-    _history: History
-    _begun: tuple[History, tuple[int, ...]] | None
-    _chunk: Tensor | None
-    _writing: bool
-    _moving: bool
-    _settles_alone: bool
-    _native: NativeStep | None
-    _next: ReadyStep | None  # the step that follows the last one, if it is known
-
-    @property
-    @abstractmethod
-    def reachable(self) -> int:
-        """How many of the slots in use the next query can reach."""
-
-    @abstractmethod
-    def _take_back(self) -> None:
-        """Remove the tokens that an unfinished step wrote."""
-
-    def prepare(self, inputs: StepInputs, out: Tensor | None = None) -> ReadyStep | None:
-        """Check and pack a step of one token a row; None, with nothing changed, if it must be made
-        by `LayerCache.run`.
-
-        Args:
-            out: contiguous (B, Hq, 1, Dv), for the result, where the same inputs come in every
-                step; None: a new tensor.
-        """
-        native, step = self._native, self._following()
-        if native is None or step is None or not native.takes(inputs):
-            return None
-        if out is None:
-            out = native.new_out(inputs)
-        else:
-            native.repeated = inputs
-        token = native.token(inputs, out, step)
-        if token is None:
-            return None
-        step.layer, step.token, step.position, step.out = self, token, inputs.position, out
-        return step
-
-    def prepare_packed(self, index: int) -> ReadyStep | None:
-        """Like `prepare`, for the token with that index in a packed forward, whose inputs must be
-        of the kind that `ReadyStep.kind` says."""
-        step = self._following()
-        if step is not None:
-            place = step.column, step.held, step.drops
-            step.layer, step.position = self, None
-            step.token = _SEQUENCE.pack(*step.native.records, index, *place)
-        return step
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing has happened since a step after which there is room for one token."""
-        following = self._next
-        return following is not None and following.follows(self.turn)
-
-    def _following(self) -> ReadyStep | None:
-        """The next step of one token a row, without its token; None if the library cannot make
-        it."""
-        native, history, slots = self._native, self._history, self._slots
-        if native is None:
-            return None
-        following = self._next
-        if following is not None and following.follows(self.turn):
-            return following if native.threads == torch.get_num_threads() else None
-        if self._moving or self._writing or history.pads is not None:
-            return None
-        if not (self._settles_alone and native.holds(slots, history.geometry)):
-            return None
-        held, columns = slots.storage.length, history.columns
-        length = native.frozen + held
-        if length != slots.length or (length != columns and not (history.floor or history.joined)):
-            return None
-        drops, reach = 0, self.policy.reach
-        if reach is not None or self.window is not None:
-            drops = length - self.reachable
-            if drops > 1 or (drops and (native.frozen or self.evicted is not None)):
-                return None
-            if limits(reach, self.window, 1, length + 1 - drops, columns + 1):
-                return None
-        if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
-            return None
-        return ReadyStep(self, native, columns, length, held, drops > 0)
-
-    def _describe(self, inputs: StepInputs) -> None:
-        """Prepare `prepare` for steps like the one just made."""
-        history, self._next = self._history, None
-        if history.pads is None:
-            self._native = NativeStep.of(
-                self._slots, history.geometry, self.policy.reach, self.window, inputs
-            )
-
-
 class ReadyStep:
     """A step that only waits to be run: `begin`, `run`, and in any case `end`. From `begin` to
     `end` the layer belongs to this thread.
@@ -375,7 +276,7 @@ class ReadyStep:
         self._turn, self._entries = layer.turn, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_step, ()  # of a layer whose copies have other addresses
+        return no_step, ()  # of a layer whose copies have other addresses
 
     def follows(self, turn: Turn) -> bool:
         """Whether the turn was not taken since the step before this one."""

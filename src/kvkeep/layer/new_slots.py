@@ -30,7 +30,8 @@ def new_slots(
         storage: holds the slots; the result takes ownership.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
-        budget: the most slots that stay after a step; None: all of them.
+        budget: the most slots that stay after a step; 0: fewer than are fed, but no fixed number;
+            None: all of them.
 
     Raises:
         SpecError: the codecs, the storage and ragged heads cannot be combined.
@@ -43,6 +44,7 @@ def new_slots(
             "each token separately, such as int8/int4"
         )
     if ragged:
+        storage.bound = None if budget is None else 0  # a head's share of the budget changes
         return ByHead(codecs, storage)
     if key_codec.block > 1:
         return BlockEncoded(codecs, storage)

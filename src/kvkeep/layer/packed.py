@@ -19,6 +19,7 @@ from kvkeep.layer.native_step import (
     DONE,
     FAILED,
     RUNNING,
+    TOKENS,
     UNLIKE,
     ReadyStep,
     kind_of,
@@ -26,8 +27,7 @@ from kvkeep.layer.native_step import (
 from kvkeep.layer.step import Phases, StepInputs, finished
 from kvkeep.native_library import LIBRARY, address_of
 
-_TOKENS, _CALL = Struct("=9q"), Struct("=3q")
-"""KvTokens of native/abi.h, and the arguments of kv_step_packed."""
+_CALL = Struct("=3q")  # the arguments of kv_step_packed
 
 _RECORDED = 4  # KV_RECORDED_PACKED
 
@@ -36,7 +36,7 @@ def packed_tokens(inputs: StepInputs, out: Tensor) -> bytes:
     """The KvTokens of inputs with one token of each sequence, (1, heads, n, width)."""
     q, k, v, position = inputs[:4]
     places = position is not None and position.dtype is torch.int32 and position.is_contiguous()
-    return _TOKENS.pack(
+    return TOKENS.pack(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),

@@ -123,8 +123,12 @@ class ByHead(Parted):
                 f"heads of different lengths need storage that grows, but {storage.name} does not; "
                 "use @growing"
             )
-        storage.bound = 0  # no fixed bound: a head's share of the budget changes
         super().__init__(codecs, Split(storage, by_head=True), storage.another())
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Those of the heads; of several for each head if rows differ too."""
+        return self._split.storages
 
     def reset(self) -> ByHead:
         self._split.reset()
