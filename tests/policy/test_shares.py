@@ -110,3 +110,14 @@ def test_text_and_errors():
     layer.step(x, x, x, scale=0.4)
     with pytest.raises(UnsupportedError, match="give policy h2o a number of tokens"):
         require_fitting(layer)
+
+
+def test_a_batch_promises_the_most_that_a_share_takes():
+    model = tiny("llama")
+    with kvkeep.attach(model):
+        batch = kvkeep.Batch(model, spec="h2o:25%,least=8")
+        cache = Cache(model, "h2o:25%,least=8")
+        most = 0
+        for tokens in range(1, 200):
+            most = max(most, cache.bytes_for(tokens))
+            assert batch._bytes_of(cache, tokens) >= most

@@ -28,6 +28,7 @@ from kvkeep.files.offload import Kept, Offload
 from kvkeep.geometry import Geometry
 from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Specs, host_of
 from kvkeep.host.compress import compresses
+from kvkeep.policy import Share
 from kvkeep.store.prefix import PrefixStore
 
 
@@ -203,7 +204,12 @@ class Batch:
             ) from error
 
     def _bytes_of(self, cache: ModelCache, tokens: int) -> int:
-        return 0 if self._geometries is None else cache.bytes_of(self._geometries, tokens)
+        """The most bytes that a cache takes until that many tokens have been fed."""
+        if self._geometries is None:
+            return 0
+        if any(layer.policy.share is not None for layer in cache.layers):
+            tokens = Share.fullest(tokens)
+        return cache.bytes_of(self._geometries, tokens)
 
     def _ids(self, prompt: str | Tensor | Sequence[int]) -> Tensor:
         if isinstance(prompt, str):

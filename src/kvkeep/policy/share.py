@@ -40,6 +40,12 @@ class Share(float):
         since = fed % _EVERY
         return max(self.of(fed - since), least) + since
 
+    @staticmethod
+    def fullest(fed: int) -> int:
+        """The number of tokens, `fed` or somewhat more, at which a budget is greatest: before it is
+        applied again."""
+        return fed - fed % _EVERY + _EVERY - 1
+
     def times(self, factor: float) -> Share:
         """This share, multiplied, but at most all tokens."""
         return Share(min(1.0, self * factor))
