@@ -1,6 +1,7 @@
 """The quality that codecs lose on SmolLM2-135M, unchanged and with a few large key channels added.
 
     python benchmarks/large_channels.py [--context 800] [--continuation 128] [--kinds "none;bias"]
+        [--dtype float32]
 
 Prints a Markdown table with a row for each kind of model and codec: bits per element of keys and
 values, KL divergence from the same model with a full cache in nats per token, agreement on the most
@@ -49,9 +50,10 @@ def main() -> None:
     parser.add_argument("--kinds", default="none;scaled;turned;bias")
     parser.add_argument("--codecs", default=";".join(CODECS))
     parser.add_argument("--times", type=float, default=30.0)
+    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     warnings.simplefilter("ignore", PrecisionWarning)
-    model, tokenizer = load("smollm2-135m", "float32")
+    model, tokenizer = load("smollm2-135m", options.dtype)
     kvkeep.attach(model)
     tokens = options.context + options.continuation
     ids = tokenizer(inspect.getsource(argparse), return_tensors="pt", verbose=False).input_ids

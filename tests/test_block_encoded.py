@@ -29,12 +29,25 @@ def test_kivi_takes_rows_while_its_tail_is_empty(storage):
 
 
 def test_kivi_encodes_after_each_crop_while_recording():
-    layer = CacheSpec.parse("keep_all+kivi:4,together=4,recent=4").layer()
+    layer = CacheSpec.parse("keep_all+kivi:4,together=4,recent=2,sinks=2").layer()
     layer.record_past = True
     for _ in range(5):
         fed(layer, 9)
         layer.crop(-1)
     assert layer.storage.length < 8
+
+
+def test_the_first_and_the_newest_tokens_of_each_row_stay_plain():
+    layer = CacheSpec.parse("keep_all+kivi:4,together=8,recent=3,sinks=2").layer()
+    columns = torch.arange(32)
+    position = torch.stack([columns, columns - 9]).clamp(min=-1)
+    for n in (slice(24), slice(24, 32)):
+        k = torch.randn(2, 1, 32, 16)[:, :, n]
+        layer.extend(k, k, position[:, n])
+        layer.settle()
+        newest = [list(range(int(last) - 5, int(last) + 1)) for last in position[:, n.stop - 1]]
+        held = layer.storage.read()["position"][:, 0].sort().values.tolist()
+        assert held == [[0, 1, *own] for own in newest]
 
 
 def test_padding_does_not_widen_the_block_it_is_in():

@@ -41,7 +41,7 @@ a scorer, and what it makes of one is `adakv` of a policy with scores."""
 
 
 CODEC_EXAMPLES = {
-    "kivi": "kivi:4,together=4,recent=6",
+    "kivi": "kivi:4,together=4,recent=4,sinks=2",
 }
 """A small spec of each codec whose defaults are too large for tests."""
 

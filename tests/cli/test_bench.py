@@ -173,7 +173,7 @@ def test_op_of_codecs():
         for row in rows
         if row["backend"] == "native"
     }
-    blocks = (160 * 80 + 140 * 256) / 300  # five blocks of 32 tokens, and the newest plain
+    blocks = (256 * 76 + 44 * 256) / 300  # eight blocks of 32 tokens, and the others plain
     assert sizes == pytest.approx(
         {"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36, "kivi": blocks}
     )

@@ -68,7 +68,7 @@ BUDGETS = [
     "adakv(h2o:64)",
     "h2o:64@growing:2",
     "window:64@host",
-    "keep_all+kivi:4,together=8,recent=56",
+    "keep_all+kivi:4,together=8,recent=52,sinks=4",
 ]
 
 

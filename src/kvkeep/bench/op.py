@@ -60,7 +60,7 @@ def run(
         rows: batch size; None: 1 on the CPU, otherwise 8.
         lengths: tokens held; None: 256 to 32768 on the CPU, otherwise 2048 to 131072.
         codecs: codec specs, each for keys and values or as a pair ("int8/int4"); all but "plain"
-            are timed only on the device's own backend. Of "kivi" the newest tokens are plain.
+            are timed only on the device's own backend. Of "kivi" some tokens are plain.
             None: plain on the CPU, otherwise also int8, int4 and fp8.
         masses: whether to compute the attention mass; None: no on the CPU, otherwise both.
         against: names from `RIVALS`; None: torch's own on the CPU, otherwise all.

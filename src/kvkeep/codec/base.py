@@ -38,6 +38,11 @@ class Codec(ABC):
         """How many of the newest tokens, at least, are kept unencoded."""
         return 0
 
+    @property
+    def sinks(self) -> int:
+        """How many of each row's first tokens are kept unencoded, beside the newest."""
+        return 0
+
     @cached_property
     def layout(self) -> KernelLayout | None:
         """The memory layout, for kernels that read the planes directly; None: no kernel can, so the

@@ -30,7 +30,8 @@ from kvkeep.planes import Planes, PlaneSpec
 class Kivi(Codec):
     """x = code * scale + zero, in 4 or 2 bits. Each channel of keys has one scale for `together`
     tokens, because some channels are large in all tokens; `group` elements of a value share one.
-    The newest `recent` tokens, and those whose block is not full yet, are kept plain.
+    The first `sinks` tokens, the newest `recent`, and those whose block is not full yet, are kept
+    plain: a first token gets much attention, and its key widens the range of its block's channels.
 
     A slot holds `together` tokens. Its planes: "" uint8 (together, D * bits / 8), the first
     elements in the low bits; "_scale" and "_zero" float16, (1, D) for keys, (together, groups) for
@@ -39,18 +40,20 @@ class Kivi(Codec):
 
     bits: int = 4
     together: int = 32
-    recent: int = 128
-    group: int = 32
+    recent: int = 8
+    group: int = 64
+    sinks: int = 4
     by_channel: bool = True
 
     name: ClassVar[str] = "kivi"
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
-        if self.bits not in (2, 4) or self.together < 2 or self.recent < 0:
+        if self.bits not in (2, 4) or self.together < 2 or min(self.recent, self.sinks) < 0:
             raise SpecError(
-                f"kivi of {self.bits} bits, {self.together} tokens together, {self.recent} recent: "
-                "bits must be 2 or 4, together at least 2, recent at least 0; use kivi:4"
+                f"kivi of {self.bits} bits, {self.together} tokens together, {self.recent} recent, "
+                f"{self.sinks} sinks: bits must be 2 or 4, together at least 2, recent and sinks "
+                "at least 0; use kivi:4"
             )
 
     @cached_property

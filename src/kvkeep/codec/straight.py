@@ -40,6 +40,10 @@ class StraightThrough(Codec):
         return self.inner.tail
 
     @property
+    def sinks(self) -> int:
+        return self.inner.sinks
+
+    @property
     def caution(self) -> str | None:
         return self.inner.caution
 

@@ -46,7 +46,7 @@ class BlockEncoded(LayerSlots):
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
         self.blocks = Undivided(codecs, (), storage.another())
-        storage.bound = max(codec.tail for codec in codecs) + codecs.key.block
+        storage.bound = plain(*codecs) + codecs.key.block
         self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
         self.codecs = self.tail.codecs
         self._block = codecs.key.block
@@ -109,7 +109,8 @@ class BlockEncoded(LayerSlots):
 
     def encode_waiting(self) -> None:
         planes = self.tail.evictable()
-        oldest = planes[POSITION].argsort(dim=2, stable=True)[:, :, : self.waiting]
+        order = order_of_encoding(planes[POSITION], *self.blocks.codecs)
+        oldest = order[:, :, : self.waiting]
         taken = take(planes, oldest)
         position = taken[POSITION]
         k, v = (filled(taken[name], position, self._block) for name in ("k", "v"))
@@ -157,8 +158,23 @@ class BlockEncoded(LayerSlots):
 
 def whole(tokens: int, *codecs: Codec) -> int:
     """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
-    block, tail = codecs[0].block, max(codec.tail for codec in codecs)
-    return max(0, tokens - tail) // block * block
+    block = codecs[0].block
+    return max(0, tokens - plain(*codecs)) // block * block
+
+
+def plain(*codecs: Codec) -> int:
+    """How many tokens these codecs leave plain, beside those whose block is not full."""
+    return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
+
+
+def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:
+    """The indices of plain tokens in the order in which they are encoded: by their `position`
+    (B, 1|H, n), the codecs' sinks last. The last `plain` of each row are its sinks and its newest
+    tokens, also where it has fewer tokens than the longest row."""
+    sinks = max(codec.sinks for codec in codecs)
+    first = (position >= 0) & (position < sinks)
+    last = torch.iinfo(position.dtype).max
+    return position.masked_fill(first, last).argsort(dim=2, stable=True)
 
 
 def filled(x: Tensor, position: Tensor, block: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.files.offload import Kept, Offload
-from kvkeep.layer.block_encoded import filled, whole
+from kvkeep.layer.block_encoded import filled, order_of_encoding, whole
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import along_slots
 from kvkeep.policy.replay import among
@@ -150,7 +150,7 @@ class Slots:
             return undo
         place = self.past.position.clone()
         place[:, :, : self._encoded] = torch.iinfo(place.dtype).min  # encoded tokens do not move
-        undo = self._move(undo, place.argsort(dim=2, stable=True), self.length)
+        undo = self._move(undo, order_of_encoding(place, *codecs), self.length)
         kept = []
         for buffer, codec in zip(self._buffers, codecs, strict=False):
             plain = buffer[:, :, self._encoded : self._encoded + count]
