@@ -45,7 +45,7 @@ def model(request):
 
 
 def measured(model, *specs, **options):
-    options = {"contexts": [CONTEXT], "continuation": CONTINUATION, "retrieve": False} | options
+    options = {"contexts": [CONTEXT], "continuation": CONTINUATION, "tasks": ()} | options
     return evaluate(model, Letters(), specs, **options)
 
 
@@ -145,7 +145,8 @@ def test_progress_ends_at_one(model):
         (("keep_all",), {"contexts": [0]}, ShapeError, "at least 1"),
         (("keep_all",), {"contexts": [9, 120]}, ShapeError, f"at most {128 - TIMED_STEPS}"),
         (("keep_all",), {"windows": 10**6}, ShapeError, "fewer windows"),
-        (("keep_all",), {"retrieve": True}, ShapeError, "leave retrieval out"),
+        (("keep_all",), {"tasks": ["needle"]}, ShapeError, "leave the task out"),
+        (("keep_all",), {"tasks": ["qa", "sum"]}, SpecError, "no task 'sum'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(specs, options, error, says):
