@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,6 +82,14 @@ def evaluate(
         Path | None,
         typer.Option(help="Make an environment with kvpress in this directory, and stop."),
     ] = None,
+    recorded: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Draw what earlier runs printed with --json, by --plot, and stop; repeatable.",
+        ),
+    ] = None,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -95,6 +105,11 @@ def evaluate(
 
             install(setup_kvpress, working)
         typer.echo(setup_kvpress)
+        return
+    if recorded:
+        if plot is None:
+            raise typer.BadParameter("--recorded needs --plot FILE, which is drawn from it")
+        plot_tradeoff("Quality over the bytes held", _read(recorded), plot)
         return
     if against not in (None, "kvpress"):
         raise typer.BadParameter(f"--against {against}: there is kvpress")
@@ -141,6 +156,25 @@ def evaluate(
     print_table(title, [_columns(row) for row in shown], stderr=json)
     if json:
         print_json(result)
+
+
+def _read(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of recorded runs, with the names of their models.
+
+    Raises:
+        BadParameter: a file is no recorded run.
+    """
+    rows = []
+    for file in files:
+        try:
+            result = loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
+            more = [row for row in result.get("against", []) if "failed" not in row]
+            rows += [{**row, "model": result["model"]} for row in _with_baseline(result) + more]
+        except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
+            raise typer.BadParameter(
+                f"--recorded {file}: no result of kvkeep eval --json"
+            ) from error
+    return rows
 
 
 def _with_baseline(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -107,7 +107,8 @@ class Kvpress:
             UnsupportedError: it is not a directory with a model of transformers.
         """
         where = getattr(model, "name_or_path", "")
-        if not (Path(where) / "config.json").exists() or hasattr(model, "peft_config"):
+        found = where and (Path(where) / "config.json").exists()
+        if not found or hasattr(model, "peft_config"):
             raise UnsupportedError(
                 f"kvpress loads a model from a directory with config.json, not from {where!r}; "
                 "save it there with save_pretrained(), an adapter merged into it"
