@@ -159,6 +159,6 @@ def test_an_environment_gets_the_same_torch_first(tmp_path, monkeypatch):
 
 def test_a_failed_command_says_why():
     code = "import sys; sys.exit('no space left')"
-    with pytest.raises(UnsupportedError, match="failed: no space left"):
+    with pytest.raises(UnsupportedError, match="kvpress: no space left"):
         kvpress._run([sys.executable, "-c", code])
     assert Path(kvpress._SCRIPT).is_file()

@@ -101,10 +101,11 @@ class Kvpress:
             )
 
     def require(self, model: Any) -> None:
-        """Check that kvpress can load what this model was loaded from.
+        """Check that kvpress can load what this model was loaded from, and supports its class.
 
         Raises:
-            UnsupportedError: it is not a directory with a model of transformers.
+            UnsupportedError: it is not a directory with a model of transformers, or kvpress
+                refuses it.
         """
         where = getattr(model, "name_or_path", "")
         found = where and (Path(where) / "config.json").exists()
@@ -113,6 +114,8 @@ class Kvpress:
                 f"kvpress loads a model from a directory with config.json, not from {where!r}; "
                 "save it there with save_pretrained(), an adapter merged into it"
             )
+        with tempfile.TemporaryDirectory() as name:
+            self._run(model, Path(name), {"presses": []}, lambda doing: None)
 
     def rows(
         self,
@@ -130,15 +133,8 @@ class Kvpress:
             text: token ids (windows, context + N).
             prompts: of each task; the question is fed after the text was compressed.
             full: the full cache's N predictions (windows, V).
-
-        Raises:
-            UnsupportedError: kvpress could not run the model.
         """
-        self.require(model)
         request = {
-            "model": model.name_or_path,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
             "presses": list(self.presses),
             "kept": self.kept,
             "context": context,
@@ -152,15 +148,30 @@ class Kvpress:
         }
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "request.json").write_text(json.dumps(request))
-            command = [str(_python(self.place)), "-I", str(_SCRIPT)]
-            _run([*command, str(folder / "request.json"), name], progress)
-            answers = json.loads((folder / "answers.json").read_text())
+            try:
+                answers = self._run(model, folder, request, progress)
+            except UnsupportedError as error:  # what kvkeep has measured by now is not lost
+                return [{"spec": "kvpress", "context": context, "failed": str(error)}]
             return [
                 self._row(one, folder, tokenizer, text[:, context:], context, prompts, full)
                 | {"versions": answers["versions"]}
                 for one in answers["rows"]
             ]
+
+    def _run(
+        self, model: Any, folder: Path, request: Mapping[str, Any], progress: Doing
+    ) -> dict[str, Any]:
+        """What the script answers; it leaves logits in the folder."""
+        place = folder / "request.json"
+        about = {
+            "model": model.name_or_path,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        place.write_text(json.dumps({**about, **request}))
+        _run([str(_python(self.place)), "-I", str(_SCRIPT), str(place), str(folder)], progress)
+        answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
+        return answers
 
     def _row(
         self,
@@ -212,4 +223,4 @@ def _run(command: Sequence[str], progress: Doing = lambda doing: None) -> None:
         if child.returncode:
             errors.seek(0)
             reason = (errors.read().strip() or "no reason given").splitlines()[-1]
-            raise UnsupportedError(f"{' '.join(command)} failed: {reason}")
+            raise UnsupportedError(f"kvpress: {reason}")
