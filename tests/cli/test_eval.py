@@ -79,7 +79,7 @@ def test_eval_of_tasks(tmp_path):
     files = ("--recorded", str(record), "--recorded", str(tmp_path / "old.json"))
     assert run("eval", *files, "--plot", str(picture)).exit_code == 0
     drawn = picture.read_text()
-    for text in ("accuracy, mean of tasks", "window:64", "older 200 tokens"):
+    for text in ("accuracy, mean of tasks", "window:64", "older, auto, 200 tokens"):
         assert f"<!-- {text} -->" in drawn
 
 

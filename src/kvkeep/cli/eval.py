@@ -169,7 +169,8 @@ def _read(files: Sequence[Path]) -> list[dict[str, Any]]:
         try:
             result = loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
             more = [row for row in result.get("against", []) if "failed" not in row]
-            rows += [{**row, "model": result["model"]} for row in _with_baseline(result) + more]
+            of = {"model": f"{result['model']}, {result['dtype']},"}
+            rows += [{**row, **of} for row in _with_baseline(result) + more]
         except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
             raise typer.BadParameter(
                 f"--recorded {file}: no result of kvkeep eval --json"
