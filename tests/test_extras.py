@@ -109,7 +109,7 @@ def test_each_import_of_an_optional_package_names_an_extra_that_has_it():
             for extra in extras
         }
         for name, extras in imports:
-            if name in ("triton", "flashinfer", "flash_attn", "flash_attn_interface"):
+            if name in ("triton", "flashinfer", "flash_attn", "flash_attn_interface", "kvpress"):
                 continue
             seen.add(name)
             if not any(name in has[extra] for extra in extras | around):

@@ -58,6 +58,32 @@ def test_eval(tmp_path):
 
 
 @pytest.mark.usefixtures("_model")
+def test_eval_of_tasks(tmp_path):
+    """What a run prints can be drawn later."""
+    options = ("--context", "200", "--continuation", "2", "--tasks", "needle, variables")
+    result = run("eval", "--specs", "window:64", *options, "--samples", "2", "--json")
+    found = last_line(result)
+    (row,) = found["rows"]
+    assert list(row["tasks"]) == ["needle", "variables"]
+    for task in row["tasks"].values():
+        assert task["samples"] == found["samples"] == 2
+        assert 0 <= task["low"] <= task["accuracy"] <= task["high"] <= 1
+    assert row["kl_95"][0] <= row["kl"] <= row["kl_95"][1]
+    assert "variables" in result.stderr
+    record, picture = tmp_path / "record.json", tmp_path / "quality.svg"
+    record.write_text(result.stdout)
+    old = json.loads(record.read_text().splitlines()[-1])
+    for one in (*old["rows"], *old["baseline"]):  # as recorded before there were intervals
+        del one["kl_95"], one["tasks"]
+    (tmp_path / "old.json").write_text(json.dumps(old | {"model": "older"}))
+    files = ("--recorded", str(record), "--recorded", str(tmp_path / "old.json"))
+    assert run("eval", *files, "--plot", str(picture)).exit_code == 0
+    drawn = picture.read_text()
+    for text in ("accuracy, mean of tasks", "window:64", "older, auto, 200 tokens"):
+        assert f"<!-- {text} -->" in drawn
+
+
+@pytest.mark.usefixtures("_model")
 def test_eval_shows_the_full_cache_too():
     options = ("--context", "8", "--continuation", "2", "--no-retrieval")
     result = run("eval", "--specs", "window:4", *options)
@@ -115,6 +141,13 @@ def test_bar():
         (("eval", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
         (("eval", "--context", "8000"), "the model holds 8192; use a context of at most 7936"),
         (("eval", "--windows", "99"), "fewer windows"),
+        (("eval", "--tasks", "needle,sum"), "no task 'sum'; there is needle, multi-key"),
+        (("eval", "--against", "vllm"), "there is kvpress"),
+        (("eval", "--against", "kvpress"), "needs --kvpress DIR"),
+        (("eval", "--against", "kvpress", "--kvpress", "nowhere"), "no environment in nowhere"),
+        (("eval", "--setup-kvpress", "."), "give a new or empty directory"),
+        (("eval", "--recorded", __file__), "needs --plot FILE"),
+        (("eval", "--recorded", __file__, "--plot", "x.svg"), "no result of kvkeep eval --json"),
         (("inspect", "hello", "--cache", "h2o"), "lacks 'tokens'"),
         (("inspect", "hello", "--context", "9"), "not both"),
         (("inspect", "hello", "--layer", str(LAYERS)), f"give 0..{LAYERS - 1}"),

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support import tiny_models
+from support.token_letters import Letters
 from torch.nn.functional import cross_entropy
 
 import kvkeep
@@ -15,26 +16,6 @@ from kvkeep.errors import CapacityError, ShapeError, SpecError
 from kvkeep.evals.kept_positions import kept, prompt_ids, shares
 from kvkeep.evals.quality import compare
 from kvkeep.evals.run import TIMED_STEPS, evaluate
-
-
-class Letters:
-    """A tokenizer of one token a character; token 0 is nobody's."""
-
-    chat_template = None
-    eos_token_id = None
-
-    def __init__(self, first=()):
-        self.first = list(first)
-
-    def __call__(self, text, add_special_tokens=True, return_tensors=None, verbose=True):
-        ids = [1 + ord(c) % 95 for c in text]
-        ids = self.first * add_special_tokens + ids
-        self.input_ids = torch.tensor([ids]) if return_tensors else ids
-        return self
-
-    def decode(self, ids):
-        return "".join(chr(32 + (i - 33) % 95) if i else "" for i in ids)
-
 
 CONTEXT, CONTINUATION = 40, 9
 
@@ -45,7 +26,7 @@ def model(request):
 
 
 def measured(model, *specs, **options):
-    options = {"contexts": [CONTEXT], "continuation": CONTINUATION, "retrieve": False} | options
+    options = {"contexts": [CONTEXT], "continuation": CONTINUATION, "tasks": ()} | options
     return evaluate(model, Letters(), specs, **options)
 
 
@@ -145,7 +126,8 @@ def test_progress_ends_at_one(model):
         (("keep_all",), {"contexts": [0]}, ShapeError, "at least 1"),
         (("keep_all",), {"contexts": [9, 120]}, ShapeError, f"at most {128 - TIMED_STEPS}"),
         (("keep_all",), {"windows": 10**6}, ShapeError, "fewer windows"),
-        (("keep_all",), {"retrieve": True}, ShapeError, "leave retrieval out"),
+        (("keep_all",), {"tasks": ["needle"]}, ShapeError, "leave the task out"),
+        (("keep_all",), {"tasks": ["qa", "sum"]}, SpecError, "no task 'sum'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(specs, options, error, says):

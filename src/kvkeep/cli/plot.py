@@ -91,35 +91,37 @@ def plot(
 
 
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw what each spec loses (divergence, perplexity) over the bytes it holds, a labelled point
-    for each row and a colour for each context."""
-    figure = _figure(figsize=(13, 5.5), layout="constrained")
+    """Draw what each spec loses (divergence, perplexity, accuracy of tasks) over the bytes it
+    holds, with intervals of 95 %: a labelled point for each row and a colour for each model and
+    context."""
+    series = {id(row): f"{row.get('model', '')} {row['context']:,} tokens".strip() for row in rows}
+    losses = {"kl": "KL to the full cache, nats per token", "perplexity": "perplexity"}
+    if any(row.get("tasks") for row in rows):
+        losses["accuracy"] = "accuracy, mean of tasks"
+    figure = _figure(figsize=(6.5 * len(losses), 6.5), layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, len(losses))
+    for panel, (column, label) in zip(panels, losses.items(), strict=True):
+        found = [(row, *_with_interval(row, column)) for row in rows]
+        for name in dict.fromkeys(series.values()):
+            mine = [one for one in found if series[id(one[0])] == name]
+            x = [row["bytes"] / 2**20 for row, *_ in mine]
+            y = [value for _, value, _, _ in mine]
+            ends = [[v - low for _, v, low, _ in mine], [high - v for _, v, _, high in mine]]
+            panel.errorbar(x, y, ends, fmt="o", elinewidth=0.7, label=name)
+        panel.set(xscale="log", xlabel="MiB held", ylabel=label)
+        panel.margins(x=0.6, y=0.1)
     # The full cache's divergence is 0, which a logarithmic axis cannot show.
     panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
+    panels[0].set_ylim(bottom=-0.2 * _smallest(row["kl"] for row in rows))
     panels[1].set_yscale("log")
-    for panel, column in zip(panels, ("kl", "perplexity"), strict=True):
-        for context in dict.fromkeys(row["context"] for row in rows):
-            mine = [row for row in rows if row["context"] == context]
-            x, y = [row["bytes"] / 2**20 for row in mine], [row[column] for row in mine]
-            panel.plot(x, y, "o", label=f"{context:,} tokens")
-            # Specs of one budget are above each other, so their labels alternate sides.
-            for index, row in enumerate(sorted(mine, key=lambda row: float(row[column]))):
-                side = -1 if index % 2 else 1
-                panel.annotate(
-                    row["spec"],
-                    (row["bytes"] / 2**20, row[column]),
-                    xytext=(6 * side, 2),
-                    textcoords="offset points",
-                    ha="left" if side > 0 else "right",
-                    fontsize=8,
-                )
-        panel.set(xscale="log", xlabel="MiB held")
-        panel.margins(x=0.25, y=0.1)
-    panels[0].set(ylabel="KL to the full cache, nats per token")
-    panels[1].set(ylabel="perplexity")
     panels[1].legend()
+    figure.canvas.draw()  # places the axes, which labels are laid out in
+    for panel, column in zip(panels, losses, strict=True):
+        _labelled(
+            panel,
+            [(row["spec"], row["bytes"] / 2**20, _with_interval(row, column)[0]) for row in rows],
+        )
     figure.savefig(file)
 
 
@@ -137,6 +139,43 @@ def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file:
     every = -(-len(lines) // 40)
     panel.set_yticks(range(0, len(lines), every), list(lines)[::every], fontsize=7)
     figure.savefig(file)
+
+
+def _with_interval(row: Mapping[str, Any], column: str) -> tuple[float, float, float]:
+    """A figure of a row and its interval, or itself where none is known."""
+    if column != "accuracy":
+        value = float(row[column])
+        low, high = row.get(f"{column}_95") or (value, value)
+        return value, min(low, value), max(high, value)
+    from kvkeep.evals.intervals import of_share
+
+    tasks = (row.get("tasks") or {}).values()
+    if not tasks:
+        return math.nan, math.nan, math.nan
+    value = sum(task["accuracy"] for task in tasks) / len(tasks)
+    low, high = of_share(value, sum(task["samples"] for task in tasks))
+    return value, min(low, value), max(high, value)
+
+
+def _labelled(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Write each point's name beside it, in turns left and right, where no other name is."""
+    points = [one for one in points if not math.isnan(one[2])]
+    dots = 72 / panel.figure.dpi
+    placed = sorted((*panel.transData.transform((x, y)), name, x, y) for name, x, y in points)
+    last = {-1: -math.inf, 1: -math.inf}
+    for index, (_, height, name, x, y) in enumerate(sorted(placed, key=lambda one: one[1])):
+        side = -1 if index % 2 else 1
+        last[side] = max(height, last[side] + 8 / dots)
+        panel.annotate(
+            name,
+            (x, y),
+            xytext=(12 * side, (last[side] - height) * dots),
+            textcoords="offset points",
+            ha="left" if side > 0 else "right",
+            va="center",
+            fontsize=7,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 0, "shrinkB": 0},
+        )
 
 
 def _axis(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,21 @@ from torch import Tensor
 
 from kvkeep.bench.text import windows_of_text
 from kvkeep.bench.timing import interleaved
-from kvkeep.errors import SpecError
-from kvkeep.evals import retrieval
+from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.evals.answers import answered
+from kvkeep.evals.figures import in_figures
 from kvkeep.evals.forward import STEP_COST, fill, follow, require_positions
+from kvkeep.evals.kvpress import Kvpress
+from kvkeep.evals.prompts import Prompt
 from kvkeep.evals.quality import compare
+from kvkeep.evals.tasks import SAMPLES, prompts, require
+from kvkeep.evals.tasks import cost as cost_of_task
 from kvkeep.host import Host, ModelCache, host_of, load_model
 from kvkeep.host.compress import compress, compresses
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 
 BASELINE = "keep_all"
+DEFAULT_TASKS = ("needle",)
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of the whole that is done, 0 to 1."""
@@ -44,19 +50,22 @@ def run(
     windows: int = 1,
     chunk: int | None = None,
     text_file: Path | None = None,
-    retrieve: bool = True,
+    tasks: Sequence[str] = DEFAULT_TASKS,
+    samples: int = SAMPLES,
     late_question: bool = False,
+    against: Kvpress | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
     """Load a model by name, with or without an adapter, and `evaluate` it; see
     `kvkeep.host.load_model`.
 
     Raises:
-        SpecError: a spec does not exist; raised before the model is loaded.
+        SpecError: a spec or a task does not exist; raised before the model is loaded.
         ModelError: the model or dtype does not exist or cannot be loaded.
     """
     for spec in specs:
         parse_specs(spec)
+    require(tasks)
     loaded, tokenizer = load_model(
         model, dtype, progress=lambda doing: progress(doing, 0.0), adapter=adapter
     )
@@ -70,8 +79,10 @@ def run(
         windows=windows,
         chunk=chunk,
         text_file=text_file,
-        retrieve=retrieve,
+        tasks=tasks,
+        samples=samples,
         late_question=late_question,
+        against=against,
         progress=progress,
     )
     return {"evaluation": "quality", "model": model, "adapter": adapter, "dtype": dtype, **found}
@@ -88,8 +99,10 @@ def evaluate(
     windows: int = 1,
     chunk: int | None = None,
     text_file: Path | None = None,
-    retrieve: bool = True,
+    tasks: Sequence[str] = DEFAULT_TASKS,
+    samples: int = SAMPLES,
     late_question: bool = False,
+    against: Kvpress | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
     """Compare cache specs with the full cache, on a loaded model that is not attached.
@@ -100,34 +113,52 @@ def evaluate(
     Args:
         specs: compared with `keep_all`, which is always measured.
         contexts: how many tokens are fed before the first that is predicted; also the length of the
-            prompts in which numbers are hidden.
+            tasks' prompts.
         continuation: how many tokens are predicted.
         windows: how many windows of the text the figures are averaged over.
         chunk: feed the context in chunks of that many tokens; None: all at once.
         text_file: a file of UTF-8 text; None: the standard library's help texts.
-        retrieve: hide numbers and ask for them, which takes five more prefills per window.
+        tasks: names in `kvkeep.evals.tasks.TASKS`; `needle` hides numbers and asks for them. Each
+            takes `samples` more prefills per window.
+        samples: prompts of each task per window; those of `needle` hide their number at as many
+            places, from 10 to 90 % of the text.
         late_question: feed the question when the text has been read, so that what is evicted until
             then cannot depend on it. `kvzip` is always evaluated so.
+        against: also compare these presses; the question then comes late for all.
         progress: called during the evaluation; see `Progress`.
 
     Returns:
         `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
         `context`, `perplexity` of the continuation and `perplexity_ratio` to the full cache's, `kl`
         (mean KL(full || spec) per token, nats), `top1` (agreement with the full cache's likeliest
-        token), `retrieval` (share of hidden numbers found; None without `retrieve`), `bytes` and
-        `allocated` of one row after the context, `tokens_per_s` of one row's steps from there, and
-        `retrieval_by_depth` (percent of the text -> share).
+        token), `retrieval` (share of hidden numbers found; None without `needle`), `bytes` and
+        `allocated` of one row after the context, `tokens_per_s` of one row's steps from there,
+        `retrieval_by_depth` (percent of the text -> share), `kl_95` (the 95 % interval of `kl`),
+        and `tasks` (name -> `accuracy`, its 95 % interval `low` to `high`, and `samples`). With
+        `against` also such rows for its presses, with `kept` (share of keys and values that are
+        attended to) and `versions`, or with the reason in `failed`.
 
     Raises:
-        SpecError: a spec does not exist or does not fit the model, or none is given.
+        SpecError: a spec or a task does not exist, a spec does not fit the model, or none is given.
         ShapeError: the text is too short, or the model's context.
         CapacityError: a spec's fixed slots cannot hold the tokens.
+        UnsupportedError: kvpress cannot run the model, or its context would come in chunks.
     """
     if not specs:
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
+    require(tasks)
+    tasks = list(dict.fromkeys(tasks))
     parsed = {spec: parse_specs(spec) for spec in specs}
     distinct = list(dict.fromkeys([parse_specs(BASELINE), *parsed.values()]))
     host = host_of(model)
+    if against is not None:
+        late_question = True
+        against.require(model)
+        if chunk is not None:
+            raise UnsupportedError(
+                f"chunks of {chunk} tokens, but kvpress compresses a context that is fed at once; "
+                "leave out --chunk"
+            )
     for context in contexts:
         require_positions(host, context, max(continuation, TIMED_STEPS))
     # Cut every text and build every cache once, so that errors come before any computation.
@@ -135,29 +166,44 @@ def evaluate(
         windows_of_text(tokenizer, windows, context + continuation, text_file)
         for context in contexts
     ]
-    if retrieve:
-        for context, text in zip(contexts, texts, strict=True):
-            retrieval.probes(tokenizer, text[0], context)
+    asked = [
+        {
+            task: [
+                prompt
+                for seed, window in enumerate(text)
+                for prompt in prompts(task, tokenizer, window, context, samples, seed)
+            ]
+            for task in tasks
+        }
+        for context, text in zip(contexts, texts, strict=True)
+    ]
     for spec in distinct:
         most, after = max(contexts), max(continuation, TIMED_STEPS)
         _cache(host, spec, most, after).admit(most + after)
-    rows, baseline = [], []
-    total = sum(_cost(windows, c, continuation, retrieve) for c in contexts) * len(distinct)
+    rows, baseline, others = [], [], list[dict[str, Any]]()
+    total = sum(_cost(windows, c, continuation, tasks, samples) for c in contexts) * len(distinct)
     work = _Work(progress, total)
     with host.attach(BASELINE):
-        for context, text in zip(contexts, texts, strict=True):
+        for context, text, some in zip(contexts, texts, asked, strict=True):
             ids = text.to(host.device)
-            one = _Context(host, tokenizer, ids, context, chunk, retrieve, late_question, work)
+            one = _Context(host, tokenizer, ids, context, chunk, some, late_question, work)
             found = one.rows(distinct)
             baseline.append({"spec": BASELINE, **found[distinct[0]]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
+            if against is not None:
+                others += against.rows(
+                    model, tokenizer, text, context, some, one.full, lambda x: progress(x, 1.0)
+                )
+    compared = {} if against is None else {"against": others}
     return {
         "continuation": continuation,
         "windows": windows,
         "chunk": chunk,
         "late_question": late_question,
+        "samples": samples,
         "rows": rows,
         "baseline": baseline,
+        **compared,
     }
 
 
@@ -190,27 +236,27 @@ class _Context:
         text: Tensor,
         context: int,
         chunk: int | None,
-        retrieve: bool,
+        prompts: Mapping[str, Sequence[Prompt]],
         late: bool,
         work: _Work,
     ) -> None:
         self.host, self.tokenizer, self.work = host, tokenizer, work
         self.past, self.ids = text[:, :context], text[:, context:]
-        self.context, self.chunk, self.retrieve, self.late = context, chunk, retrieve, late
-        self._full: list[Tensor] = []  # the full cache's predictions
+        self.context, self.chunk, self.prompts, self.late = context, chunk, prompts, late
+        self.full: list[Tensor] = []  # the full cache's predictions
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
 
     def rows(self, specs: Sequence[_Spec]) -> dict[_Spec, dict[str, Any]]:
         """Each spec's figures; `specs[0]` is the full cache, the baseline of the comparison."""
         found: dict[_Spec, dict[str, Any]] = {}
         for spec in specs:
-            found[spec] = self._quality(spec) | self._retrieval(spec)
+            found[spec] = self._quality(spec) | self._tasks(spec)
         speed = self._speed()
         full = found[specs[0]]["perplexity"]
         order = ("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval")
         for spec, row in found.items():
             row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
-            rest = ("bytes", "allocated", "tokens_per_s", "retrieval_by_depth")
+            rest = ("bytes", "allocated", "tokens_per_s", "retrieval_by_depth", "kl_95", "tasks")
             found[spec] = {name: row[name] for name in (*order, *rest)}
         return found
 
@@ -229,32 +275,22 @@ class _Context:
         self._held[spec] = deepcopy(cache)
         self._held[spec].select([0])
         logits = follow(self.host, cache, first, self.ids, self.work.tick)
-        if not self._full:
-            self._full = [x.cpu() for x in logits]
-            logits = iter(self._full)
-        return held | vars(compare(logits, self._full, self.ids))
+        if not self.full:
+            self.full = [x.cpu() for x in logits]
+            logits = iter(self.full)
+        return held | vars(compare(logits, self.full, self.ids))
 
-    def _retrieval(self, spec: _Spec) -> dict[str, Any]:
-        if not self.retrieve:
-            return {"retrieval": None, "retrieval_by_depth": None}
-        found: dict[int, list[bool]] = {depth: [] for depth in retrieval.DEPTHS}
-        self._begin(spec, "hidden numbers", len(self.past) * retrieval.cost(self.context))
-        for index, text in enumerate(torch.cat([self.past, self.ids], dim=1).cpu()):
-            for probe in retrieval.probes(self.tokenizer, text, self.context, seed=index):
-                cache = _cache(self.host, spec, self.context, retrieval.ANSWER_TOKENS)
-                found[probe.depth].append(
-                    retrieval.recovered(
-                        self.host,
-                        self.tokenizer,
-                        cache,
-                        probe,
-                        self.chunk,
-                        self.work.tick,
-                        late=self.late,
-                    )
-                )
-        shares = {str(depth): statistics.fmean(hits) for depth, hits in found.items()}
-        return {"retrieval": statistics.fmean(shares.values()), "retrieval_by_depth": shares}
+    def _tasks(self, spec: _Spec) -> dict[str, Any]:
+        scores: dict[str, list[float]] = {}
+        for task, some in self.prompts.items():
+            self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
+            scores[task] = [self._answered(spec, prompt) for prompt in some]
+        return in_figures(self.prompts, scores)
+
+    def _answered(self, spec: _Spec, prompt: Prompt) -> float:
+        cache = _cache(self.host, spec, self.context, prompt.steps)
+        tick, late = self.work.tick, self.late
+        return answered(self.host, self.tokenizer, cache, prompt, self.chunk, tick, late=late)
 
     def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, with the specs interleaved."""
@@ -281,7 +317,7 @@ def _text_cost(rows: int, context: int, continuation: int) -> int:
     return rows * context + (continuation - 1) * max(STEP_COST, rows)
 
 
-def _cost(windows: int, context: int, continuation: int, retrieve: bool) -> int:
+def _cost(windows: int, context: int, continuation: int, tasks: Sequence[str], samples: int) -> int:
     """The cost of a spec at one context, in tokens of a prefill."""
-    hidden = windows * retrieval.cost(context) if retrieve else 0
-    return _text_cost(windows, context, continuation) + hidden + TIMED_STEPS * STEP_COST
+    asked = sum(cost_of_task(task, context, STEP_COST, windows * samples) for task in tasks)
+    return _text_cost(windows, context, continuation) + asked + TIMED_STEPS * STEP_COST

