@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import kvkeep
 from kvkeep import native_library
 from kvkeep.extras import needed_by
 
@@ -24,7 +23,7 @@ def environment() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "python": platform.python_version(),
-        "kvkeep": _version("kvkeep") or f"{kvkeep.__version__}, not installed",
+        "kvkeep": _version("kvkeep") or "not installed",
         "torch": torch.__version__,
         "transformers": _version("transformers") or "none",
         "triton": _version("triton") or "none",
