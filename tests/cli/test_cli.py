@@ -132,10 +132,10 @@ def test_version():
 
 @pytest.mark.usefixtures("_model")
 def test_models():
-    (model,) = last_line(run("models", "list", "--json"))["models"]
-    assert model["name"] == "smollm2-135m"
-    assert model["fetched"] is is_fetched("smollm2-135m") is True
-    assert last_line(run("models", "--json"))["models"] == [model]
+    models = last_line(run("models", "list", "--json"))["models"]
+    assert [model["name"] for model in models] == ["smollm2-135m", "gemma3-270m"]
+    assert models[0]["fetched"] is is_fetched("smollm2-135m") is True
+    assert last_line(run("models", "--json"))["models"] == models
     assert "smollm2-135m" in run("models").stdout
     assert last_line(run("models", "fetch", "smollm2-135m", "--json"))["path"].startswith(
         str(home())

@@ -92,7 +92,7 @@ class Letters:
 
 def evaluated(model, *specs):
     found = evaluate(
-        model, Letters(), specs, contexts=[40], continuation=9, windows=2, chunk=16, retrieve=False
+        model, Letters(), specs, contexts=[40], continuation=9, windows=2, chunk=16, tasks=()
     )
     return {row["spec"]: row for row in found["rows"]}
 
