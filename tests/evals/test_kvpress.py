@@ -98,9 +98,12 @@ def measured(model, place, presses, **options):
 def test_presses_beside_specs(model, place):
     said = []
     found = measured(
-        model, place, ["none", "knorm", "adakv", "h2o"], progress=lambda x, _: said.append(x)
+        model,
+        place,
+        ["none", "knorm", "adakv", "observed_attention"],
+        progress=lambda x, _: said.append(x),
     )
-    none, knorm, adakv, h2o = found["against"]
+    none, knorm, adakv, observed = found["against"]
     full = found["baseline"][0]
     assert found["late_question"]
     assert (none["spec"], knorm["context"]) == ("kvpress none", 300)
@@ -116,8 +119,8 @@ def test_presses_beside_specs(model, place):
     assert (adakv["bytes"], adakv["kept"]) == (whole, 0.25)
     assert none["tokens_per_s"] > 0
     assert none["versions"]["kvpress"] == "0.0"
-    assert h2o["failed"] == "ValueError: no attention"
-    assert said[-1] == "kvpress h2o"
+    assert observed["failed"] == "ValueError: no attention"
+    assert said[-1] == "kvpress observed_attention"
 
 
 def test_what_cannot_be_compared_is_refused(model, place, tmp_path):

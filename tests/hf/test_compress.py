@@ -366,7 +366,7 @@ def test_bad_specs(text, words):
 
 
 def test_specs_are_printed_as_they_are_read():
-    for text in ("kvzip:25%+plain@growing", "kvzip:12.5%,chunk=512+int8@growing"):
+    for text in ("kvzip:25%+plain@growing", "kvzip:12.5%,chunk=1024+int8@growing"):
         assert str(kvkeep.CacheSpec.parse(text)) == text
 
 

@@ -31,7 +31,7 @@ SPECS = [
     "window:32,sinks=2+int8/int4@fixed",
     "h2o:40+fp8@fixed",
     "tova:40+int4@fixed",
-    "pyramid(snapkv:40)@fixed",
+    "pyramid(snapkv:40,window=32)@fixed",
 ]
 ALL = [("llama", spec) for spec in SPECS]
 ALL += [(name, SPECS[0]) for name in FAMILIES if name not in ("llama", "deepseek-v3")]

@@ -20,7 +20,13 @@ from kvkeep.hf.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPECS = ["keep_all", "keep_all@fixed", "window:12,sinks=2+int8@fixed", "adakv(h2o:16)", "snapkv:40"]
+SPECS = [
+    "keep_all",
+    "keep_all@fixed",
+    "window:12,sinks=2+int8@fixed",
+    "adakv(h2o:16)",
+    "snapkv:40,window=32",
+]
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def expected_scores(queries, keys, values, newest, rotary, scale):
     ids=["none", "halves", "interleaved, partial"],
 )
 def test_decisions(rotary, chunks):
-    text = f"expected_attention:8,future={FUTURE},sinks={SINKS}"
+    text = f"expected_attention:8,recent=0,future={FUTURE},sinks={SINKS}"
     layer = CacheSpec.parse(text).layer(rotary=rotary)
     n, pads = sum(chunks), 3
     q, k, v = torch.randn(2, HEADS * GROUP, n, DIM), *torch.randn(2, 2, HEADS, n, DIM)

@@ -72,6 +72,13 @@ class EvictionOracle:
             return self.options.size
         if self.name in ("h2o", "vlen", "qh2o") and self.options.recent is None:
             return self.options.tokens // 2
+        if self.name in ("knorm", "keydiff") and self.options.recent is None:
+            options = self.options
+            named = sum(
+                p < options.sinks or options.keep_from <= p < options.keep_to
+                for p in range(max(options.sinks, options.keep_to))
+            )
+            return min(64, (options.tokens - named) // 2)
         return max(self.options.recent or 0, self.options.window if self.name == "snapkv" else 0)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> list[list[list[int]]]:

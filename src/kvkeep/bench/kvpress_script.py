@@ -40,7 +40,7 @@ def press_of(name: str, removed: float) -> Any:
         "streaming": lambda: kvpress.StreamingLLMPress(removed),
         "tova": lambda: kvpress.TOVAPress(removed),
         "expected_attention": lambda: kvpress.ExpectedAttentionPress(removed),
-        "h2o": lambda: kvpress.ObservedAttentionPress(removed),
+        "observed_attention": lambda: kvpress.ObservedAttentionPress(removed),
         "kvzip": lambda: kvpress.KVzipPress(removed),
     }
     return presses[name]()
@@ -129,7 +129,7 @@ def main(request_file: str, folder: str) -> None:
 
 def _row(model: Any, name: str, request: dict[str, Any], folder: Path) -> dict[str, Any]:
     # Only this press needs the attention weights, and some refuse to run with them.
-    model.set_attn_implementation("eager" if name == "h2o" else "sdpa")
+    model.set_attn_implementation("eager" if name == "observed_attention" else "sdpa")
     reader = Reader(model, press_of(name, 1 - request["kept"]))
     logits, seconds = list[Tensor](), list[float]()
     for ids in request["windows"]:

@@ -35,7 +35,7 @@ PRESSES = (
     "streaming",
     "tova",
     "expected_attention",
-    "h2o",
+    "observed_attention",
     "kvzip",
 )
 """Names of the presses; `none` compresses nothing, and shows what other versions change."""

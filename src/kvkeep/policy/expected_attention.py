@@ -28,6 +28,7 @@ class ExpectedAttention(Scored):
     future: int = 512
 
     name: ClassVar[str] = "expected_attention"
+    newest: ClassVar[int] = 64
     needs: ClassVar[frozenset[Need]] = frozenset({Need.QUERIES, Need.ROTARY})
 
     def __post_init__(self) -> None:

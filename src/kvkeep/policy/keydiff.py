@@ -22,6 +22,7 @@ class KeyDiff(Scored):
     """
 
     name: ClassVar[str] = "keydiff"
+    newest: ClassVar[int] = 64
     rollback: ClassVar[bool] = True
 
     @property

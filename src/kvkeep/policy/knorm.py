@@ -20,6 +20,7 @@ class KNorm(Scored):
     """
 
     name: ClassVar[str] = "knorm"
+    newest: ClassVar[int] = 64
     rollback: ClassVar[bool] = True
 
     def enter(self, tokens: Arrivals) -> Planes:

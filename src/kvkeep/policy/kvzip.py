@@ -30,7 +30,7 @@ class KVzip(Policy):
 
     tokens: Share
     sinks: int = 4
-    chunk: int = 2048
+    chunk: int = 512
     recent: int = 128
     uniform: bool = False
 
@@ -43,7 +43,7 @@ class KVzip(Policy):
         if self.sinks < 1 or self.chunk < 1 or self.recent < 0:
             raise SpecError(
                 f"kvzip sinks {self.sinks}, chunk {self.chunk}, recent {self.recent}: sinks and "
-                "chunk must be at least 1, recent at least 0; use sinks=4,chunk=2048,recent=128"
+                "chunk must be at least 1, recent at least 0; use sinks=4,chunk=512,recent=128"
             )
 
     def within(self, window: int) -> Policy:

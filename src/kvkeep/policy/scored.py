@@ -28,6 +28,9 @@ class Scored(Policy):
     Protected are the first `sinks` tokens, positions `keep_from` to `keep_to` (exclusive), and the
     newest `protected_recent`. Of equal scores the oldest token is evicted first. A score of NaN
     counts as the lowest.
+
+    Without `recent`, a policy protects its `newest` tokens, but at most half of what
+    is left of the budget.
     """
 
     tokens: int | Share
@@ -38,6 +41,8 @@ class Scored(Policy):
     least: int = 64
 
     per_head: ClassVar[bool] = True
+    newest: ClassVar[int] = 0
+    """How many of the newest tokens are protected by default."""
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, Share):
@@ -60,7 +65,10 @@ class Scored(Policy):
     @property
     def protected_recent(self) -> int:
         """How many of the newest tokens are never evicted."""
-        return self.recent or 0
+        if self.recent is None:
+            fixed = Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
+            return max(0, min(self.newest, ((self.budget or 0) - fixed) // 2))
+        return self.recent
 
     @property
     def protection(self) -> Protection:

@@ -25,7 +25,7 @@ class SnapKV(Scored):
     its length / `window`. Source: SnapKV (arXiv 2404.14469), which scores the prompt only.
     """
 
-    window: int = 32
+    window: int = 64
     pool: int = 5
 
     name: ClassVar[str] = "snapkv"
@@ -35,7 +35,7 @@ class SnapKV(Scored):
         if self.window < 1 or self.pool < 1 or not self.pool % 2:
             raise SpecError(
                 f"snapkv window {self.window}, pool {self.pool}: window must be at least 1, pool "
-                "an odd number; use window=32,pool=5"
+                "an odd number; use window=64,pool=5"
             )
         super().__post_init__()
 
