@@ -21,6 +21,7 @@ from kvkeep.blocks.tokenize import SHORTEST, tokenized
 from kvkeep.extras import needed_by
 from kvkeep.hf.attach import attach, detach
 from kvkeep.host import ModelCache, Specs
+from kvkeep.host.compress import compressed_tokens
 from kvkeep.store import PrefixStore
 
 with needed_by("kvkeep.mellea", "mellea"):
@@ -236,7 +237,9 @@ class _CallStore:
                 BlockReport(segment.text[:_SHOWN], None, None, _OTHER)
                 for segment in ([] if encoded is None else encoded.blocks)
             ]
-            report = Report(cache.fed, found, 0, 0, 0, 0.0, unused)
+            compressed = compressed_tokens(cache)
+            exact = 0 if compressed else found
+            report = Report(cache.fed, exact, found - exact, 0, 0, compressed, 0.0, unused)
         call.report = report
         return cache
 

@@ -212,7 +212,7 @@ def test_other_texts_under_the_same_key_are_never_used():
         block.identity,
         block.prefix,
         block.tokens + 1,
-        block.stretch,
+        block.content,
         block.routed,
         block.geometries,
     )
@@ -277,8 +277,8 @@ def test_absurd_headers():
 def test_blocks_of_another_shape_are_not_joined():
     """Who may write can seal what is no model's; it is no error of whoever asks."""
     first, second = blocks_of(TOKENS[:16])
-    narrow = [{n: x[..., :2] for n, x in planes.items()} for planes in second.stretch.layers]
-    stretch = type(second.stretch)(narrow, 8)
+    narrow = [{n: x[..., :2] for n, x in planes.items()} for planes in second.content.layers]
+    stretch = type(second.content)(narrow, 8)
     other = StoredBlock(
         "m", second.prefix, second.tokens, stretch, second.routed, second.geometries
     )

@@ -24,7 +24,7 @@ TOKENS = list(range(24))
 
 def other(block, *, planes=lambda layer: layer, routed=None, geometries=None):
     """A block with other content, as whoever may write to a store can seal it."""
-    layers = [planes(dict(layer)) for layer in block.stretch.layers]
+    layers = [planes(dict(layer)) for layer in block.content.layers]
     stretch = Stretch(layers, len(block.tokens))
     routed = block.routed if routed is None else routed
     return StoredBlock(
@@ -64,7 +64,7 @@ def test_what_does_not_fit_the_model_is_put_aside(tmp_path, change, which):
     """Also the first block that a process ever sees, with which there is nothing to compare."""
     blocks = blocks_of(TOKENS)
     if change == "fewer layers":
-        stretch = Stretch(blocks[which].stretch.layers[:1], 8)
+        stretch = Stretch(blocks[which].content.layers[:1], 8)
         first = blocks[which]
         geometries = CHANGES[change]["geometries"]
         blocks[which] = StoredBlock(

@@ -38,6 +38,7 @@ class Assembled(NamedTuple):
         deviation: how far the keys and values of the spans' other tokens are from those of a plain
             prefill: the relative norm of the difference in the second layer, of a sample. None
             where it was not estimated.
+        compressed: tokens of compressed texts.
     """
 
     cache: ModelCache
@@ -45,6 +46,7 @@ class Assembled(NamedTuple):
     found: int
     repaired: int
     deviation: float | None
+    compressed: int = 0
 
 
 def prefill(

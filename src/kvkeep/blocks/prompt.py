@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvkeep.blocks import chat
+from kvkeep.blocks.compressed import assemble_compressed, compressed_bytes
 from kvkeep.blocks.join import moving, windowed
 from kvkeep.blocks.parts import Part, listed, marked
 from kvkeep.blocks.prefill import Assembled, Span, assemble
@@ -17,6 +18,7 @@ from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.blocks.tokenize import SHORTEST, BlockTokens, tokenized
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
+from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed, keyed, require_steady
 from kvkeep.store.layer_slices import require_keepable
@@ -45,6 +47,7 @@ class Report:
         found: found in stored blocks.
         repaired: of blocks, computed again with attention to all tokens before them.
         approximate: of blocks, used as computed by themselves, without the tokens before them.
+        compressed: in texts of which only the slots that policy `kvzip` keeps are held.
         deviation: an estimate of how far the approximate ones are from a plain prefill: the
             relative norm of the difference of keys and values in the second layer, of a sample. 0
             if none are approximate, None if it could not be estimated. How much it changes an
@@ -57,6 +60,7 @@ class Report:
     found: int
     repaired: int
     approximate: int
+    compressed: int
     deviation: float | None
     blocks: list[BlockReport]
 
@@ -133,11 +137,20 @@ class Encoded:
             feed(host, tokens, cache)
             refused = [block.refuse(str(error)) for block in self.blocks]
             return self._reported(Assembled(cache, 0, 0, 0, 0.0), [], refused)
-        whole = _why_not_any(host, cache, recompute)
+        compressed = compresses(cache)
+        whole = _why_not_any(host, cache, 0 if compressed and recompute != "all" else recompute)
         blocks = [
             block.refuse(whole or _why_not(block, host, cache, store.budget))
             for block in self.blocks
         ]
+        if compressed:
+            spans = [one.span for one in blocks if one.span is not None and not one.refused]
+            spans = [Span(start, min(stop, len(tokens))) for start, stop in sorted(spans)]
+            spans = [span for span in spans if span.start < span.stop]
+            read = assemble_compressed(
+                model, tokens, spans, spec=spec, store=store, namespace=namespace
+            )
+            return self._reported(read, [span for span in spans if span.start], blocks)
         known = store.known(*keyed(host, tokens, cache.specs, namespace, cache.activation))
         spans = [
             Span(one.span.start, min(one.span.stop, len(tokens)))
@@ -182,6 +195,7 @@ class Encoded:
             found=read.found,
             repaired=read.repaired,
             approximate=approximate,
+            compressed=read.compressed,
             deviation=read.deviation if approximate else 0.0,
             blocks=list(map(_report_of, blocks)),
         )
@@ -293,7 +307,7 @@ def _why_not(block: BlockTokens, host: Host, cache: ModelCache, budget: int | No
     if budget is None:
         return ""
     tokens = block.span.stop - block.span.start
-    nbytes = cache.bytes_of(host.geometries(), tokens)
+    nbytes = compressed_bytes(cache, host.geometries(), tokens)
     if nbytes > budget:
         return f"its {tokens} tokens take {nbytes} bytes, but the store holds {budget}"
     return ""

@@ -196,8 +196,10 @@ def prepare_cache(
     if any(isinstance(spec.policy, KVzip) for spec in specs):
         if drafting or drafted:
             raise UnsupportedError("kvzip compresses no prompt of drafted tokens; use keep_all")
-        cache = Cache(model, settings.spec, capacity=max_cache_length)
-        _compress(model, model_kwargs, cache, chunk)
+        cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
+        if cache is None:
+            cache = Cache(model, settings.spec, capacity=max_cache_length)
+            _compress(model, model_kwargs, cache, chunk)
     elif not (drafting or drafted or generation_config.token_healing):
         cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
     if cache is not None and several > 1:

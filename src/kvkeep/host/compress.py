@@ -70,6 +70,12 @@ def compresses(cache: ModelCache) -> bool:
     )
 
 
+def compressed_tokens(cache: ModelCache) -> int:
+    """How many of the tokens that a cache was fed were compressed."""
+    floors = (layer.history.floor for layer in cache.layers if isinstance(layer.policy, KVzip))
+    return max(floors, default=0)
+
+
 @torch.inference_mode()
 def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> None:
     """Feed a cache of policy `kvzip` what it lacks of ids (B, n), in chunks, and compress it."""

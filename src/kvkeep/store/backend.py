@@ -20,9 +20,10 @@ from kvkeep.files.headers import DTYPES, require_seal, sealed, typed
 from kvkeep.files.tensor_file import Layout
 from kvkeep.geometry import Geometry
 from kvkeep.storage.allocate import free_bytes
+from kvkeep.store.compressed import Compressed
 from kvkeep.store.layer_slices import Stretch
 
-FORMAT = 2
+FORMAT = 3
 """Version of the block format that is written, and the only one that is read."""
 
 LABEL_BYTES = 1 << 18
@@ -54,6 +55,7 @@ class _Header:
     identity: str
     prefix: str
     routed: bool | None
+    compressed: bool
     likes: list[object]
     checksums: dict[str, str]
 
@@ -71,7 +73,7 @@ def _parse_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """Tokens that follow a known prefix, and the layers' slots for them.
+    """Tokens that follow a known prefix, and the layers' slots for them; or a compressed text.
 
     Args:
         identity: see `PrefixStore`.
@@ -84,7 +86,7 @@ class StoredBlock:
     identity: str
     prefix: str
     tokens: Tensor
-    stretch: Stretch
+    content: Stretch | Compressed
     routed: bool | None
     geometries: Sequence[Geometry]
 
@@ -98,7 +100,7 @@ class StoredBlock:
         """All tensors of the block, by name."""
         found = {
             f"{index}.{name}": planes[name]
-            for index, planes in enumerate(self.stretch.layers)
+            for index, planes in enumerate(self.content.layers)
             for name in planes
         }
         return found | {"tokens": self.tokens}
@@ -110,6 +112,7 @@ class StoredBlock:
             "identity": self.identity,
             "prefix": self.prefix,
             "routed": self.routed,
+            "compressed": isinstance(self.content, Compressed),
             "likes": [[*one[1:4], str(one.dtype)] for one in self.geometries],
             "checksums": {name: tensor_file.checksum(x) for name, x in self.tensors().items()},
         }
@@ -163,14 +166,19 @@ class StoredBlock:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}; expected int64 (n,)"
             )
-        for geometry, planes in zip(geometries, layers, strict=True):
-            for name, x in planes.items():
-                if x.shape[:3] not in {(1, heads, len(tokens)) for heads in (1, geometry.heads)}:
-                    raise ValueError(f"plane {name} has the wrong shape {tuple(x.shape)}")
-        stretch = Stretch(layers, len(tokens))
-        if not stretch.nbytes:
+        content: Stretch | Compressed
+        if header.compressed:
+            content = Compressed(layers, len(tokens))  # its shapes are checked when it is used
+        else:
+            content = Stretch(layers, len(tokens))
+            for geometry, planes in zip(geometries, layers, strict=True):
+                shapes = {(1, heads, len(tokens)) for heads in (1, geometry.heads)}
+                for name, x in planes.items():
+                    if x.shape[:3] not in shapes:
+                        raise ValueError(f"plane {name} has the wrong shape {tuple(x.shape)}")
+        if not content.nbytes:
             raise ValueError("the block holds no slots")
-        return cls(header.identity, header.prefix, tokens, stretch, header.routed, geometries)
+        return cls(header.identity, header.prefix, tokens, content, header.routed, geometries)
 
 
 @dataclass(frozen=True)

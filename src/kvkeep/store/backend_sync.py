@@ -7,14 +7,18 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kvkeep.store.backend import Backend, StoredBlock, beginning, key_of, token_bytes
+from kvkeep.store.backend import Backend, StoredBlock, beginning, digest, key_of, token_bytes
+from kvkeep.store.compressed import Compressed, CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import common
 
 _LOOKED_AT = 16  # most blocks with the same first token that are compared
+_NOTHING = digest(torch.empty(0, dtype=torch.int64))
+"""The hash of no tokens, which stand before a whole text."""
 
 
 class _Place(NamedTuple):
@@ -89,6 +93,56 @@ def shared(
                 return [*blocks, last], stop + common(last.tokens, own)
             backend.quarantine(last.key)
     return blocks, stop
+
+
+def share_compressed(
+    backend: Backend, identity: str, tokens: Tensor, content: Compressed, geometry: ModelGeometry
+) -> None:
+    """Write a compressed text, tokens int64 (n,), to a backend as one block, unless it has it."""
+    block = StoredBlock(identity, _NOTHING, tokens, content, geometry.routed, geometry.of_rows)
+    if backend.missing([block.key]):
+        backend.put_all([block])
+
+
+def shared_compressed(
+    backend: Backend,
+    identity: str,
+    tokens: Tensor,
+    longer_than: int,
+    geometry_of: Callable[[], ModelGeometry],
+) -> CompressedText | None:
+    """The longest compressed text in a backend with which tokens, int64 (n,), begin, if it is
+    `longer_than` so many tokens. Of texts with the same first token, some are compared. A text of
+    another geometry is quarantined."""
+    whole = key_of(identity, _NOTHING, tokens)
+    with backend.as_one_call():
+        scanned = backend.scan(beginning(identity, _NOTHING, int(tokens[0])))
+        keys = list(islice((key for key in scanned if key != whole), _LOOKED_AT))
+        lengths = {
+            key: len(label.tokens)
+            for key, label in zip(keys, backend.labels(keys), strict=True)
+            if label is not None and begins(tokens, label.tokens)
+        }
+        lengths[whole] = len(tokens)
+        for key in sorted(lengths, key=lambda key: -lengths[key]):
+            block = backend.get(key) if lengths[key] > longer_than else None
+            if block is None:
+                continue
+            geometry = geometry_of()
+            if isinstance(block.content, Compressed) and not _why_not(block, geometry):
+                return CompressedText(block.tokens, block.content, geometry)
+            backend.quarantine(key)
+    return None
+
+
+def _why_not(block: StoredBlock, geometry: ModelGeometry) -> str:
+    """Why a model of a geometry cannot use the block of a compressed text; empty if it can."""
+    if not isinstance(block.content, Compressed):
+        return "it is not compressed"
+    said, own = [x[1:5] for x in block.geometries], [x[1:5] for x in geometry.of_rows]
+    if (block.routed, said) != (geometry.routed, own):
+        return f"it is of {said[:1]}, routed={block.routed}, not {own[:1]}, {geometry.routed}"
+    return block.content.why_not(geometry)
 
 
 def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _Place]:

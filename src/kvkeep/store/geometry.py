@@ -14,6 +14,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, PlaneSpec
+from kvkeep.store.layer_slices import Stretch
 
 if TYPE_CHECKING:
     from kvkeep.store.backend import StoredBlock
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The geometry of one row of a layer, and the planes of its slots."""
+    """The geometry of one row of a layer, the planes of its slots, and whether its heads may keep
+    different numbers of tokens."""
 
     of_row: Geometry
     planes: Mapping[str, PlaneSpec]
+    ragged: bool = False
 
     @classmethod
     def of(cls, layer: LayerCache, geometry: Geometry) -> LayerGeometry:
         """The geometry of a layer that is fed such keys and values."""
-        return cls(geometry._replace(rows=1), planes_of(layer, geometry))
+        planes = planes_of(layer, geometry)
+        return cls(geometry._replace(rows=1), planes, layer.policy.ragged)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class ModelGeometry:
         Args:
             start: the position of its first token.
         """
+        if not isinstance(block.content, Stretch):
+            return "it is a compressed text"
         if block.routed != self.routed:
             return f"it was computed with routed={block.routed}, not {self.routed}"
         if len(block.geometries) != len(self.layers):
@@ -84,7 +90,7 @@ class ModelGeometry:
         n = len(block.tokens)
         position = torch.arange(start, start + n, dtype=torch.int32)
         for index, (layer, found, planes) in enumerate(
-            zip(self.layers, block.geometries, block.stretch.layers, strict=True)
+            zip(self.layers, block.geometries, block.content.layers, strict=True)
         ):
             said, own = found[1:5], layer.of_row[1:5]  # a block lies on no device
             if said != own:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache
+from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 from kvkeep.store.geometry import ModelGeometry
 
@@ -34,10 +35,10 @@ def keyed(
     """The identity and keys of a model's tokens, int64 (n,).
 
     The identity names everything that the slots of a token depend on except the tokens up to it:
-    the model, its active adapters, the specs, whether attention is kvkeep's, the autocast dtype and
-    the namespace. The keys are the token ids. Where an activated adapter computed a token, its key
-    holds the adapter's hash too: what stands before the invocation is the base model's, so any
-    adapter finds it.
+    the model, its active adapters, the codecs, how texts are compressed, whether attention is
+    kvkeep's, the autocast dtype and the namespace. The keys are the token ids. Where an activated
+    adapter computed a token, its key holds the adapter's hash too: what stands before the
+    invocation is the base model's, so any adapter finds it.
     """
     layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in specs]
     found = host.fingerprint(glance=True)
@@ -48,17 +49,17 @@ def keyed(
         parts = [(adapter >> 32 * i) & 0xFFFFFFFF | 1 << 32 for i in range(4)]
         behind = torch.arange(max(0, len(tokens) - activation.start)) % 4
         tokens[activation.start :] |= torch.tensor(parts)[behind] << _TOKEN_BITS
-    identity = json.dumps(
-        {
-            "namespace": namespace,
-            "model": found,
-            "codecs": layers if len(set(layers)) > 1 else layers[:1],
-            "routed": host.attached,
-            "autocast": _autocast(host),
-        },
-        sort_keys=True,
-    )
-    return Keyed(identity, tokens)
+    named: dict[str, object] = {
+        "namespace": namespace,
+        "model": found,
+        "codecs": layers if len(set(layers)) > 1 else layers[:1],
+        "routed": host.attached,
+        "autocast": _autocast(host),
+    }
+    if any(isinstance(spec.policy, KVzip) for spec in specs):
+        policies = [repr(spec.policy) for spec in specs]
+        named["compressed"] = policies if len(set(policies)) > 1 else policies[:1]
+    return Keyed(json.dumps(named, sort_keys=True), tokens)
 
 
 def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:

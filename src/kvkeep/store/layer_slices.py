@@ -14,6 +14,7 @@ from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Planes, Reach, plane_bytes
+from kvkeep.policy import KVzip
 
 
 @final
@@ -75,6 +76,8 @@ def why_not_whole(layer: LayerCache) -> str:
     reason = _why_not_keepable(layer)
     if reason:
         return reason
+    if layer.policy.ragged:
+        return f"policy {layer.policy.name} keeps other tokens in each head; use keep_all"
     if layer.padded:
         return "its rows are padded; feed one text at a time"
     if layer.length < layer.fed or layer.rollback_limit < layer.fed:
@@ -91,7 +94,7 @@ def why_not_whole(layer: LayerCache) -> str:
 
 
 def _why_not_keepable(layer: LayerCache) -> str:
-    if layer.policy.planes or layer.policy.ragged:
+    if layer.policy.planes or (layer.policy.ragged and not isinstance(layer.policy, KVzip)):
         return f"policy {layer.policy.name} keeps scores that depend on one text; use keep_all"
     if not layer.key_codec.rewritable:
         return (

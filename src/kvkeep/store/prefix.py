@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
+from kvkeep.host import Host, ModelCache, Specs, host_of
+from kvkeep.host.compress import compress, compresses
 from kvkeep.store.backend import Backend, require_budget
-from kvkeep.store.backend_sync import share, shared
+from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
+from kvkeep.store.compressed import Compressed, CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import feed, flat, geometry_of, keyed, require_steady
@@ -44,6 +47,9 @@ class PrefixStore:
     the model's fingerprint and the cache's codecs. `read` does so by itself. Threads may share a
     store.
 
+    A text that policy `kvzip` compresses is stored as one piece, under an identity that says how it
+    was compressed. It is found by prompts that begin with the whole text.
+
     Args:
         budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
             lowest priority first, then the least recently used. Entries that are locked, or that
@@ -69,6 +75,7 @@ class PrefixStore:
         self._trees: dict[str, RadixTree[Stretch]] = {}
         self._geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
+        self._texts = CompressedTexts(self._clock)
         self._lock = RLock()
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
         self._evicted = self._refused = 0
@@ -182,6 +189,10 @@ class PrefixStore:
     ) -> Reading:
         """A cache of some tokens. The stored prefix is shared; the rest is computed and stored.
 
+        With policy `kvzip` all tokens are compressed and stored as one text, unless the store holds
+        a compressed text with which they begin; then the rest is computed, kept as it is, and not
+        stored.
+
         Args:
             model: of a library that kvkeep knows; see `kvkeep.host.host_of`.
             tokens: int64 (n,) or (1, n).
@@ -202,7 +213,11 @@ class PrefixStore:
         )
         host = host_of(model)
         feed(host, tokens[found:], cache, chunk)
-        if cache.fed > found:
+        if compresses(cache):
+            if len(tokens):
+                compress(host, cache, tokens)
+                self._add_compressed(host, tokens, cache, namespace, priority)
+        elif cache.fed > found and not any(layer.policy.ragged for layer in cache.layers):
             text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
         return Reading(cache, found)
@@ -226,6 +241,14 @@ class PrefixStore:
         whole = tokens if prompt is None else flat(prompt)
         cache.activation = host.activation_in(whole)
         identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
+        if compresses(cache):
+            if cache.activation is not None:
+                raise UnsupportedError(
+                    "a text is compressed without regard to an activated adapter, which computes "
+                    "only a part of this prompt; use keep_all"
+                )
+            self._fill_compressed(identity, host, tokens, cache)
+            return Reading(cache, cache.fed)
         with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
             if hit.fits(cache):
                 hit.fill(cache)
@@ -279,6 +302,7 @@ class PrefixStore:
             for tree in self._trees.values():
                 tree.check()
                 held += sum(node.kept.nbytes for node in tree.nodes())
+            held += self._texts.nbytes
             if held != self.nbytes or held > (self.budget or held):
                 raise StateError(f"{held} bytes held, {self.nbytes} counted, budget {self.budget}")
 
@@ -286,11 +310,15 @@ class PrefixStore:
         """All figures at once."""
         with self._lock:
             nodes = [node for tree in self._trees.values() for node in tree.nodes()]
+            texts = self._texts.all()
+            compressed = sum(len(text.tokens) for text in texts)
             return StoreStats(
                 nbytes=self.nbytes,
                 budget=self.budget,
-                entries=sum(not node.children for node in nodes),
-                tokens=sum(len(node.tokens) for node in nodes),
+                entries=sum(not node.children for node in nodes) + len(texts),
+                tokens=sum(len(node.tokens) for node in nodes) + compressed,
+                compressed_entries=len(texts),
+                compressed_tokens=compressed,
                 locked=sum(node.locks > 0 for node in nodes),
                 hits=self._hits,
                 misses=self._misses,
@@ -363,7 +391,9 @@ class PrefixStore:
         if stop <= known:
             return
         devices = [layer.of_row.device for layer in agreed().layers]
-        whole = Stretch.joined([block.stretch for block in blocks]).to(devices)
+        whole = Stretch.joined([x.content for x in blocks if isinstance(x.content, Stretch)]).to(
+            devices
+        )
         with self._lock:
             if self._tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
@@ -374,14 +404,63 @@ class PrefixStore:
         if nbytes is not None and self.budget is None:
             return
         while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
-            trees = self._trees.values()
-            free = [(leaf, tree) for tree in trees for leaf in tree.leaves() if not leaf.locks]
+            free: list[tuple[int, int, Callable[[], int]]] = [
+                (leaf.priority, leaf.used, partial(tree.remove, leaf))
+                for tree in self._trees.values()
+                for leaf in tree.leaves()
+                if not leaf.locks
+            ]
+            for text in self._texts.all():
+                free.append((text.priority, text.used, partial(self._texts.remove, text)))
             if not free:
                 return
-            leaf, tree = min(free, key=lambda found: (found[0].priority, found[0].used))
-            freed = tree.remove(leaf)
+            freed = min(free, key=lambda found: found[:2])[2]()
             self.nbytes -= freed
             self._evicted += freed
+
+    def _fill_compressed(
+        self, identity: str, host: Host, tokens: Tensor, cache: ModelCache
+    ) -> None:
+        """Copy the longest compressed text with which tokens begin into an empty cache."""
+        with self._lock:
+            text = self._texts.find(identity, tokens)
+        longest = 0 if text is None else len(text.tokens)
+        if self.backend is not None and longest < len(tokens):
+            found = shared_compressed(
+                self.backend, identity, tokens, longest, lambda: geometry_of(host, cache, tokens)
+            )
+            text = text if found is None else self._held(identity, found, priority=0)
+        length = 0 if text is None else len(text.tokens)
+        with self._lock:
+            self._hits, self._misses = self._hits + bool(text), self._misses + (not text)
+            self._hit_tokens += length
+            self._asked_tokens += len(tokens)
+        if text is not None:
+            text.fill(cache)
+
+    def _add_compressed(
+        self, host: Host, tokens: Tensor, cache: ModelCache, namespace: str, priority: int
+    ) -> None:
+        """Store what a cache keeps of tokens that it has just compressed."""
+        identity = keyed(host, tokens, cache.specs, namespace).identity
+        content, geometry = Compressed.of(cache), ModelGeometry.of_cache(cache)
+        self._held(identity, CompressedText(tokens.clone(), content, geometry), priority)
+        if self.backend is not None:
+            share_compressed(self.backend, identity, tokens, content, geometry)
+
+    def _held(self, identity: str, text: CompressedText, priority: int) -> CompressedText:
+        """The text, which is put among those held if the budget has room for it."""
+        nbytes = text.content.nbytes
+        with self._lock:
+            known = self._texts.find(identity, text.tokens)
+            if known is not None and len(known.tokens) == len(text.tokens):
+                return known
+            if nbytes <= (self.budget or nbytes):
+                self._make_room(nbytes)
+            if self.nbytes + nbytes <= (self.budget or self.nbytes + nbytes):
+                self._texts.add(identity, text, priority)
+                self.nbytes += nbytes
+        return text
 
     def _unlock(self, node: Node[Stretch]) -> None:
         with self._lock:

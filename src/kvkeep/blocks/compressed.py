@@ -1,0 +1,98 @@
+"""Prompts whose blocks are compressed: each block by itself, and then moved to its position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.blocks.join import moving
+from kvkeep.blocks.prefill import Assembled, Span
+from kvkeep.geometry import Geometry
+from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.compress import compressed_tokens, compresses
+from kvkeep.layer.history import LayerState
+from kvkeep.layer.layer import LayerCache
+from kvkeep.planes import POSITION, Planes, joined, part
+from kvkeep.policy import KVzip
+from kvkeep.rotary import Rotary
+from kvkeep.store import PrefixStore
+from kvkeep.store.identity import feed
+
+
+def assemble_compressed(
+    model: Any,
+    tokens: Tensor,
+    spans: Sequence[Span],
+    *,
+    spec: Specs,
+    store: PrefixStore,
+    namespace: str = "",
+) -> Assembled:
+    """A cache of tokens by policy `kvzip`. Each span is computed and compressed by itself, or taken
+    from the store so; the tokens between spans are computed at their place, attend to what is held
+    of all before them, and are all kept. Without spans all tokens are one compressed text.
+
+    Args:
+        tokens: int64 (n,), on the CPU.
+        spans: ascending.
+    """
+    if not spans:
+        whole = store.read(model, tokens, spec=spec, namespace=namespace)
+        return Assembled(whole.cache, 0, whole.found, 0, 0.0, compressed_tokens(whole.cache))
+    host = host_of(model)
+    rotaries = moving(host)
+    cache, found = host.new_cache(spec), 0
+    for start, stop in spans:
+        feed(host, tokens[cache.fed : start], cache)
+        text = store.read(model, tokens[start:stop], spec=spec, namespace=namespace)
+        found += text.found
+        for layer, own, rotary in zip(cache.layers, text.cache.layers, rotaries, strict=True):
+            _append(layer, own.state(), rotary)
+        cache.routed = text.cache.routed
+    feed(host, tokens[cache.fed :], cache)
+    compressed = sum(stop - start for start, stop in spans)
+    return Assembled(cache, 0, found, 0, None, compressed)
+
+
+def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: int) -> int:
+    """The bytes that a compressed text of so many tokens takes; of a cache that compresses none,
+    those of all tokens."""
+    if compresses(cache):
+        policies = [layer.policy for layer in cache.layers if isinstance(layer.policy, KVzip)]
+        tokens = max(policy.tokens.of(tokens) for policy in policies)
+    return cache.bytes_of(geometries, tokens)
+
+
+def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
+    """Put a compressed text, which begins at position 0, behind what a layer holds."""
+    held, by = layer.state(), layer.fed
+    parts = {name: _moved(layer, planes, by, rotary) for name, planes in text.parts.items()}
+    if by:
+        parts = {
+            name: {
+                n: torch.cat([held.parts[name][n], planes[n].to(held.parts[name][n].device)], dim=2)
+                for n in planes
+            }
+            for name, planes in parts.items()
+        }
+    history = (held if by else text).history.fork()
+    history.columns = history.floor = by + text.history.columns
+    history.joined = bool(by)
+    layer.restore(LayerState(history, parts))
+
+
+def _moved(layer: LayerCache, planes: Planes, by: int, rotary: Rotary) -> dict[str, Tensor]:
+    """Planes of slots whose positions grow by so much, with keys that are rotated accordingly."""
+    found = {name: planes[name] for name in planes}
+    if not by:
+        return found
+    if rotary.inv_freq.numel():
+        geometry = layer.history.geometry
+        assert geometry is not None  # something was fed
+        keys = layer.key_codec.decode(part(planes, "k"), geometry.dtype)
+        turned = rotary.turn(keys, torch.tensor(by))
+        found |= joined(layer.key_codec.encode(turned), "k")
+    return found | {POSITION: planes[POSITION] + by}

@@ -1,0 +1,223 @@
+"""Compressed texts in stores: found whole, to the last bit, and by their own kind only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny_models import tiny
+
+import kvkeep
+from kvkeep.errors import UnsupportedError
+from kvkeep.host import host_of
+from kvkeep.host.compress import read
+from kvkeep.store import PrefixStore, opened
+from kvkeep.store.backend import StoredBlock
+from kvkeep.store.compressed import Compressed
+from kvkeep.store.memory import Memory
+
+SPEC = "kvzip:40%"
+TEXT, MORE = 40, 9
+
+
+def ids(n, seed=3):
+    return torch.randint(2, 96, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def attached(family="llama", **options):
+    model = tiny(family, max_position_embeddings=128, **options)
+    kvkeep.attach(model)
+    return model
+
+
+@pytest.fixture
+def model():
+    return attached()
+
+
+@torch.no_grad()
+def logits(model, cache, *parts):
+    """Of the last tokens of each part, fed one part after the other."""
+    return [model(part[None], past_key_values=cache).logits for part in parts]
+
+
+def directly(model, spec, text, *parts):
+    """The logits after a text that was compressed without a store."""
+    cache = kvkeep.Cache(model, spec)
+    read(host_of(model), cache, text[None])
+    return logits(model, cache, *parts)
+
+
+def nothing_is_compressed(monkeypatch):
+    monkeypatch.setattr("kvkeep.store.prefix.compress", None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [(SPEC, torch.float32), (SPEC + "+int8", torch.bfloat16), (SPEC + "+int8/int4", torch.float32)],
+)
+@pytest.mark.parametrize("where", ["memory", "disk", "a store opened again"])
+def test_a_text_is_compressed_once(model, spec, where, dtype, tmp_path, monkeypatch):
+    model.to(dtype)
+    text, more = ids(TEXT), ids(MORE, 4)
+    parts = more.split([4, MORE - 4])
+    expected = directly(model, spec, text, *parts)
+    store = PrefixStore(backend=None if where == "memory" else opened(str(tmp_path)))
+    first = store.read(model, text, spec=spec)
+    assert first.found == 0
+    found = logits(model, first.cache, *parts)
+    assert all(map(torch.equal, found, expected))
+    if where == "a store opened again":
+        store = PrefixStore(backend=opened(str(tmp_path)))
+    nothing_is_compressed(monkeypatch)
+    for begun in (0, 1):
+        again = store.read(model, torch.cat([text, *parts[:begun]]), spec=spec)
+        assert again.found == TEXT
+        found = logits(model, again.cache, *parts[begun:])
+        assert all(map(torch.equal, found, expected[begun:]))
+    assert store.stats().hits == 2
+    assert store.stats().compressed_tokens == store.stats().tokens == TEXT
+    store.check()
+
+
+def test_the_longest_text_is_found(model, tmp_path):
+    short, long = ids(20), torch.cat([ids(20), ids(20, 5)])
+    for store in (PrefixStore(), PrefixStore(backend=opened(str(tmp_path)))):
+        for text in (short, long):
+            cache = kvkeep.Cache(model, SPEC)
+            read(host_of(model), cache, text[None])
+            store._add_compressed(host_of(model), text, cache, "", 0)
+        if store.backend is not None:
+            store = PrefixStore(backend=store.backend)
+        assert store.read(model, torch.cat([long, ids(3)]), spec=SPEC).found == 40
+        assert store.read(model, torch.cat([short, ids(3)]), spec=SPEC).found == 20
+        assert store.read(model, long[:30], spec=SPEC).found == 20
+
+
+def test_only_the_same_compression_is_found(model):
+    store, text = PrefixStore(), ids(TEXT)
+    store.read(model, text, spec=SPEC)
+    for other in ("kvzip:50%", "kvzip:40%,recent=2", "kvzip:40%,chunk=16", SPEC + "+int8"):
+        assert store.read(model, text, spec=other).found == 0
+        assert store.read(model, text, spec=other).found == TEXT
+    whole = store.read(model, text, spec="keep_all")
+    assert whole.found == 0
+    assert all(layer.length == TEXT for layer in whole.cache.layers)
+    assert store.read(model, text, spec=SPEC, namespace="other").found == 0
+    assert store.read(model, text[:-1], spec=SPEC).found == 0  # no part of a compressed text
+    assert store.read(attached(num_hidden_layers=1), text, spec=SPEC).found == 0
+    store.check()
+
+
+def test_bytes_and_budget(model):
+    texts = [ids(TEXT, seed) for seed in range(3)]
+    size = sum(
+        planes[name].nbytes
+        for state in PrefixStore().read(model, texts[0], spec=SPEC).cache.states("")
+        for planes in state.parts.values()
+        for name in planes
+    )
+    store = PrefixStore(budget=2 * size)
+    for text in texts:
+        store.read(model, text, spec=SPEC)
+    assert store.nbytes == 2 * size
+    assert store.stats().compressed_entries == 2
+    assert store.stats().evicted_bytes == size
+    found = [store.read(model, text, spec=SPEC).found for text in texts[1:]]
+    assert found == [TEXT, TEXT]  # the least recently used one was evicted
+    store.read(model, texts[0], spec="keep_all")  # exact slots evict compressed texts too
+    store.check()
+    assert store.stats().compressed_entries < 2
+    store.clear()
+    assert (store.nbytes, store.stats().entries) == (0, 0)
+    small = PrefixStore(budget=size - 1)
+    assert small.read(model, texts[0], spec=SPEC).found == 0
+    assert small.nbytes == 0
+    small.check()
+
+
+def test_windows_are_kept_as_they_are(tmp_path):
+    model = attached("gemma3", sliding_window=12)
+    text, more = ids(TEXT), ids(MORE, 4)
+    expected = directly(model, SPEC, text, more)
+    PrefixStore(backend=opened(str(tmp_path))).read(model, text, spec=SPEC)
+    found = PrefixStore(backend=opened(str(tmp_path))).read(model, text, spec=SPEC)
+    assert found.found == TEXT
+    assert logits(model, found.cache, more)[0].equal(expected[0])
+
+
+def changed(block, what):
+    layers = [dict(layer) for layer in block.content.layers]
+    first = layers[0]
+    if what == "a head is missing":
+        del first["head.1.k"], first["head.1.v"], first["head.1.position"]
+    if what == "a token twice":
+        first["head.0.position"] = first["head.0.position"].clone()
+        first["head.0.position"][..., 1] = first["head.0.position"][..., 0]
+    if what == "a position behind the text":
+        first["head.0.position"] = first["head.0.position"] + TEXT
+    if what == "narrow keys":
+        first["head.0.k"] = first["head.0.k"][..., :2]
+    if what == "another dtype":
+        first["head.0.v"] = first["head.0.v"].half()
+    if what == "a layer is missing":
+        layers = layers[:1]
+    content = Compressed(layers, TEXT)
+    given = block.geometries[: len(layers)]
+    return StoredBlock(block.identity, block.prefix, block.tokens, content, block.routed, given)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "nothing",
+        "a head is missing",
+        "a token twice",
+        "a position behind the text",
+        "narrow keys",
+        "another dtype",
+        "a layer is missing",
+    ],
+)
+def test_what_does_not_fit_the_model_is_put_aside(model, what):
+    backend, text = Memory(), ids(TEXT)
+    PrefixStore(backend=backend).read(model, text, spec=SPEC)
+    (key,) = backend.scan()
+    backend._blocks[key] = changed(backend._blocks[key], what)
+    found = PrefixStore(backend=backend).read(model, text, spec=SPEC).found
+    assert found == (TEXT if what == "nothing" else 0)
+    assert backend.damaged == (what != "nothing")
+
+
+def test_bytes_are_read_again_as_they_were_written(model):
+    backend = Memory()
+    PrefixStore(backend=backend).read(model, ids(TEXT), spec=SPEC)
+    ((key, block),) = backend._blocks.items()
+    data = block.to_bytes()
+    again = StoredBlock.from_bytes(data, key)
+    assert isinstance(again.content, Compressed)
+    assert again.content.layers[1]["head.1.k"].equal(block.content.layers[1]["head.1.k"])
+    for at in range(0, len(data), 97):
+        bad = bytearray(data)
+        bad[at] ^= 1
+        with pytest.raises(ValueError, match=r"block|check|bytes|header|key"):
+            StoredBlock.from_bytes(bad, key)
+
+
+def test_generate_finds_it(monkeypatch):
+    model, store = attached(), PrefixStore()
+    kvkeep.detach(model)
+    kvkeep.attach(model, SPEC, store=store)
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    first = model.generate(ids(TEXT)[None], **greedy)
+    nothing_is_compressed(monkeypatch)
+    assert model.generate(ids(TEXT)[None], **greedy).equal(first)
+    assert store.stats().hit_tokens == TEXT - 1
+
+
+def test_an_activated_adapter_is_refused(model, monkeypatch):
+    class Activated:
+        start, adapter = 5, "0"
+
+    monkeypatch.setattr(type(host_of(model)), "activation_in", lambda *args: Activated())
+    with pytest.raises(UnsupportedError, match="use keep_all"):
+        PrefixStore().read(model, ids(TEXT), spec=SPEC)
