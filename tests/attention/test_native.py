@@ -283,6 +283,7 @@ def test_where_slots_lie(dtype, n):
 
 
 @once
+@pytest.mark.slow
 def test_mass_of_a_long_prompt():
     """In several ranges of queries, the last of them uneven, with as many kept weights in each."""
     q, k, v = qkv(heads=1, group=4, slots=2600, n=2500, width=32)

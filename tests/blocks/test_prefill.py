@@ -134,6 +134,7 @@ def test_texts_are_computed_once(monkeypatch):
     assert fed == [4]
 
 
+@pytest.mark.slow
 def test_more_is_nearer_on_a_real_model(smollm2):
     """What is computed again brings the next token's distribution nearer to the plain prefill's."""
     model, tokenizer = smollm2

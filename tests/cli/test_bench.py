@@ -180,6 +180,7 @@ def test_op_of_codecs():
     assert [row["codec"] for row in rows if row["backend"] != "native"] == ["plain", "plain"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason=native.reason)
 def test_linear():
     options = ("--shapes", "576x192,300x400", "--rows", "1,3", "--turns", "1", "--json")

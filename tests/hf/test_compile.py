@@ -85,10 +85,10 @@ def test_one_graph_for_caches_of_all_specs_in_turns(family):
     ("family", "spec"),
     [
         ("llama", SPECS[3]),
-        ("gemma3", "h2o:40@fixed"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("gemma3", "h2o:40@fixed"),
                 *(("llama", spec) for spec in (*SPECS[:3], "h2o:40@fixed")),
                 ("mistral", SPECS[0]),
                 ("gemma3", SPECS[3]),

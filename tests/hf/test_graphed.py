@@ -131,7 +131,9 @@ def test_families(family, spec):
     alike(cache, expected)
 
 
-@pytest.mark.parametrize("spec", ["keep_all+int8@fixed:80", "h2o:12@fixed:40"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param("keep_all+int8@fixed:80", marks=pytest.mark.slow), "h2o:12@fixed:40"]
+)
 def test_compiled(spec):
     model = tiny("llama").to(DEVICE)
     kvkeep.attach(model)

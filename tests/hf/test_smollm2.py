@@ -72,10 +72,8 @@ def test_attached(smollm2, name, which):
     assert text[:, -NEW:].equal(likeliest_without_cache(model, inputs, text))
 
 
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [("keep_all@growing", 0), pytest.param("keep_all@fixed", "left", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "which"), [("keep_all@growing", 0), ("keep_all@fixed", "left")])
 def test_unattached(smollm2, name, which):
     model, tokenizer = smollm2
     inputs = encode(tokenizer, which)
