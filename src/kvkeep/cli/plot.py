@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,14 +92,16 @@ def plot(
 
 
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw what each spec loses (divergence, perplexity, accuracy of tasks) over the bytes it
-    holds, with intervals of 95 %: a labelled point for each row and a colour for each model and
-    context."""
-    series = {id(row): f"{row.get('model', '')} {row['context']:,} tokens".strip() for row in rows}
-    losses = {"kl": "KL to the full cache, nats per token", "perplexity": "perplexity"}
+    """Draw what each spec loses (divergence, and accuracy of tasks or else perplexity) over the
+    bytes it holds, with intervals of 95 %: a labelled point for each row and a colour for each
+    model and context, and for kvpress."""
+    series = {id(row): _series(row) for row in rows}
+    losses = {"kl": "KL to the full cache, nats per token"}
     if any(row.get("tasks") for row in rows):
         losses["accuracy"] = "accuracy, mean of tasks"
-    figure = _figure(figsize=(6.5 * len(losses), 6.5), layout="constrained")
+    else:
+        losses["perplexity"] = "perplexity"
+    figure = _figure(figsize=(8 * len(losses), 7), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(losses))
     for panel, (column, label) in zip(panels, losses.items(), strict=True):
@@ -110,19 +113,37 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
             ends = [[v - low for _, v, low, _ in mine], [high - v for _, v, _, high in mine]]
             panel.errorbar(x, y, ends, fmt="o", elinewidth=0.7, label=name)
         panel.set(xscale="log", xlabel="MiB held", ylabel=label)
-        panel.margins(x=0.6, y=0.1)
+        panel.margins(x=0.4, y=0.1)
     # The full cache's divergence is 0, which a logarithmic axis cannot show.
     panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
     panels[0].set_ylim(bottom=-0.2 * _smallest(row["kl"] for row in rows))
-    panels[1].set_yscale("log")
+    if "perplexity" in losses:
+        panels[1].set_yscale("log")
     panels[1].legend()
     figure.canvas.draw()  # places the axes, which labels are laid out in
     for panel, column in zip(panels, losses, strict=True):
         _labelled(
             panel,
-            [(row["spec"], row["bytes"] / 2**20, _with_interval(row, column)[0]) for row in rows],
+            [
+                (_short(row["spec"]), row["bytes"] / 2**20, _with_interval(row, column)[0])
+                for row in rows
+            ],
         )
     figure.savefig(file)
+
+
+_PRESS = "kvpress "
+
+
+def _series(row: Mapping[str, Any]) -> str:
+    """What rows of one colour have in common."""
+    of = f"{row.get('model', '')} {row['context']:,} tokens".strip()
+    return f"{of}, kvpress" if row["spec"].startswith(_PRESS) else of
+
+
+def _short(spec: str) -> str:
+    """A spec without the names of files, or the name of a press."""
+    return re.sub(r",scorer=[^,+@)]*", "", spec.removeprefix(_PRESS))
 
 
 def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
