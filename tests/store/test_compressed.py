@@ -8,6 +8,7 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
+from kvkeep.geometry import Geometry
 from kvkeep.host import host_of
 from kvkeep.host.compress import read
 from kvkeep.store import PrefixStore, opened
@@ -77,6 +78,31 @@ def test_a_text_is_compressed_once(model, spec, where, dtype, tmp_path, monkeypa
     assert store.stats().hits == 2
     assert store.stats().compressed_tokens == store.stats().tokens == TEXT
     store.check()
+
+
+def test_every_kind_of_backend(model, place, monkeypatch):
+    text, more = ids(TEXT), ids(MORE, 4)
+    expected = directly(model, SPEC, text, more)
+    PrefixStore(backend=place.open()).read(model, text, spec=SPEC)
+    nothing_is_compressed(monkeypatch)
+    for prompt in (text, torch.cat([text, ids(1, 7)])):
+        found = PrefixStore(backend=place.open()).read(model, prompt, spec=SPEC)
+        assert found.found == TEXT
+    again = PrefixStore(backend=place.open()).read(model, text, spec=SPEC)
+    assert logits(model, again.cache, more)[0].equal(expected[0])
+
+
+def test_a_text_of_thousands_of_planes(tmp_path):
+    """As many as a model of 80 layers with 16 heads has in 8 bits."""
+    planes = {f"head.{i}.{name}": torch.zeros(1, 1, 1) for i in range(16) for name in "abcde"}
+    given = [Geometry(1, 16, 4, 4, torch.float32)] * 80
+    block = StoredBlock("a", "0" * 64, ids(3), Compressed([planes] * 80, 3), None, given)
+    backend = opened(str(tmp_path))
+    assert backend.put(block)
+    assert len(opened(str(tmp_path)).get(block.key).content.layers) == 80
+    (label,) = opened(str(tmp_path)).labels([block.key])
+    assert label.tokens.equal(ids(3))
+    assert backend.damaged == backend.failures == 0
 
 
 def test_the_longest_text_is_found(model, tmp_path):

@@ -29,8 +29,9 @@ FORMAT = 3
 LABEL_BYTES = 1 << 18
 """Bytes at the start of a block that contain its `Label`, unless it has thousands of planes."""
 
-HEADER_BYTES = 1 << 19
-"""Longest header of a block, in bytes: enough for thousands of planes."""
+HEADER_BYTES = 1 << 22
+"""Longest header of a block, in bytes: enough for ten thousand planes. A compressed text has some
+for each head of each layer."""
 
 MOST_BYTES = 1 << 32
 """Largest block, in bytes."""
