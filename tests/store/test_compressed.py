@@ -117,6 +117,9 @@ def test_the_longest_text_is_found(model, tmp_path):
         assert store.read(model, torch.cat([long, ids(3)]), spec=SPEC).found == 40
         assert store.read(model, torch.cat([short, ids(3)]), spec=SPEC).found == 20
         assert store.read(model, long[:30], spec=SPEC).found == 20
+        assert store.read(model, long[:30], spec=SPEC, whole_text=True).found == 0
+        begun = torch.cat([short, ids(21, 8)])  # most of it would stay uncompressed
+        assert store.read(model, begun, spec=SPEC).found == 0
 
 
 def test_only_the_same_compression_is_found(model):
@@ -176,6 +179,9 @@ def changed(block, what):
     first = layers[0]
     if what == "a head is missing":
         del first["head.1.k"], first["head.1.v"], first["head.1.position"]
+    if what == "a head is empty":
+        for name in ("head.0.k", "head.0.v", "head.0.position"):
+            first[name] = first[name][:, :, :0]
     if what == "a token twice":
         first["head.0.position"] = first["head.0.position"].clone()
         first["head.0.position"][..., 1] = first["head.0.position"][..., 0]
@@ -197,6 +203,7 @@ def changed(block, what):
     [
         "nothing",
         "a head is missing",
+        "a head is empty",
         "a token twice",
         "a position behind the text",
         "narrow keys",

@@ -47,7 +47,9 @@ def assemble_compressed(
     cache, found = host.new_cache(spec), 0
     for start, stop in spans:
         feed(host, tokens[cache.fed : start], cache)
-        text = store.read(model, tokens[start:stop], spec=spec, namespace=namespace)
+        text = store.read(
+            model, tokens[start:stop], spec=spec, namespace=namespace, whole_text=True
+        )
         found += text.found
         for layer, own, rotary in zip(cache.layers, text.cache.layers, rotaries, strict=True):
             _append(layer, own.state(), rotary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -133,6 +134,11 @@ class Encoded:
         try:
             require_keepable(cache)
             require_steady(host)
+            if compresses(cache) and cache.activation is not None:
+                raise UnsupportedError(
+                    "a text is compressed without regard to an activated adapter, which computes "
+                    "a part of this prompt"
+                )
         except UnsupportedError as error:
             feed(host, tokens, cache)
             refused = [block.refuse(str(error)) for block in self.blocks]
@@ -147,6 +153,8 @@ class Encoded:
             spans = [one.span for one in blocks if one.span is not None and not one.refused]
             spans = [Span(start, min(stop, len(tokens))) for start, stop in sorted(spans)]
             spans = [span for span in spans if span.start < span.stop]
+            ends = [0, *accumulate((span.stop for span in spans), max)]
+            spans = [one for one, end in zip(spans, ends, strict=False) if one.start >= end]
             read = assemble_compressed(
                 model, tokens, spans, spec=spec, store=store, namespace=namespace
             )

@@ -85,7 +85,9 @@ class Compressed:
         for name, planes in parts.items():
             if planes.keys() != specs.keys():
                 return f"{name} has planes {sorted(planes)}, not {sorted(specs)}"
-            slots = planes[POSITION].shape[2] if planes[POSITION].dim() == 3 else -1
+            slots = planes[POSITION].shape[2] if planes[POSITION].dim() == 3 else 0
+            if slots < 1:
+                return f"{name} holds no token"
             for plane, spec in specs.items():
                 shape = (1, 1 if spec.shared or ragged else heads, slots, *spec.shape)
                 x = planes[plane]
@@ -132,10 +134,13 @@ class CompressedTexts:
         """Bytes of all texts' slots."""
         return sum(text.content.nbytes for text in self.all())
 
-    def find(self, identity: str, tokens: Tensor) -> CompressedText | None:
-        """The longest text with which tokens (n,) begin; None: there is none."""
+    def find(self, identity: str, tokens: Tensor, least: int) -> CompressedText | None:
+        """The longest text, of at least so many tokens, with which tokens (n,) begin; None: there
+        is none."""
         known = self._texts.get(identity, [])
-        fitting = [text for text in known if begins(tokens, text.tokens)]
+        fitting = [
+            text for text in known if len(text.tokens) >= least and begins(tokens, text.tokens)
+        ]
         best = max(fitting, key=lambda text: len(text.tokens), default=None)
         if best is not None:
             best.used = next(self._clock)

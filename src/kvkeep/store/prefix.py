@@ -186,12 +186,13 @@ class PrefixStore:
         chunk: int | None = None,
         capacity: int | None = None,
         priority: int = 0,
+        whole_text: bool = False,
     ) -> Reading:
         """A cache of some tokens. The stored prefix is shared; the rest is computed and stored.
 
         With policy `kvzip` all tokens are compressed and stored as one text, unless the store holds
-        a compressed text with which they begin; then the rest is computed, kept as it is, and not
-        stored.
+        a compressed text with which they begin, of at least half of them; then the rest is
+        computed, kept as it is, and not stored.
 
         Args:
             model: of a library that kvkeep knows; see `kvkeep.host.host_of`.
@@ -203,13 +204,20 @@ class PrefixStore:
             chunk: compute so many tokens at once; None: all.
             capacity: see `kvkeep.Cache`.
             priority: see `insert`.
+            whole_text: of compressed texts, use only one of all these tokens.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         tokens = flat(tokens)
         cache, found = self.find(
-            model, tokens, prompt=prompt, spec=spec, namespace=namespace, capacity=capacity
+            model,
+            tokens,
+            prompt=prompt,
+            spec=spec,
+            namespace=namespace,
+            capacity=capacity,
+            whole_text=whole_text,
         )
         host = host_of(model)
         feed(host, tokens[found:], cache, chunk)
@@ -231,6 +239,7 @@ class PrefixStore:
         spec: Specs = "keep_all",
         namespace: str = "",
         capacity: int | None = None,
+        whole_text: bool = False,
     ) -> Reading:
         """A cache of the stored prefix of some tokens, which may be empty: `read` without computing
         the rest. See there for the arguments and errors."""
@@ -247,7 +256,7 @@ class PrefixStore:
                     "a text is compressed without regard to an activated adapter, which computes "
                     "only a part of this prompt; use keep_all"
                 )
-            self._fill_compressed(identity, host, tokens, cache)
+            self._fill_compressed(identity, host, tokens, cache, whole_text)
             return Reading(cache, cache.fed)
         with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
             if hit.fits(cache):
@@ -419,12 +428,14 @@ class PrefixStore:
             self._evicted += freed
 
     def _fill_compressed(
-        self, identity: str, host: Host, tokens: Tensor, cache: ModelCache
+        self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
     ) -> None:
-        """Copy the longest compressed text with which tokens begin into an empty cache."""
+        """Copy the longest compressed text with which tokens begin into an empty cache. `whole`:
+        all of them; otherwise at least half, because what follows is not compressed."""
+        least = len(tokens) if whole else (len(tokens) + 1) // 2
         with self._lock:
-            text = self._texts.find(identity, tokens)
-        longest = 0 if text is None else len(text.tokens)
+            text = self._texts.find(identity, tokens, least)
+        longest = least - 1 if text is None else len(text.tokens)
         if self.backend is not None and longest < len(tokens):
             found = shared_compressed(
                 self.backend, identity, tokens, longest, lambda: geometry_of(host, cache, tokens)
@@ -452,7 +463,7 @@ class PrefixStore:
         """The text, which is put among those held if the budget has room for it."""
         nbytes = text.content.nbytes
         with self._lock:
-            known = self._texts.find(identity, text.tokens)
+            known = self._texts.find(identity, text.tokens, len(text.tokens))
             if known is not None and len(known.tokens) == len(text.tokens):
                 return known
             if nbytes <= (self.budget or nbytes):
