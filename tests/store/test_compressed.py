@@ -245,6 +245,7 @@ def test_generate_finds_it(monkeypatch):
     nothing_is_compressed(monkeypatch)
     assert model.generate(ids(TEXT)[None], **greedy).equal(first)
     assert store.stats().hit_tokens == TEXT - 1
+    assert store.stats().refused == 0
 
 
 def test_an_activated_adapter_is_refused(model, monkeypatch):

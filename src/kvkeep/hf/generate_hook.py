@@ -22,7 +22,7 @@ from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
-from kvkeep.host.compress import compresses, read
+from kvkeep.host.compress import compressed_tokens, compresses, read
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 
@@ -124,7 +124,9 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
         _CALL.reset(token)
     said = getattr(output, "sequences", output)
     cache = call.cache
-    if cache is not None and cache.rows == 1 and settings.store and isinstance(said, Tensor):
+    if cache is None or cache.rows != 1 or compressed_tokens(cache):
+        return output
+    if settings.store and isinstance(said, Tensor):
         settings.store.learn(model, said[0, : cache.fed], cache, namespace=settings.namespace)
     return output
 
