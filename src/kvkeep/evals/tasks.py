@@ -61,7 +61,7 @@ def prompts(
     kind = TASKS[task]
     frame = Frame(tokenizer, length, kind.steps, task)
     depths = [10 + round(80 * i / (samples - 1)) if samples > 1 else 50 for i in range(samples)]
-    if task == "needle":
+    if kind.make is None:
         return _needles(frame, text, depths, random.Random(seed))
     draws = (random.Random(f"{task} {seed} {index}") for index in range(samples))
     return [kind.make(frame, text, draw, at) for draw, at in zip(draws, depths, strict=True)]
@@ -91,29 +91,16 @@ def _needles(
     found = []
     for index, depth in enumerate(depths):
         city, number = cities[index % len(cities)], _number(draw)
-        hidden = [(depth, f"\nThe secret number of {city} is {number}.\n")]
-        asked = Asked(
-            f"What is the secret number of {city}?",
-            f"The secret number of {city} is",
-            (number,),
-        )
-        found.append(frame.hiding(text, hidden, asked, depth))
+        asked = _asked(f"secret number of {city}", (number,))
+        found.append(frame.hiding(text, [(depth, _sentence(city, number))], asked, depth))
     return found
-
-
-def _one(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
-    return _needles(frame, text, [depth], draw)[0]
 
 
 def _multi_key(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
     """Several numbers of several names, of which one is asked."""
     hidden, cities, numbers = _several(draw)
     which = draw.randrange(_NEEDLES)
-    asked = Asked(
-        f"What is the secret number of {cities[which]}?",
-        f"The secret number of {cities[which]} is",
-        (numbers[which],),
-    )
+    asked = _asked(f"secret number of {cities[which]}", (numbers[which],))
     return frame.hiding(text, hidden, asked, hidden[which][0])
 
 
@@ -121,11 +108,7 @@ def _multi_query(frame: Frame, text: Tensor, draw: random.Random, depth: int) ->
     """Several numbers of several names, all of which are asked."""
     hidden, cities, numbers = _several(draw)
     names = f"{', '.join(cities[:-1])} and {cities[-1]}"
-    asked = Asked(
-        f"What are the secret numbers of {names}?",
-        f"The secret numbers of {names} are",
-        tuple(numbers),
-    )
+    asked = _asked(f"secret numbers of {names}", numbers)
     return frame.hiding(text, hidden, asked, depth)
 
 
@@ -137,11 +120,7 @@ def _multi_value(frame: Frame, text: Tensor, draw: random.Random, depth: int) ->
         (place, f"\nOne of the secret numbers of {city} is {number}.\n")
         for place, number in zip(_places(draw, _NEEDLES), numbers, strict=True)
     ]
-    asked = Asked(
-        f"What are the {_NEEDLES} secret numbers of {city}?",
-        f"The {_NEEDLES} secret numbers of {city} are",
-        tuple(numbers),
-    )
+    asked = _asked(f"{_NEEDLES} secret numbers of {city}", numbers)
     return frame.hiding(text, hidden, asked, depth)
 
 
@@ -253,10 +232,21 @@ def _several(draw: random.Random) -> tuple[list[tuple[int, str]], list[str], lis
     cities, numbers = draw.sample(_CITIES, _NEEDLES), _numbers(draw, _NEEDLES)
     places = _places(draw, _NEEDLES)
     hidden = [
-        (place, f"\nThe secret number of {city} is {number}.\n")
+        (place, _sentence(city, number))
         for place, city, number in zip(places, cities, numbers, strict=True)
     ]
     return hidden, cities, numbers
+
+
+def _sentence(city: str, number: str) -> str:
+    """A sentence to hide."""
+    return f"\nThe secret number of {city} is {number}.\n"
+
+
+def _asked(what: str, numbers: Sequence[str]) -> Asked:
+    """The question for hidden numbers, all of which are the answer."""
+    verb = "is" if len(numbers) == 1 else "are"
+    return Asked(f"What {verb} the {what}?", f"The {what} {verb}", tuple(numbers))
 
 
 def _places(draw: random.Random, count: int) -> list[int]:
@@ -283,14 +273,15 @@ def _six_letters() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """How a task's prompts are made, and most tokens of an answer."""
+    """How a task's prompts are made, and most tokens of an answer. `make`: of one prompt; None: the
+    prompts of `needle`, whose names differ, are made together."""
 
-    make: _Make
+    make: _Make | None
     steps: int
 
 
 TASKS = {
-    "needle": Task(_one, 12),
+    "needle": Task(None, 12),
     "multi-key": Task(_multi_key, 12),
     "multi-value": Task(_multi_value, 48),
     "multi-query": Task(_multi_query, 48),
