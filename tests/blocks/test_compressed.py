@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.block_texts import model_of, text
 from support.joined_logits import expected_apart
-from support.tiny_models import tiny
-from transformers import AutoTokenizer
 
 import kvkeep
 from kvkeep.blocks import Block, Prompt
-from kvkeep.hf.models import resolve
 from kvkeep.host import host_of
 from kvkeep.host.compress import read
 from kvkeep.store import PrefixStore, opened
-
-WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
-VOCABULARY = 49152
-
-
-def text(seed, words=40):
-    draw = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(WORDS), (words,), generator=draw).tolist()
-    return " ".join(WORDS[index] for index in chosen) + "."
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
-
-
-def model_of(family="llama", **more):
-    options = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "num_hidden_layers": 3}
-    model = tiny(family, **options | more).eval()
-    model.set_attn_implementation("eager")
-    return model
 
 
 def question(*seeds, asked="Well?"):

@@ -106,7 +106,8 @@ def test_what_a_repaired_cache_can_do(recompute, tmp_path):
             torch.testing.assert_close(after(model, other, tail), wanted)
         rows = cache.freeze().fork(rows=2)
         found = model(tail[None, :4].expand(2, -1), past_key_values=rows).logits
-        torch.testing.assert_close(found, wanted[:, :4].expand(2, -1, -1))
+        # products of two rows are summed in another order than those of one
+        torch.testing.assert_close(found, wanted[:, :4].expand(2, -1, -1), rtol=1e-4, atol=1e-4)
     with pytest.raises(kvkeep.RollbackError):
         cache.crop(-1)
     with pytest.raises(UnsupportedError):

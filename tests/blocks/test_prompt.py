@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.block_texts import model_of, text
 from support.joined_logits import expected_apart
-from support.tiny_models import tiny
-from transformers import AutoTokenizer
 
 import kvkeep
 from kvkeep.blocks import Block, Chat, Encoded, Prompt, prefill
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
-from kvkeep.hf.models import resolve
 from kvkeep.host import host_of
 from kvkeep.store import Disk, ModelGeometry, PrefixStore
 from kvkeep.store.identity import keyed
-
-WORDS = ["lamp", "tower", "bell", "storm", "harbour", "keeper", "ship", "night", "green", "stone"]
-VOCABULARY = 49152
-
-
-def text(seed, words=40):
-    draw = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(WORDS), (words,), generator=draw).tolist()
-    return " ".join(WORDS[index] for index in chosen) + "."
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
-
-
-def model_of(family="llama", **more):
-    options = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "num_hidden_layers": 3}
-    model = tiny(family, **options | more).eval()
-    model.set_attn_implementation("eager")
-    return model
 
 
 def question(*order, blocks=Block):

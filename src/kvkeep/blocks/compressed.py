@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvkeep.blocks.join import moving
+from kvkeep.blocks.join import moved, moving
 from kvkeep.blocks.prefill import Assembled, Span
 from kvkeep.geometry import Geometry
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compressed_tokens, compresses
+from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
-from kvkeep.planes import POSITION, Planes, joined, part
+from kvkeep.planes import Planes, concatenated
 from kvkeep.policy import KVzip
 from kvkeep.rotary import Rotary
 from kvkeep.store import PrefixStore
@@ -71,30 +71,17 @@ def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: 
 def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
     """Put a compressed text, which begins at position 0, behind what a layer holds."""
     held, by = layer.state(), layer.fed
-    parts = {name: _moved(layer, planes, by, rotary) for name, planes in text.parts.items()}
+    parts: Mapping[str, Planes] = text.parts
     if by:
-        parts = {
-            name: {
-                n: torch.cat([held.parts[name][n], planes[n].to(held.parts[name][n].device)], dim=2)
-                for n in planes
-            }
-            for name, planes in parts.items()
-        }
+        assert text.history.geometry is not None  # something was fed
+        dtype = text.history.geometry.dtype
+        moved_parts = dict[str, Planes]()
+        for name, planes in text.parts.items():
+            run = moved(Run.of(planes), by, rotary)
+            (placed,) = FrozenRuns([run], dtype).placed(layer.key_codec)
+            moved_parts[name] = concatenated(held.parts[name], placed)
+        parts = moved_parts
     history = (held if by else text).history.fork()
     history.columns = history.floor = by + text.history.columns
     history.joined = bool(by)
     layer.restore(LayerState(history, parts))
-
-
-def _moved(layer: LayerCache, planes: Planes, by: int, rotary: Rotary) -> dict[str, Tensor]:
-    """Planes of slots whose positions grow by so much, with keys that are rotated accordingly."""
-    found = {name: planes[name] for name in planes}
-    if not by:
-        return found
-    if rotary.inv_freq.numel():
-        geometry = layer.history.geometry
-        assert geometry is not None  # something was fed
-        keys = layer.key_codec.decode(part(planes, "k"), geometry.dtype)
-        turned = rotary.turn(keys, torch.tensor(by))
-        found |= joined(layer.key_codec.encode(turned), "k")
-    return found | {POSITION: planes[POSITION] + by}

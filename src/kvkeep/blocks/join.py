@@ -66,7 +66,7 @@ def join_at(
         history.columns, history.geometry = columns, parts[0][0].history.geometry
         history.joined = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].history.joined
         runs = [
-            _moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
+            moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
         ]
         layer.adopt_frozen(history, runs)
     result.routed = texts[0][0].routed if texts else None
@@ -101,7 +101,7 @@ def windowed(cache: ModelCache) -> str:
     return f"{len(found)} of {len(cache)} layers ({several}) have a sliding window"
 
 
-def _moved(run: Run, by: int, rotary: Rotary) -> Run:
+def moved(run: Run, by: int, rotary: Rotary) -> Run:
     """A run moved by so many positions, added to those by which it was moved before."""
     already = 0 if run.rotation is None else run.rotation.offset
     if not by and not already:
