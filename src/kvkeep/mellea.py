@@ -160,7 +160,8 @@ class KVKeepBackend(LocalHFBackend):
             text: place for text, place in read if isinstance(place, Refused) and text not in placed
         }
         places = sorted(
-            (place for _, place in read if isinstance(place, Mark)), key=lambda place: place.start
+            (place for _, place in read if isinstance(place, Mark)),
+            key=lambda place: (place.start, -place.stop),
         )
         ids, segments = tokenized(
             self._tokenizer, text, [*places, *lost.values()], special=False, shortest=SHORTEST

@@ -8,7 +8,8 @@ from support.block_texts import model_of, text
 from support.joined_logits import expected_apart
 
 import kvkeep
-from kvkeep.blocks import Block, Prompt
+from kvkeep.blocks import Block, Prompt, prefill
+from kvkeep.errors import UnsupportedError
 from kvkeep.host import host_of
 from kvkeep.host.compress import read
 from kvkeep.store import PrefixStore, opened
@@ -135,3 +136,11 @@ def test_generate_with_blocks(tokenizer):
     cache, report = encoded.prefill(model, spec="kvzip:30%", store=store)
     assert report.found == report.compressed > 0
     assert model.generate(encoded.input_ids, past_key_values=cache, **greedy).equal(first)
+
+
+def test_token_ids_are_refused_at_once():
+    model, store = model_of(), PrefixStore()
+    kvkeep.attach(model)
+    with pytest.raises(UnsupportedError, match="kvzip"):
+        prefill(model, [torch.arange(9), torch.arange(9)], spec="kvzip:40%", store=store)
+    assert store.stats().tokens == 0

@@ -174,6 +174,45 @@ def test_windows_are_kept_as_they_are(tmp_path):
     assert logits(model, found.cache, more)[0].equal(expected[0])
 
 
+def test_many_texts_that_begin_alike(model, tmp_path):
+    """As those do that a chat template puts the same instructions before."""
+    alike, store = ids(20), PrefixStore(backend=opened(str(tmp_path)))
+    texts = [torch.cat([alike, ids(20, seed)]) for seed in range(20)]
+    for text in texts:
+        store.read(model, text, spec=SPEC)
+    for text in texts:
+        store = PrefixStore(backend=store.backend)
+        assert store.read(model, torch.cat([text, ids(3)]), spec=SPEC).found == TEXT
+
+
+def test_windows_of_foreign_positions(tmp_path):
+    model, backend, text = attached("gemma3", sliding_window=12), Memory(), ids(TEXT)
+    PrefixStore(backend=backend).read(model, text, spec=SPEC)
+    (block,) = backend._blocks.values()
+    windowed = next(x for x in block.content.layers if "slots.position" in x)
+    windowed["slots.position"] -= 1
+    assert PrefixStore(backend=backend).read(model, text, spec=SPEC).found == 0
+    assert backend.damaged == 1
+
+
+def test_a_model_of_windows_alone_compresses_nothing():
+    model, text = attached("mistral", sliding_window=12), ids(TEXT)[None]
+    wanted = model.generate(text, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for store in (None, PrefixStore()):
+        kvkeep.detach(model)
+        kvkeep.attach(model, SPEC, store=store)
+        assert model.generate(text, max_new_tokens=4, do_sample=False, pad_token_id=0).equal(wanted)
+
+
+def test_generate_counts_no_refusal_and_learns_nothing(model):
+    store = PrefixStore()
+    kvkeep.detach(model)
+    kvkeep.attach(model, SPEC, store=store)
+    model.generate(ids(TEXT)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert store.stats().refused == 0
+    assert store.stats().tokens == store.stats().compressed_tokens == TEXT - 1
+
+
 def changed(block, what):
     layers = [dict(layer) for layer in block.content.layers]
     first = layers[0]

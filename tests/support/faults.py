@@ -554,7 +554,7 @@ FAULTS = (
     Fault(
         "geometry-of-a-backend-is-believed",
         "store",
-        "if not block.tokens.equal(own) or geometry_of().why_not(block, start):",
+        "if not block.tokens.equal(own) or geometry_of().why_not(block, Stretch, start):",
         "if not block.tokens.equal(own):",
         "store/test_geometry.py",
     ),

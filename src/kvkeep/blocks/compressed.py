@@ -30,6 +30,7 @@ def assemble_compressed(
     spec: Specs,
     store: PrefixStore,
     namespace: str = "",
+    capacity: int | None = None,
 ) -> Assembled:
     """A cache of tokens by policy `kvzip`. Each span is computed and compressed by itself, or taken
     from the store so; the tokens between spans are computed at their place, attend to what is held
@@ -38,18 +39,18 @@ def assemble_compressed(
     Args:
         tokens: int64 (n,), on the CPU.
         spans: ascending.
+        capacity: see `kvkeep.Cache`.
     """
+    options: dict[str, Any] = {"spec": spec, "namespace": namespace, "capacity": capacity}
     if not spans:
-        whole = store.read(model, tokens, spec=spec, namespace=namespace)
+        whole = store.read(model, tokens, **options)
         return Assembled(whole.cache, 0, whole.found, 0, 0.0, compressed_tokens(whole.cache))
     host = host_of(model)
     rotaries = moving(host)
-    cache, found = host.new_cache(spec), 0
+    cache, found = host.new_cache(spec, capacity=capacity), 0
     for start, stop in spans:
         feed(host, tokens[cache.fed : start], cache)
-        text = store.read(
-            model, tokens[start:stop], spec=spec, namespace=namespace, whole_text=True
-        )
+        text = store.read(model, tokens[start:stop], whole_text=True, **options)
         found += text.found
         for layer, own, rotary in zip(cache.layers, text.cache.layers, rotaries, strict=True):
             _append(layer, own.state(), rotary)
@@ -64,7 +65,7 @@ def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: 
     those of all tokens."""
     if compresses(cache):
         policies = [layer.policy for layer in cache.layers if isinstance(layer.policy, KVzip)]
-        tokens = max(policy.tokens.of(tokens) for policy in policies)
+        tokens = max(policy.slots(tokens) for policy in policies)
     return cache.bytes_of(geometries, tokens)
 
 

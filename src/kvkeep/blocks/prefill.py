@@ -12,8 +12,9 @@ from torch import Tensor
 from kvkeep.blocks import recomputation
 from kvkeep.blocks.join import join_at
 from kvkeep.blocks.recompute_option import Recompute, parsed
-from kvkeep.errors import ShapeError
+from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
@@ -81,6 +82,11 @@ def prefill(
     bounds = accumulate((len(text) for text in texts), initial=0)
     _, *spans = (Span(*ends) for ends in pairwise(bounds))
     tokens = torch.cat(list(map(flat, texts)))
+    if compresses(host_of(model).new_cache(spec)):
+        raise UnsupportedError(
+            "texts of token ids are joined with all their slots; for kvzip use a kvkeep.blocks."
+            "Prompt with a Block for each text, or keep_all"
+        )
     return assemble(
         model,
         tokens,

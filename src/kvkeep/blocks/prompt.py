@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
-from kvkeep.store.identity import feed, keyed, require_steady
+from kvkeep.store.identity import feed, keyed, require_one_adapter, require_steady
 from kvkeep.store.layer_slices import require_keepable
 
 _SHOWN = 40  # characters of a block in a report
@@ -134,11 +133,7 @@ class Encoded:
         try:
             require_keepable(cache)
             require_steady(host)
-            if compresses(cache) and cache.activation is not None:
-                raise UnsupportedError(
-                    "a text is compressed without regard to an activated adapter, which computes "
-                    "a part of this prompt"
-                )
+            require_one_adapter(cache)
         except UnsupportedError as error:
             feed(host, tokens, cache)
             refused = [block.refuse(str(error)) for block in self.blocks]
@@ -149,23 +144,22 @@ class Encoded:
             block.refuse(whole or _why_not(block, host, cache, store.budget))
             for block in self.blocks
         ]
+        spans = sorted(one.span for one in blocks if one.span is not None and not one.refused)
+        spans = [Span(start, min(stop, len(tokens))) for start, stop in spans]
+        spans = [span for span in spans if span.start < span.stop]
         if compressed:
-            spans = [one.span for one in blocks if one.span is not None and not one.refused]
-            spans = [Span(start, min(stop, len(tokens))) for start, stop in sorted(spans)]
-            spans = [span for span in spans if span.start < span.stop]
-            ends = [0, *accumulate((span.stop for span in spans), max)]
-            spans = [one for one, end in zip(spans, ends, strict=False) if one.start >= end]
             read = assemble_compressed(
-                model, tokens, spans, spec=spec, store=store, namespace=namespace
+                model,
+                tokens,
+                spans,
+                spec=spec,
+                store=store,
+                namespace=namespace,
+                capacity=capacity,
             )
             return self._reported(read, [span for span in spans if span.start], blocks)
         known = store.known(*keyed(host, tokens, cache.specs, namespace, cache.activation))
-        spans = [
-            Span(one.span.start, min(one.span.stop, len(tokens)))
-            for one in blocks
-            if one.span is not None and not one.refused
-        ]
-        behind = sorted(span for span in spans if span.stop > known)
+        behind = [span for span in spans if span.stop > known]
         first = behind[0].start if behind else len(tokens)
         if behind and first == 0:  # it is at the position for which it was computed
             first = behind.pop(0).stop

@@ -22,7 +22,7 @@ from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
-from kvkeep.host.compress import compressed_tokens, compresses, read
+from kvkeep.host.compress import compresses, read
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 
@@ -124,7 +124,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
         _CALL.reset(token)
     said = getattr(output, "sequences", output)
     cache = call.cache
-    if cache is None or cache.rows != 1 or compressed_tokens(cache):
+    if cache is None or cache.rows != 1:
         return output
     if settings.store and isinstance(said, Tensor):
         settings.store.learn(model, said[0, : cache.fed], cache, namespace=settings.namespace)
@@ -192,10 +192,12 @@ def prepare_cache(
         return
     if demands.drafts or demands.weights:
         demands.require(Cache(model, settings.spec))
-    specs = per_layer(settings.spec, layer_kinds(base_config(model)))
+    kinds = layer_kinds(base_config(model))
+    specs = per_layer(settings.spec, kinds)
     _chunk_prompt(model, settings, generation_config, model_kwargs, specs, 0)
     cache, chunk = None, generation_config.prefill_chunk_size
-    if any(isinstance(spec.policy, KVzip) for spec in specs):
+    whole = [spec for spec, kind in zip(specs, kinds, strict=True) if kind.window is None]
+    if any(isinstance(spec.policy, KVzip) for spec in whole):
         if drafting or drafted:
             raise UnsupportedError("kvzip compresses no prompt of drafted tokens; use keep_all")
         cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)

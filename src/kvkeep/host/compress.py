@@ -196,8 +196,7 @@ def _kept(scores: dict[int, Tensor], policies: dict[int, KVzip], tokens: int) ->
     kept: dict[int, Tensor] = {}
     for policy in dict.fromkeys(policies.values()):
         some = [index for index in scores if policies[index] == policy]
-        # Slots of a head, on average.
-        each = max(policy.tokens.of(tokens), min(policy.sinks, tokens))
+        each = policy.slots(tokens)
         worth = torch.cat([rounded(scores[index])[0] for index in some])
         worth[:, : policy.sinks] = torch.inf
         recent = min(policy.recent, (each - policy.sinks) // 2)

@@ -46,6 +46,10 @@ class KVzip(Policy):
                 "chunk must be at least 1, recent at least 0; use sinks=4,chunk=512,recent=128"
             )
 
+    def slots(self, tokens: int) -> int:
+        """How many slots of a head a text of so many tokens keeps, on average of all heads."""
+        return max(self.tokens.of(tokens), min(self.sinks, tokens))
+
     def within(self, window: int) -> Policy:
         return Window(window)
 

@@ -66,8 +66,7 @@ class Scored(Policy):
     def protected_recent(self) -> int:
         """How many of the newest tokens are never evicted."""
         if self.recent is None:
-            fixed = Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
-            return max(0, min(self.newest, ((self.budget or 0) - fixed) // 2))
+            return max(0, min(self.newest, ((self.budget or 0) - self._fixed) // 2))
         return self.recent
 
     @property
@@ -77,7 +76,12 @@ class Scored(Policy):
 
     @property
     def protected(self) -> int:
-        return self.protected_recent + self.protection.fixed
+        return self.protected_recent + self._fixed
+
+    @property
+    def _fixed(self) -> int:
+        """How many positions other than the newest are protected."""
+        return Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvkeep.store.backend import Backend, StoredBlock, beginning, digest, key_of, token_bytes
@@ -16,9 +15,7 @@ from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import common
 
-_LOOKED_AT = 16  # most blocks with the same first token that are compared
-_NOTHING = digest(torch.empty(0, dtype=torch.int64))
-"""The hash of no tokens, which stand before a whole text."""
+_LOOKED_AT = 16  # most blocks with the same start of their key that are compared
 
 
 class _Place(NamedTuple):
@@ -78,7 +75,7 @@ def shared(
         places.items(), backend.leading(list(places)), strict=False
     ):
         own = tokens[start : start + size]
-        if not block.tokens.equal(own) or geometry_of().why_not(block, start):
+        if not block.tokens.equal(own) or geometry_of().why_not(block, Stretch, start):
             backend.quarantine(key)
             fit = False
         elif fit:
@@ -89,7 +86,7 @@ def shared(
         prefix = places[list(places)[(stop - first) // size]].prefix
         last = _alike(backend, identity, prefix, own)
         if last is not None:
-            if not geometry_of().why_not(last, stop):
+            if not geometry_of().why_not(last, Stretch, stop):
                 return [*blocks, last], stop + common(last.tokens, own)
             backend.quarantine(last.key)
     return blocks, stop
@@ -98,8 +95,13 @@ def shared(
 def share_compressed(
     backend: Backend, identity: str, tokens: Tensor, content: Compressed, geometry: ModelGeometry
 ) -> None:
-    """Write a compressed text, tokens int64 (n,), to a backend as one block, unless it has it."""
-    block = StoredBlock(identity, _NOTHING, tokens, content, geometry.routed, geometry.of_rows)
+    """Write a compressed text, tokens int64 (n,), to a backend as one block, unless it has it.
+
+    In its key, the hash of its first tokens stands where other blocks have that of the tokens
+    before them; they are as many as the greatest power of two in n.
+    """
+    first = digest(tokens[: 1 << _power(len(tokens))])
+    block = StoredBlock(identity, first, tokens, content, geometry.routed, geometry.of_rows)
     if backend.missing([block.key]):
         backend.put_all([block])
 
@@ -112,37 +114,43 @@ def shared_compressed(
     geometry_of: Callable[[], ModelGeometry],
 ) -> CompressedText | None:
     """The longest compressed text in a backend with which tokens, int64 (n,), begin, if it is
-    `longer_than` so many tokens. Of texts with the same first token, some are compared. A text of
-    another geometry is quarantined."""
-    whole = key_of(identity, _NOTHING, tokens)
-    with backend.as_one_call():
-        scanned = backend.scan(beginning(identity, _NOTHING, int(tokens[0])))
-        keys = list(islice((key for key in scanned if key != whole), _LOOKED_AT))
-        lengths = {
-            key: len(label.tokens)
-            for key, label in zip(keys, backend.labels(keys), strict=True)
-            if label is not None and begins(tokens, label.tokens)
-        }
-        lengths[whole] = len(tokens)
-        for key in sorted(lengths, key=lambda key: -lengths[key]):
-            block = backend.get(key) if lengths[key] > longer_than else None
-            if block is None:
-                continue
-            geometry = geometry_of()
-            if isinstance(block.content, Compressed) and not _why_not(block, geometry):
-                return CompressedText(block.tokens, block.content, geometry)
+    `longer_than` so many tokens. A text of another geometry is quarantined.
+
+    Args:
+        geometry_of: returns the model's geometry; called only when a text was found.
+    """
+    for key in _compressed(backend, identity, tokens, longer_than):
+        block = backend.get(key)
+        if block is None:
+            continue
+        geometry = geometry_of()
+        if geometry.why_not(block, Compressed):
             backend.quarantine(key)
+        elif isinstance(block.content, Compressed):
+            return CompressedText(block.tokens, block.content, geometry)
     return None
 
 
-def _why_not(block: StoredBlock, geometry: ModelGeometry) -> str:
-    """Why a model of a geometry cannot use the block of a compressed text; empty if it can."""
-    if not isinstance(block.content, Compressed):
-        return "it is not compressed"
-    said, own = [x[1:5] for x in block.geometries], [x[1:5] for x in geometry.of_rows]
-    if (block.routed, said) != (geometry.routed, own):
-        return f"it is of {said[:1]}, routed={block.routed}, not {own[:1]}, {geometry.routed}"
-    return block.content.why_not(geometry)
+def _compressed(backend: Backend, identity: str, tokens: Tensor, longer_than: int) -> Iterator[str]:
+    """Keys of compressed texts with which tokens may begin, the longest first."""
+    for power in range(_power(len(tokens)), _power(longer_than + 1) - 1, -1):
+        first = digest(tokens[: 1 << power])
+        if power == _power(len(tokens)):
+            yield key_of(identity, first, tokens)
+            if longer_than + 1 == len(tokens):
+                return
+        with backend.as_one_call():
+            scanned = backend.scan(beginning(identity, first, int(tokens[0])))
+            keys = list(islice(scanned, _LOOKED_AT))
+            labels = zip(keys, backend.labels(keys), strict=True)
+            lengths = {key: len(x.tokens) for key, x in labels if x and begins(tokens, x.tokens)}
+        fitting = [key for key, length in lengths.items() if longer_than < length < len(tokens)]
+        yield from sorted(fitting, key=lambda key: -lengths[key])
+
+
+def _power(tokens: int) -> int:
+    """The exponent of the greatest power of two that is at most `tokens`."""
+    return tokens.bit_length() - 1
 
 
 def _places(identity: str, tokens: Tensor, first: int, size: int) -> dict[str, _Place]:

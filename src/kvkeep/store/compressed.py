@@ -60,44 +60,28 @@ class Compressed:
         history = History()
         history.columns = history.floor = len(self)
         history.geometry = geometry
-        parts: dict[str, dict[str, Tensor]] = {}
-        for name, x in self.layers[index].items():
-            part, _, plane = name.rpartition(".")
-            parts.setdefault(part, {})[plane] = x
-        return LayerState(history, parts).to(geometry.device)
+        return LayerState(history, _parts(self.layers[index])).to(geometry.device)
 
-    def why_not(self, geometry: ModelGeometry) -> str:
-        """Why layers of this geometry cannot hold it; empty if they can."""
-        if len(self.layers) != len(geometry.layers):
-            return f"it has {len(self.layers)} layers, not {len(geometry.layers)}"
-        for index, layer in enumerate(geometry.layers):
-            reason = self._why_not(index, layer)
-            if reason:
-                return f"layer {index} {reason}"
-        return ""
-
-    def _why_not(self, index: int, layer: LayerGeometry) -> str:
-        heads, specs, ragged = layer.of_row.heads, layer.planes, layer.ragged
-        own = {f"head.{head}" for head in range(heads)} if ragged else {"slots"}
-        parts = self.state(index, layer.of_row._replace(device=torch.device("cpu"))).parts
+    def why_not(self, index: int, layer: LayerGeometry, start: int = 0) -> str:
+        """Why a layer cannot hold its part of this; empty if it can. `start` is 0."""
+        parts = _parts(self.layers[index])
+        heads = layer.of_row.heads
+        own = {f"head.{head}" for head in range(heads)} if layer.ragged else {"slots"}
         if parts.keys() != own:
-            return f"has parts {sorted(parts)}, not {sorted(own)}"
+            return f" has parts {sorted(parts)}, not {sorted(own)}"
         for name, planes in parts.items():
-            if planes.keys() != specs.keys():
-                return f"{name} has planes {sorted(planes)}, not {sorted(specs)}"
-            slots = planes[POSITION].shape[2] if planes[POSITION].dim() == 3 else 0
-            if slots < 1:
-                return f"{name} holds no token"
-            for plane, spec in specs.items():
-                shape = (1, 1 if spec.shared or ragged else heads, slots, *spec.shape)
-                x = planes[plane]
-                if (tuple(x.shape), x.dtype) != (shape, spec.dtype):
-                    return f"{name}.{plane} is {tuple(x.shape)} {x.dtype}, not {shape} {spec.dtype}"
-            position = planes[POSITION].flatten().sort().values
-            if slots and not (0 <= int(position[0]) <= int(position[-1]) < len(self)):
-                return f"{name} has positions outside of its {len(self)} tokens"
-            if bool((position[1:] == position[:-1]).any()):
-                return f"{name} holds a token twice"
+            position = planes.get(POSITION, torch.empty(0)).flatten()
+            slots = len(position)
+            reason = layer.why_not(planes, 1 if layer.ragged else heads, slots)
+            if reason:
+                return f", {name}{reason}"
+            at = position.sort().values.tolist()
+            if layer.ragged and not (at and at[0] >= 0 and at[-1] < len(self)):
+                return f", {name} has no positions, or some outside of its {len(self)} tokens"
+            if len(set(at)) < slots:
+                return f", {name} holds a token twice"
+            if not layer.ragged and at != list(range(max(1, len(self)) - slots, len(self))):
+                return f", {name} has positions other than the newest {slots}"
         return ""
 
 
@@ -153,11 +137,20 @@ class CompressedTexts:
 
     def remove(self, text: CompressedText) -> int:
         """Forget a text; the bytes that this frees."""
-        for identity, texts in self._texts.items():
-            if any(one is text for one in texts):
-                self._texts[identity] = [one for one in texts if one is not text]
-                return text.content.nbytes
-        return 0
+        (identity,) = (name for name, some in self._texts.items() if any(x is text for x in some))
+        self._texts[identity] = [x for x in self._texts[identity] if x is not text]
+        if not self._texts[identity]:
+            del self._texts[identity]
+        return text.content.nbytes
+
+
+def _parts(planes: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """A layer's planes by part, of planes by the names of a part and a plane."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, x in planes.items():
+        part, _, plane = name.rpartition(".")
+        parts.setdefault(part, {})[plane] = x
+    return parts
 
 
 def begins(tokens: Tensor, with_these: Tensor) -> bool:

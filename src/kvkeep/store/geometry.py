@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvkeep.cache import Cache
 from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
-from kvkeep.planes import POSITION, PlaneSpec
-from kvkeep.store.layer_slices import Stretch
+from kvkeep.planes import Planes, PlaneSpec
 
 if TYPE_CHECKING:
     from kvkeep.store.backend import StoredBlock
+    from kvkeep.store.compressed import Compressed
+    from kvkeep.store.layer_slices import Stretch
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,16 @@ class LayerGeometry:
         """The geometry of a layer that is fed such keys and values."""
         planes = planes_of(layer, geometry)
         return cls(geometry._replace(rows=1), planes, layer.policy.ragged)
+
+    def why_not(self, planes: Planes, heads: int, slots: int) -> str:
+        """Why planes are not those of so many slots of some of the heads; empty if they are."""
+        if planes.keys() != self.planes.keys():
+            return f" has planes {sorted(planes)}, not {sorted(self.planes)}"
+        for name, spec in self.planes.items():
+            shape, x = (1, 1 if spec.shared else heads, slots, *spec.shape), planes[name]
+            if (tuple(x.shape), x.dtype) != (shape, spec.dtype):
+                return f", plane {name} is {tuple(x.shape)} {x.dtype}, not {shape} {spec.dtype}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -75,38 +84,26 @@ class ModelGeometry:
         """The geometry of one row of each layer, on its device."""
         return [layer.of_row for layer in self.layers]
 
-    def why_not(self, block: StoredBlock, start: int) -> str:
+    def why_not(self, block: StoredBlock, kind: type[Stretch | Compressed], start: int = 0) -> str:
         """Why a block is not of this geometry; empty if it is.
 
         Args:
+            kind: what it must hold.
             start: the position of its first token.
         """
-        if not isinstance(block.content, Stretch):
-            return "it is a compressed text"
+        if not isinstance(block.content, kind):
+            return f"it is a {type(block.content).__name__}, not a {kind.__name__}"
         if block.routed != self.routed:
             return f"it was computed with routed={block.routed}, not {self.routed}"
-        if len(block.geometries) != len(self.layers):
-            return f"it has {len(block.geometries)} layers, not {len(self.layers)}"
-        n = len(block.tokens)
-        position = torch.arange(start, start + n, dtype=torch.int32)
-        for index, (layer, found, planes) in enumerate(
-            zip(self.layers, block.geometries, block.content.layers, strict=True)
-        ):
+        if not len(block.geometries) == len(block.content.layers) == len(self.layers):
+            return f"it has {len(block.content.layers)} layers, not {len(self.layers)}"
+        for index, (layer, found) in enumerate(zip(self.layers, block.geometries, strict=True)):
             said, own = found[1:5], layer.of_row[1:5]  # a block lies on no device
             if said != own:
                 return f"layer {index} has heads, widths and dtype {said}, not {own}"
-            if planes.keys() != layer.planes.keys():
-                return f"layer {index} has planes {sorted(planes)}, not {sorted(layer.planes)}"
-            for name, spec in layer.planes.items():
-                shape = (1, 1 if spec.shared else layer.of_row.heads, n, *spec.shape)
-                x = planes[name]
-                if (tuple(x.shape), x.dtype) != (shape, spec.dtype):
-                    return (
-                        f"layer {index}, plane {name} is {tuple(x.shape)} {x.dtype}, not {shape} "
-                        f"{spec.dtype}"
-                    )
-            if not planes[POSITION].flatten().cpu().equal(position):
-                return f"layer {index} has positions other than {start} to {start + n - 1}"
+            reason = block.content.why_not(index, layer, start)
+            if reason:
+                return f"layer {index}{reason}"
         return ""
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache
+from kvkeep.host.compress import compresses
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 from kvkeep.store.geometry import ModelGeometry
@@ -81,6 +82,16 @@ def require_steady(host: Host) -> None:
         raise UnsupportedError(
             f"rotary frequencies of kind {host.changing_rotary} depend on a text's length, so its "
             "slots serve no other text; use the cache without a store"
+        )
+
+
+def require_one_adapter(cache: ModelCache) -> None:
+    """Raise UnsupportedError when a cache would compress what an activated adapter computes only a
+    part of."""
+    if compresses(cache) and cache.activation is not None:
+        raise UnsupportedError(
+            "a text is compressed without regard to an activated adapter, which computes only a "
+            "part of this prompt; use keep_all"
         )
 
 

@@ -13,8 +13,9 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
-from kvkeep.planes import Planes, Reach, plane_bytes
+from kvkeep.planes import POSITION, Planes, Reach, plane_bytes
 from kvkeep.policy import KVzip
+from kvkeep.store.geometry import LayerGeometry
 
 
 @final
@@ -59,6 +60,16 @@ class Stretch:
     def head(self, tokens: int) -> Stretch:
         """The first `tokens` tokens, not copied."""
         return Stretch([planes.head(tokens) for planes in self.layers], tokens)
+
+    def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
+        """Why a layer cannot hold its part of this, from position `start` on; empty if it can."""
+        planes, stop = self.layers[index], start + len(self)
+        reason = layer.why_not(planes, layer.of_row.heads, len(self))
+        if reason:
+            return reason
+        if not planes[POSITION].flatten().cpu().equal(torch.arange(start, stop, dtype=torch.int32)):
+            return f" has positions other than {start} to {stop - 1}"
+        return ""
 
 
 def why_not_kept(layer: LayerCache) -> str:

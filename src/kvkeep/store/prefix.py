@@ -12,15 +12,22 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
+from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.host import Host, ModelCache, Specs, host_of
-from kvkeep.host.compress import compress, compresses
+from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
 from kvkeep.store.compressed import Compressed, CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
-from kvkeep.store.identity import feed, flat, geometry_of, keyed, require_steady
+from kvkeep.store.identity import (
+    feed,
+    flat,
+    geometry_of,
+    keyed,
+    require_one_adapter,
+    require_steady,
+)
 from kvkeep.store.layer_slices import (
     Stretch,
     require_keepable,
@@ -96,10 +103,7 @@ class PrefixStore:
         with self._lock:
             match = self._tree(identity).match(tokens)
             match.node.locks += 1
-            found = bool(match.length)
-            self._hits, self._misses = self._hits + found, self._misses + (not found)
-            self._hit_tokens += match.length
-            self._asked_tokens += len(tokens)
+            self._count(match.length, len(tokens))
             return Hit(match, self._geometries.get(identity), self._unlock)
 
     def insert(
@@ -225,7 +229,7 @@ class PrefixStore:
             if len(tokens):
                 compress(host, cache, tokens)
                 self._add_compressed(host, tokens, cache, namespace, priority)
-        elif cache.fed > found and not any(layer.policy.ragged for layer in cache.layers):
+        elif cache.fed > found and not compressed_tokens(cache):
             text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
         return Reading(cache, found)
@@ -249,13 +253,9 @@ class PrefixStore:
         require_steady(host)
         whole = tokens if prompt is None else flat(prompt)
         cache.activation = host.activation_in(whole)
+        require_one_adapter(cache)
         identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
         if compresses(cache):
-            if cache.activation is not None:
-                raise UnsupportedError(
-                    "a text is compressed without regard to an activated adapter, which computes "
-                    "only a part of this prompt; use keep_all"
-                )
             self._fill_compressed(identity, host, tokens, cache, whole_text)
             return Reading(cache, cache.fed)
         with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
@@ -273,7 +273,8 @@ class PrefixStore:
         priority: int = 0,
     ) -> int:
         """Store everything that a model's cache was fed, such as a prompt and its answer. A cache
-        that evicted tokens is not stored. If an activated adapter is active, the cache must come
+        that evicted tokens is not stored, and a compressed one is neither stored nor counted as
+        refused. If an activated adapter is active, the cache must come
         from `read` or `prefill`.
 
         Args:
@@ -282,6 +283,8 @@ class PrefixStore:
         Returns:
             How many of the tokens are stored.
         """
+        if compressed_tokens(cache):
+            return 0
         host = host_of(model)
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
@@ -386,15 +389,7 @@ class PrefixStore:
             known = self._tree(identity).match(tokens).length
         if known == len(tokens):
             return
-
-        def agreed() -> ModelGeometry:
-            """The model's geometry, never that of the backend's blocks."""
-            own = self._geometries.get(identity)
-            if own is None:
-                assert geometry is not None
-                own = self._agreed(identity, geometry())
-            return own
-
+        agreed = partial(self._geometry, identity, geometry)
         first = known // self.block * self.block
         blocks, stop = shared(self.backend, identity, tokens, first, self.block, agreed)
         if stop <= known:
@@ -437,15 +432,12 @@ class PrefixStore:
             text = self._texts.find(identity, tokens, least)
         longest = least - 1 if text is None else len(text.tokens)
         if self.backend is not None and longest < len(tokens):
-            found = shared_compressed(
-                self.backend, identity, tokens, longest, lambda: geometry_of(host, cache, tokens)
-            )
+            probed = partial(geometry_of, host, cache, tokens)
+            agreed = partial(self._geometry, identity, probed)
+            found = shared_compressed(self.backend, identity, tokens, longest, agreed)
             text = text if found is None else self._held(identity, found, priority=0)
-        length = 0 if text is None else len(text.tokens)
         with self._lock:
-            self._hits, self._misses = self._hits + bool(text), self._misses + (not text)
-            self._hit_tokens += length
-            self._asked_tokens += len(tokens)
+            self._count(0 if text is None else len(text.tokens), len(tokens))
         if text is not None:
             text.fill(cache)
 
@@ -454,7 +446,8 @@ class PrefixStore:
     ) -> None:
         """Store what a cache keeps of tokens that it has just compressed."""
         identity = keyed(host, tokens, cache.specs, namespace).identity
-        content, geometry = Compressed.of(cache), ModelGeometry.of_cache(cache)
+        geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
+        content = Compressed.of(cache)
         self._held(identity, CompressedText(tokens.clone(), content, geometry), priority)
         if self.backend is not None:
             share_compressed(self.backend, identity, tokens, content, geometry)
@@ -464,11 +457,12 @@ class PrefixStore:
         nbytes = text.content.nbytes
         with self._lock:
             known = self._texts.find(identity, text.tokens, len(text.tokens))
-            if known is not None and len(known.tokens) == len(text.tokens):
+            if known is not None:
                 return known
-            if nbytes <= (self.budget or nbytes):
-                self._make_room(nbytes)
-            if self.nbytes + nbytes <= (self.budget or self.nbytes + nbytes):
+            if self.budget is not None and nbytes > self.budget:
+                return text
+            self._make_room(nbytes)
+            if self.budget is None or self.nbytes + nbytes <= self.budget:
                 self._texts.add(identity, text, priority)
                 self.nbytes += nbytes
         return text
@@ -479,6 +473,23 @@ class PrefixStore:
 
     def _tree(self, identity: str) -> RadixTree[Stretch]:
         return self._trees.setdefault(identity, RadixTree(self._clock))
+
+    def _count(self, found: int, asked: int) -> None:
+        """Count a hit of so many tokens, or a miss."""
+        self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
+        self._hit_tokens += found
+        self._asked_tokens += asked
+
+    def _geometry(
+        self, identity: str, geometry: Callable[[], ModelGeometry] | None
+    ) -> ModelGeometry:
+        """The model's geometry, never that of the backend's blocks. `geometry` returns it, and is
+        called the first time only."""
+        own = self._geometries.get(identity)
+        if own is None:
+            assert geometry is not None
+            own = self._agreed(identity, geometry())
+        return own
 
     def _agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
         """The geometry of an identity's entries: that of the first one.
