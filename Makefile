@@ -27,6 +27,9 @@ redis:
 	  apt-get update -qq && apt-get install -qqy --no-install-recommends redis-server >/dev/null; } || \
 	  echo "no redis-server: its tests are skipped"
 
+# Without what LitGPT asks for, which is an older huggingface-hub than transformers needs.
+LITGPT := litgpt lightning lightning-utilities torchmetrics pytorch-lightning jsonargparse
+
 # The native kernels' tests.
 KERNELS := tests/attention tests/test_linears.py tests/test_native_step.py tests/test_native_packed.py
 
@@ -50,4 +53,5 @@ emulate: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-deps $(LITGPT)
 	touch $@

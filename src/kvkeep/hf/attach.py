@@ -30,7 +30,7 @@ from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
 from kvkeep.hf.weights import ask_for_weights
-from kvkeep.host import Specs
+from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.linears import route, unroute
@@ -98,7 +98,9 @@ def attach(
     `generate` builds. Training forwards, and caches that are not kvkeep's, run as before.
 
     Args:
-        model: a decoder, or a model that contains one; a PEFT model is unwrapped.
+        model: a decoder, or a model that contains one; a PEFT model is unwrapped. A model of
+            another library that kvkeep knows is attached as its host does it: see
+            `kvkeep.litgpt.attach.attach`. Such a model takes only `spec`, `linears` and `compile`.
         spec: the spec of caches built for the model; see `kvkeep.Cache`.
         store: where `generate()` looks up prefixes of prompts and stores what it computed; see
             `kvkeep.PrefixStore`. It is used for single prompts without a cache of your own.
@@ -126,6 +128,14 @@ def attach(
         SpecError: the spec does not exist or does not fit the model, or `recompute` or
             `prefill_chunk` is invalid.
     """
+    other = _other_host(model)
+    if other is not None:
+        if store is not None:
+            raise UnsupportedError(
+                f"a model of {other.library} takes no store when it is attached; read prompts with "
+                "store.read(model, ids), and set the attachment's cache"
+            )
+        return cast(Attachment, other.attach(spec, linears=linears, compile=compile))
     parsed(recompute)
     if prefill_chunk is not None and prefill_chunk < 1:
         raise SpecError(
@@ -186,6 +196,10 @@ def detach(model: PreTrainedModel) -> None:
     Raises:
         StateError: the model is not attached.
     """
+    other = _other_host(model)
+    if other is not None:
+        other.detach()
+        return
     model = unwrapped(model)
     attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
     if attachment is None:
@@ -203,6 +217,15 @@ def detach(model: PreTrainedModel) -> None:
     for name in ("_prepare_cache_for_generation", "generate", "init_continuous_batching"):
         model.__dict__.pop(name, None)
     deactivate(model)
+
+
+def _other_host(model: Any) -> Host | None:
+    """The host of a model of another library; None: transformers, or unknown."""
+    try:
+        host = host_of(model)
+    except UnsupportedError:
+        return None
+    return None if host.library == "transformers" else host
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

@@ -12,7 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from kvkeep.errors import UnsupportedError
 from kvkeep.host.contract import Host
 
-_KNOWN = {"transformers.modeling_utils": ("transformers", "kvkeep.hf.host", "TransformersHost")}
+_KNOWN = {
+    "transformers.modeling_utils": ("transformers", "kvkeep.hf.host", "TransformersHost"),
+    "litgpt.model": ("LitGPT", "kvkeep.litgpt.host", "LitGPTHost"),
+}
 """The module of a library's base class for models -> the library's name, and the module and name of
 the host's class."""
 

@@ -1,0 +1,184 @@
+"""attach and detach: make a LitGPT model use kvkeep's caches, and undo it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from litgpt.model import GPT
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from kvkeep.errors import ShapeError, StateError
+from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.linears import route as route_linears
+from kvkeep.linears import unroute as unroute_linears
+from kvkeep.litgpt.decoder import FORWARD, Forward, route, unroute
+
+_ATTRIBUTE = "_kvkeep_attachment"
+
+
+@dataclass(eq=False, repr=False)
+class Attachment:
+    """The result of `attach`. As a context manager it detaches the model on exit.
+
+    `cache` is the cache of the forwards with `input_pos`. Set it to go on from another one, such as
+    a fork, or what a `PrefixStore` found.
+    """
+
+    model: GPT
+    spec: Specs
+    cache: ModelCache
+    linears: int
+    _hooks: tuple[RemovableHandle, ...]
+    _mask: Tensor | None
+
+    def __repr__(self) -> str:
+        return f"kvkeep: {len(self.cache)} layers of GPT, {self.spec}"
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        detach(self.model)
+
+
+def attach(gpt: GPT, spec: Specs, *, linears: bool = False) -> Attachment:
+    """Make forwards of `gpt` with `input_pos` use a kvkeep cache. `set_kv_cache` is not needed; the
+    dense mask of LitGPT's own cache is not allocated.
+
+    A forward at position 0 begins a new cache, one at the next position continues it, and one at an
+    earlier position first removes the tokens from there on. Forwards without `input_pos`, such as
+    those of training, run as before.
+
+    Raises:
+        StateError: the model is attached already.
+        UnsupportedError: kvkeep does not support its attention; the model is left unchanged.
+        SpecError: the spec does not exist or does not fit the model.
+    """
+    if attachment_of(gpt) is not None:
+        raise StateError("this GPT is attached already; call kvkeep.detach(gpt) first")
+    cache = host_of(gpt).new_cache(spec)
+    route(gpt)
+    hooks = (
+        gpt.register_forward_pre_hook(_begin, with_kwargs=True),
+        gpt.register_forward_hook(_end, always_call=True),
+    )
+    count = route_linears(gpt) if linears else 0
+    attachment = Attachment(gpt, spec, cache, count, hooks, gpt.mask_cache)
+    gpt.__dict__[_ATTRIBUTE] = attachment
+    gpt.__dict__["set_kv_cache"] = gpt.__dict__["clear_kv_cache"] = partial(_renew, attachment)
+    # One element, for whatever LitGPT selects of it: kvkeep's attention uses no mask.
+    length = gpt.config.block_size
+    gpt.mask_cache = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, length, 1)
+    return attachment
+
+
+def detach(gpt: GPT) -> None:
+    """Undo `attach`.
+
+    Raises:
+        StateError: the model is not attached.
+    """
+    attachment = attachment_of(gpt)
+    if attachment is None:
+        raise StateError("this GPT is not attached; call kvkeep.attach(gpt)")
+    for hook in attachment._hooks:
+        hook.remove()
+    unroute(gpt)
+    if attachment.linears:
+        unroute_linears(gpt)
+    gpt.mask_cache = attachment._mask
+    for name in (_ATTRIBUTE, "set_kv_cache", "clear_kv_cache"):
+        gpt.__dict__.pop(name, None)
+
+
+def attachment_of(gpt: GPT) -> Attachment | None:
+    """What `attach` returned for a model; None: it is not attached."""
+    found: Attachment | None = gpt.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def _renew(attachment: Attachment, *args: object, **options: object) -> None:
+    """Begin a new cache; `set_kv_cache` and `clear_kv_cache` of an attached model do only this."""
+    attachment.cache = host_of(attachment.model).new_cache(attachment.spec)
+
+
+_ENTERED = "_kvkeep_entered"
+
+
+def _begin(
+    gpt: GPT, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward hook: enter a forward of the attachment's cache, if `input_pos` is given."""
+    names = ("idx", "input_pos", "input_pos_maxp1", "lm_head_chunk_size")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    at, ids = given.get("input_pos"), given["idx"]
+    if at is None:
+        return None
+    attachment = attachment_of(gpt)
+    assert attachment is not None
+    position = _placed(attachment, ids, at)
+    attachment.cache.begin(ids.shape[1])
+    gpt.__dict__[_ENTERED] = FORWARD.set(Forward(attachment.cache.layers, position))
+    given["input_pos"], given["input_pos_maxp1"] = at.clamp(min=0), None
+    return (), given
+
+
+def _end(gpt: GPT, args: Any, output: Any) -> None:
+    """Forward hook: leave the forward that `_begin` entered, whether or not it failed."""
+    entered = gpt.__dict__.pop(_ENTERED, None)
+    if entered is not None:
+        FORWARD.reset(entered)
+
+
+def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
+    """Positions of ids (B, n) as layers take them, in a cache that holds the tokens before them.
+
+    Args:
+        at: `input_pos` as given, (n,) or (B, n).
+
+    Raises:
+        ShapeError: they are not one for each token, or do not ascend by one.
+        StateError: the cache lacks tokens before the first of them.
+        RollbackError: the cache cannot remove the tokens from the first of them on.
+    """
+    if at.shape not in (ids.shape[1:], ids.shape):
+        raise ShapeError(
+            f"input_pos {tuple(at.shape)} for token ids {tuple(ids.shape)}; give (n,) or (B, n)"
+        )
+    if at.dim() == 2 and bool((at >= 0).all()) and bool((at == at[:1]).all()):
+        at = at[0]
+    if bool((at.clamp(min=0).amin(dim=-1) == 0).all()):
+        if attachment.cache.fed:
+            _renew(attachment)
+    elif at.dim() == 1 and not attachment.cache.layers[0].padded:
+        _return_to(attachment.cache, int(at[0]))
+    cache = attachment.cache
+    real = at >= 0 if at.dim() == 2 else None
+    wanted = cache.layers[0].next_positions(ids.shape[1], at.device, real)
+    if not wanted.expand(at.shape).equal(at.to(torch.int32)):
+        raise ShapeError(
+            f"input_pos {at.tolist()} does not follow the {cache.fed} columns of the cache, which "
+            f"go on at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
+        )
+    return wanted
+
+
+def _return_to(cache: ModelCache, columns: int) -> None:
+    """Remove the tokens that a cache was fed from a column on."""
+    if columns > cache.fed:
+        raise StateError(
+            f"input_pos begins at {columns}, but the cache was fed {cache.fed} tokens; feed those "
+            "between first"
+        )
+    if columns < cache.fed:
+        cache.rewind(columns)

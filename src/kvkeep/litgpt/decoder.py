@@ -1,0 +1,190 @@
+"""What a LitGPT model computes, with attention by the layers of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from litgpt.lora import CausalSelfAttention as LoRAAttention
+from litgpt.model import (
+    GPT,
+    CausalSelfAttention,
+    KVCache,
+    MultiheadLatentAttention,
+    do_softcapping,
+)
+from torch import Tensor, nn
+
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.host import LayerStep, Narrowed
+from kvkeep.layer.step import StepInputs
+
+_ATTENTION = (CausalSelfAttention, LoRAAttention, MultiheadLatentAttention)
+_INSTEAD = "scaled_dot_product_attention"  # the method of an attention that is replaced
+
+
+@dataclass
+class Forward:
+    """One forward: what attends in each layer, and the positions, int32 (n,), or (B, n) with -1 for
+    padding. `handed` holds keys and values between a layer's cache and its attention."""
+
+    steps: Sequence[LayerStep]
+    position: Tensor
+    handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+FORWARD: ContextVar[Forward | None] = ContextVar("kvkeep_litgpt_forward", default=None)
+"""The forward that this thread is in; None: none through a kvkeep cache."""
+
+
+class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
+    """Stands in an attention's place for a cache, and keeps what it is given for the attention
+    that follows."""
+
+    def __init__(self, index: int, before: KVCache | None) -> None:
+        nn.Module.__init__(self)  # without the buffers of a KVCache
+        self.index = index
+        self.before = (before,)  # in a tuple, so that it is no submodule
+
+    def forward(self, input_pos: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values, (B, H, n, D), as they are."""
+        forward = FORWARD.get()
+        if forward is None:
+            raise StateError(
+                "a block of an attached LitGPT model was called by itself with input_pos; call the "
+                "model"
+            )
+        forward.handed[self.index] = k, v
+        return k, v
+
+    def reset_parameters(self) -> None:
+        """It has none."""
+
+
+class Attention:
+    """`scaled_dot_product_attention` of an attached layer."""
+
+    def __init__(self, module: Any, index: int) -> None:
+        self.module, self.index = module, index
+        config = module.config
+        latent = isinstance(module, MultiheadLatentAttention)
+        width = config.qk_head_dim if latent else config.head_size
+        self.scale = (config.attention_scores_scalar or width) ** -0.5 * module.mscale**2
+        self.softcap = config.attention_logit_softcapping
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q (B, Hq, n, D) -> (B, n, Hq, D). Keys and values of a cache are taken from where the
+        layer handed them over, before it repeated their heads."""
+        forward = FORWARD.get()
+        handed = None if forward is None else forward.handed.pop(self.index, None)
+        if forward is None or handed is None:
+            out: Tensor = getattr(type(self.module), _INSTEAD)(self.module, q, k, v, mask)
+            return out
+        position = forward.position.to(q.device)
+        inputs = StepInputs(q, *handed, position, self.scale, self.softcap)
+        return forward.steps[self.index].run(inputs).transpose(1, 2)
+
+
+def attentions(gpt: GPT) -> list[Any]:
+    """The attention of each layer.
+
+    Raises:
+        UnsupportedError: one computes something else than LitGPT's own, such as an adapter's.
+    """
+    found = [block.attn for block in gpt.transformer.h]
+    for index, module in enumerate(found):
+        if type(module) not in _ATTENTION:
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise UnsupportedError(
+                f"kvkeep cannot attach this GPT: the attention of layer {index} is a {kind}; use "
+                "the models of litgpt.model or litgpt.lora"
+            )
+    return found
+
+
+def route(gpt: GPT) -> None:
+    """Let every layer's attention run the steps of the current `FORWARD`, where there is one."""
+    for index, module in enumerate(attentions(gpt)):
+        before = module.kv_cache
+        del module.kv_cache
+        module.kv_cache = Handover(index, before)
+        module.__dict__[_INSTEAD] = Attention(module, index)
+
+
+def unroute(gpt: GPT) -> None:
+    """Undo `route`."""
+    for module in attentions(gpt):
+        (before,) = module.kv_cache.before
+        del module.kv_cache  # so that what was no submodule becomes none
+        module.kv_cache = before
+        module.__dict__.pop(_INSTEAD, None)
+
+
+def is_routed(gpt: GPT) -> bool:
+    """Whether `route` was called."""
+    return _INSTEAD in gpt.transformer.h[0].attn.__dict__
+
+
+NARROWED: ContextVar[tuple[int, Callable[[], Narrowed]] | None] = ContextVar(
+    "kvkeep_litgpt_narrowed", default=None
+)
+"""From which layer on this thread's forwards compute only the tokens that a function returns."""
+
+
+def run(gpt: GPT, ids: Tensor, forward: Forward) -> Tensor:
+    """Feed ids (B, n); returns what `ln_f` returns, (B, n, width)."""
+    narrowed = NARROWED.get()
+    with running(gpt, forward):
+        x = embedded(gpt, ids)
+        for index in range(len(forward.steps)):
+            if narrowed is not None and index == narrowed[0]:
+                chosen = narrowed[1]()
+                x = x[:, chosen.indices.to(x.device)]
+                forward.position = chosen.positions.to(torch.int32)
+            x = block(gpt, index, x, forward.position)
+        found: Tensor = gpt.transformer.ln_f(x)
+        return found
+
+
+@contextmanager
+def running(gpt: GPT, forward: Forward) -> Iterator[None]:
+    """A forward of this thread."""
+    if not is_routed(gpt):
+        raise StateError("this GPT is not attached; call kvkeep.attach(gpt)")
+    token = FORWARD.set(forward)
+    try:
+        yield
+    finally:
+        FORWARD.reset(token)
+
+
+def embedded(gpt: GPT, ids: Tensor) -> Tensor:
+    """The first layer's input, (B, n, width), of ids (B, n)."""
+    x: Tensor = gpt.transformer.wte(ids)
+    if gpt.config.scale_embeddings:
+        x = x * torch.tensor(gpt.config.n_embd**0.5, dtype=x.dtype)
+    return x
+
+
+def block(gpt: GPT, index: int, x: Tensor, position: Tensor) -> Tensor:
+    """Run one layer on x (B, n, width) at positions (n,) or (B, n), within a `running` forward."""
+    place = position.to(gpt.cos.device).long().clamp(min=0)
+    cos, sin = (table[place] for table in (gpt.cos, gpt.sin))
+    if position.dim() == 1:
+        cos, sin = cos[None], sin[None]
+    which = gpt.config.rope_indices
+    if which is not None:
+        cos, sin = cos[..., which[index]], sin[..., which[index]]
+    out: Tensor = gpt.transformer.h[index](x, cos, sin, None, place)
+    return out
+
+
+def logits(gpt: GPT, x: Tensor) -> Tensor:
+    """The logits (..., V) of what `ln_f` returned, (..., width)."""
+    found: Tensor = gpt.lm_head(x)
+    most = gpt.config.final_logit_softcapping
+    return found if most is None else do_softcapping(found, most)
