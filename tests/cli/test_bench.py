@@ -238,6 +238,23 @@ def test_decode():
     assert result["bandwidth_floor_us_per_token"] == pytest.approx(floor)
 
 
+@pytest.mark.usefixtures("_model")
+def test_decode_by_litgpt():
+    pytest.importorskip("litgpt")
+    options = ("--host", "litgpt", "--contexts", "8,200", "--turns", "1", "--device", "cpu")
+    result = last_line(run("decode", *options, "--specs", "keep_all;h2o:64", "--json"))
+    assert result["host"] == "litgpt"
+    rows = {(row["system"], row["context"]): row for row in result["rows"]}
+    ours = ("kvkeep", "kvkeep h2o:64", "kvkeep+linears", "kvkeep+linears h2o:64")
+    assert set(rows) == {(name, held) for name in (*ours, "litgpt") for held in (8, 200)}
+    for held in (8, 200):
+        assert rows["kvkeep", held]["agrees"]
+        assert rows["litgpt", held]["error"] == 0
+        assert rows["litgpt", held]["median_ms"] > 0
+    for wrong in (("--ways", "graph"), ("--against", "hf-dynamic"), ("--host", "jax")):
+        assert run("decode", *options, *wrong).exit_code == 2
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_model")
 def test_decode_of_several_specs():

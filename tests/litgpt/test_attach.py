@@ -86,6 +86,26 @@ def test_litgpts_own_generate():
         )
 
 
+@torch.no_grad()
+def test_a_real_checkpoint(smollm2):
+    """The same greedy text by transformers, and by LitGPT without a cache, with its own, and with
+    kvkeep's."""
+    from kvkeep.bench.litgpt_systems import converted
+
+    model, tokenizer = smollm2
+    gpt = converted(model)
+    prompt = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    steps = expected.shape[1] - prompt.shape[1]
+    assert without_cache(gpt, prompt, steps).equal(expected)
+    gpt.max_seq_length = 64
+    gpt.set_kv_cache(batch_size=1)
+    assert with_cache(gpt, prompt, steps).equal(expected)
+    gpt.clear_kv_cache()
+    with kvkeep.attach(gpt, linears=True):
+        assert with_cache(gpt, prompt, steps).equal(expected)
+
+
 def test_nothing_is_allocated_for_the_context():
     gpt = tiny_gpt()
     with kvkeep.attach(gpt):

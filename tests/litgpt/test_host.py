@@ -116,7 +116,7 @@ def test_gradients_are_those_of_autograd(family):
     expected = [p.grad.clone() for p in gpt.parameters()]
     gpt.zero_grad()
     found = backward(gpt, text, text, chunk=8)
-    assert float(found) == pytest.approx(float(loss), rel=1e-5)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     for parameter, gradient in zip(gpt.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 

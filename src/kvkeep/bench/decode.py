@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from kvkeep.bench.systems import (
     FUSED,
     GRAPH,
     LINEARS,
+    LITGPT,
     LLAMA_CPP,
     OTHERS,
     SPEC,
@@ -35,6 +38,9 @@ from kvkeep.bench.timing import interleaved, spread, timer_for
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.spec import parse_specs
 
+if TYPE_CHECKING:  # LitGPT may not be installed
+    from kvkeep.bench.litgpt_systems import LitGPTSystems
+
 TOLERANCE = 0.1
 """Largest difference from DynamicCache's logits, relative to their norm, that different rounding to
 bfloat16 can explain; also the largest difference of tied logits, in standard deviations."""
@@ -42,9 +48,13 @@ bfloat16 can explain; also the largest difference of tied logits, in standard de
 STEPS_COMPARED = 6  # enough that a CUDA graph replays the last ones
 
 
+HOSTS = ("transformers", LITGPT)
+
+
 def run(
     model: str = "smollm2-135m",
     *,
+    host: str = "transformers",
     device: str | None = None,
     dtype: str = "bfloat16",
     contexts: Sequence[int] | None = None,
@@ -63,6 +73,9 @@ def run(
     Args:
         model: a name from `kvkeep models`, a directory, or a hub name; or "random-1b", random
             weights in the shape of Llama 3.2 1B, whose caches get random content too.
+        host: the library that runs the model: "transformers", or "litgpt", with copies of the same
+            weights (a Llama). There `ways` are "eager" and "linears", and `against` is "litgpt",
+            LitGPT's own cache, which then takes the place of hf-dynamic.
         device: device to measure on; None: CUDA if available.
         dtype: dtype of weights and cache.
         contexts: tokens held at the start of the steps; a slope needs at least two. None: 128, 2048
@@ -95,17 +108,33 @@ def run(
     place = device_named(device)
     on_cpu = place.type == "cpu"
     contexts = contexts or ((2048, 8192, 32768, 131072) if model in RANDOM else (128, 2048, 7936))
-    ways = ways or ((EAGER, LINEARS, FUSED) if on_cpu else (EAGER, GRAPH, COMPILED))
-    against = ((DYNAMIC,) if on_cpu else OTHERS[:2]) if against is None else against
+    if host not in HOSTS:
+        raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
+    others: Sequence[str] = OTHERS
+    all_ways: Sequence[str] = WAYS
+    defaults: tuple[Sequence[str], Sequence[str]]
+    if host == LITGPT:
+        others, all_ways = (LITGPT,), (EAGER, LINEARS)
+        defaults = all_ways if on_cpu else (EAGER,), others
+    elif on_cpu:
+        defaults = (EAGER, LINEARS, FUSED), (DYNAMIC,)
+    else:
+        defaults = (EAGER, GRAPH, COMPILED), OTHERS[:2]
+    ways, against = ways or defaults[0], defaults[1] if against is None else against
     for spec in specs:
         parse_specs(spec)
-    for system, known in [*((x, OTHERS) for x in against), *((x, WAYS) for x in ways)]:
-        if system not in known:
+    for system in against:
+        if system not in others:
             raise SpecError(
-                f"no system {system!r} to measure against; there is {', '.join(known)}"
-                if known is OTHERS
-                else f"no way {system!r} to run a step; there is {', '.join(known)}"
+                f"no system {system!r} to measure against; there is {', '.join(others)}"
             )
+    for way in ways:
+        if way not in all_ways:
+            raise SpecError(f"no way {way!r} to run a step; there is {', '.join(all_ways)}")
+    if host == LITGPT and model in RANDOM:
+        raise UnsupportedError(f"{model} has no tokenizer; with LitGPT give a model that has one")
+    if host == LITGPT and find_spec("litgpt") is None:
+        raise UnsupportedError("litgpt is not installed; docs/litgpt.md says how it is")
     limits = Limits(place, seconds)
     loaded, tokenizer = model_named(model, dtype, place)
     if LLAMA_CPP in against:
@@ -119,7 +148,12 @@ def run(
     table = _Table(limits, against, turns, burst)
     rates = [bandwidth(place)]
     with TemporaryDirectory() as directory:
-        systems = Systems(loaded, specs, ways, against, Path(directory))
+        systems: Systems | LitGPTSystems
+        if host == LITGPT:
+            litgpt_systems = import_module("kvkeep.bench.litgpt_systems")
+            systems = litgpt_systems.LitGPTSystems(loaded, specs, ways, against)
+        else:
+            systems = Systems(loaded, specs, ways, against, Path(directory))
         for context in contexts:
             _say(progress, f"{context} tokens")
             ids = None
@@ -135,6 +169,7 @@ def run(
     return {
         "benchmark": "decode",
         "model": model,
+        "host": host,
         "dtype": dtype,
         "environment": environment(),
         "rows": found,
@@ -155,7 +190,7 @@ class _Table:
         self._steps: dict[tuple[str, int], Callable[[], object]] = {}
         self._by_step: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def prepare(self, systems: Systems, context: int, ids: Tensor | None) -> None:
+    def prepare(self, systems: Systems | LitGPTSystems, context: int, ids: Tensor | None) -> None:
         """Add a row for each system at a context, and prepare its steps if it can run."""
         systems.hold(context, ids, context + (self.turns + 1) * self.burst + STEPS_AHEAD)
         token, tokens = systems.token, [systems.token]
@@ -167,16 +202,18 @@ class _Table:
             if self._allows(row, systems.bytes_of(context)):
                 with self._failing(row):
                     feeds[name] = systems.feed(name)
-        for name in sorted(feeds, key=lambda name: name != DYNAMIC):  # first: it picks the tokens
+        for name in sorted(
+            feeds, key=lambda name: name != systems.lead
+        ):  # first: it picks the tokens
             row = self._by_step[name, context]
             if self._allows(row, seconds=systems.seconds_of(name)):
                 with self._failing(row):
-                    logits[name] = followed(feeds[name], tokens, lead=name == DYNAMIC)
+                    logits[name] = followed(feeds[name], tokens, lead=name == systems.lead)
                     self._steps[name, context] = _step(feeds[name], token)
         for name, mine in logits.items():
-            if mine and DYNAMIC in logits:
+            if mine and systems.lead in logits:
                 row = self._by_step[name, context]
-                row["error"], row["agrees"] = compared(mine, logits[DYNAMIC])
+                row["error"], row["agrees"] = compared(mine, logits[systems.lead])
 
     def measure(self) -> None:
         """Time all steps. Contexts are interleaved too, so that drift does not look like a

@@ -20,7 +20,7 @@ Feed = Callable[[Tensor], Tensor | None]
 them."""
 
 KVKEEP, SPEC = "kvkeep", "keep_all"
-LLAMA_CPP = "llama.cpp"
+LLAMA_CPP, LITGPT = "llama.cpp", "litgpt"
 OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
 EAGER, LINEARS, FUSED, GRAPH, COMPILED = "eager", "linears", "compile", "graph", "compiled"
 WAYS = (EAGER, LINEARS, FUSED, GRAPH, COMPILED)
@@ -53,6 +53,9 @@ class Systems:
     Args:
         directory: directory for llama.cpp's file.
     """
+
+    lead = DYNAMIC
+    """The system whose logits and tokens the others are compared with, where it is measured."""
 
     def __init__(
         self,

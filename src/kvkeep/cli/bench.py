@@ -226,6 +226,9 @@ def decode(
     model: Annotated[
         str, typer.Option(help="A model; see `kvkeep models`. Or random-1b, with random weights.")
     ] = "smollm2-135m",
+    host: Annotated[
+        str, typer.Option(help="Library that runs the model: transformers, or litgpt.")
+    ] = "transformers",
     device: Device = None,
     dtype: Dtype = "bfloat16",
     contexts: Annotated[
@@ -248,7 +251,7 @@ def decode(
         str | None,
         typer.Option(
             help="Of hf-dynamic, hf-static (compiled) and llama.cpp, comma-separated; default: the "
-            "first, on CUDA the first two."
+            "first, on CUDA the first two. With --host litgpt: litgpt, its own cache."
         ),
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Rounds of four steps each.")] = 10,
@@ -264,6 +267,7 @@ def decode(
 
         result = run(
             model,
+            host=host,
             device=device,
             dtype=dtype,
             contexts=held,
