@@ -64,6 +64,7 @@ class Runs:
         self.active: list[PreTrainedModel] = []
         self.refused: dict[str, str] = {}
         self.updates = 0
+        self.attaching = False  # kvkeep tries a model before it attaches it
 
     def install(self) -> None:
         """Attach models from now on."""
@@ -72,9 +73,8 @@ class Runs:
         def entered(original: Any) -> Any:
             @functools.wraps(original)
             def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-                if not isinstance(model, PreTrainedModel) or any(
-                    model is part for root in runs.active for part in root.modules()
-                ):
+                inside = any(model is part for root in runs.active for part in root.modules())
+                if not isinstance(model, PreTrainedModel) or inside or runs.attaching:
                     return original(model, *args, **kwargs)
                 runs.active.append(model)
                 try:
@@ -105,11 +105,14 @@ class Runs:
             if "_kvkeep_attachment" in part.__dict__:
                 kvkeep.detach(part)
         _own_config(model)
+        self.attaching = True
         try:
             kvkeep.attach(model, self.spec or "keep_all")
         except KVKeepError as error:
             self.refused[type(model).__name__] = str(error)
             return False
+        finally:
+            self.attaching = False
         return True
 
 
