@@ -150,8 +150,9 @@ def test_a_fingerprint_of_fewer_parts(tmp_path, model, ids, monkeypatch):
     follow(model, cache, ids)
     whole = kvkeep.fingerprint(model)
     less = {name: x for name, x in whole.items() if name != "buffers"}
-    monkeypatch.setattr("kvkeep.hf.cache.fingerprint", lambda *_: less)
-    cache.save(tmp_path / "a.kv")
+    with monkeypatch.context() as then:
+        then.setattr("kvkeep.hf.host.fingerprint", lambda *_, **__: less)
+        cache.save(tmp_path / "a.kv")
     with pytest.raises(SavedCacheError, match="buffers: not recorded then;"):
         kvkeep.load(tmp_path / "a.kv", model)
 

@@ -9,6 +9,7 @@ from support.tiny_litgpt import FAMILIES, tiny_gpt
 
 import kvkeep
 from kvkeep.blocks.prefill import prefill
+from kvkeep.errors import SavedCacheError
 from kvkeep.host import Piece, host_of
 from kvkeep.store import PrefixStore
 from kvkeep.train import backward
@@ -137,3 +138,46 @@ def test_gradients_of_lora():
     assert len(trained) > 6
     for parameter, gradient in zip(trained, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saved_cache(gpt, tmp_path):
+    text, tail, fed = ids(30), ids(6, 4), []
+    kvkeep.detach(gpt)
+    with kvkeep.attach(gpt, "h2o:16+int8") as attachment, torch.no_grad():
+        gpt(text[None], torch.arange(30))
+        attachment.save(tmp_path / "a.kv", tokens=text[None])
+        expected = gpt(tail[None], torch.arange(30, 36))
+        attachment.cache = kvkeep.load(tmp_path / "a.kv", gpt, tokens=lambda x: fed.append(x))
+        assert gpt(tail[None], torch.arange(30, 36)).equal(expected)
+    assert fed[0].equal(text[None])
+    kvkeep.attach(gpt)
+    with pytest.raises(SavedCacheError, match="weights differ"):
+        kvkeep.load(tmp_path / "a.kv", tiny_gpt(seed=1))
+
+
+@torch.no_grad()
+def test_a_cache_of_transformers(smollm2, tmp_path):
+    """Loaded into the same weights in LitGPT, it goes on with the same text."""
+    from kvkeep.bench.litgpt_systems import converted
+
+    model, tokenizer = smollm2
+    gpt = converted(model)
+    prompt = tokenizer(
+        "The capital of France is Paris. Its river is", return_tensors="pt"
+    ).input_ids
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        expected = model.generate(
+            prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, min_new_tokens=8
+        )
+        cache.rewind(prompt.shape[1] - 1)
+        cache.save(tmp_path / "a.kv")
+    with pytest.raises(SavedCacheError, match="made with another model"):
+        kvkeep.load(tmp_path / "a.kv", gpt)
+    with kvkeep.attach(gpt) as attachment:
+        attachment.cache = kvkeep.load(tmp_path / "a.kv", gpt, force=True)
+        fed, at = prompt, prompt.shape[1] - 1
+        for _ in range(8):
+            logits = gpt(fed[:, -1:], torch.tensor([at]))
+            fed, at = torch.cat([fed, logits[:, -1:].argmax(-1)], dim=1), at + 1
+    assert fed.equal(expected)

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.files import snapshot
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
     base_config,
@@ -28,11 +27,10 @@ from kvkeep.hf.config import (
     layer_kinds,
 )
 from kvkeep.hf.demands import require_croppable
-from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
-from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host import ModelCache, Specs, host_of, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
@@ -254,15 +252,13 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
                 "the model of this cache is unknown, because it was built from a config or the "
                 "model was deleted; give save(model=...)"
             )
-        limits = [layer.limit for layer in self.layers if layer.limit is not None]
-        snapshot.save(
+        saving.save(
             self,
             path,
-            specs=[str(spec) for spec in self.specs],
-            fingerprint=fingerprint(model, tokenizer),
-            capacity=max(limits, default=None),
+            model,
             tokens=tokens,
             notes=notes,
+            tokenizer=tokenizer,
             sync=sync,
             private=private,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvkeep.errors import ShapeError, StateError
 from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.saving import save
 from kvkeep.linears import route as route_linears
 from kvkeep.linears import unroute as unroute_linears
 from kvkeep.litgpt.decoder import FORWARD, Forward, route, unroute
@@ -38,6 +40,11 @@ class Attachment:
 
     def __repr__(self) -> str:
         return f"kvkeep: {len(self.cache)} layers of GPT, {self.spec}"
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Write the cache to a file; see `kvkeep.host.saving.save` for the options. Go on from it
+        with `attachment.cache = kvkeep.load(path, gpt)`."""
+        save(self.cache, path, self.model, **options)
 
     def __enter__(self) -> Attachment:
         return self

@@ -1,0 +1,87 @@
+"""Save a model's cache to a file, and load it for the same model again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.errors import CapacityError, SavedCacheError, SpecError, UnsupportedError
+from kvkeep.files import snapshot
+from kvkeep.files.snapshot import Saved
+from kvkeep.host.cache import ModelCache
+from kvkeep.host.fingerprint import differences
+from kvkeep.host.registry import host_of
+from kvkeep.storage.allocate import SHORTAGE
+
+
+def save(
+    cache: ModelCache,
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    tokens: Tensor | None = None,
+    notes: Mapping[str, str] | None = None,
+    tokenizer: Any = None,
+    sync: bool = True,
+    private: bool = False,
+) -> None:
+    """Write a cache to a file, for `kvkeep.load`; an existing file is replaced atomically.
+
+    Args:
+        model: the model of the cache, of any library that kvkeep knows.
+        tokens: the token ids that were fed, (B, columns), to store with it.
+        notes: texts to store with it, by name.
+        tokenizer: the tokenizer, which `load` can compare.
+        sync: fsync the file, so that it survives a loss of power.
+        private: make a new file readable by its owner only.
+
+    Raises:
+        StateError: the cache is empty, or a forward is running.
+        SavedCacheError: the file cannot be written; an existing file is unchanged.
+    """
+    limits = [layer.limit for layer in cache.layers if layer.limit is not None]
+    snapshot.save(
+        cache,
+        path,
+        specs=[str(spec) for spec in cache.specs],
+        fingerprint=host_of(model).fingerprint(tokenizer),
+        capacity=max(limits, default=None),
+        tokens=tokens,
+        notes=notes,
+        sync=sync,
+        private=private,
+    )
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    force: bool = False,
+    verify: bool = True,
+    tokens: Callable[[Tensor | None], None] = lambda _: None,
+) -> ModelCache:
+    """Load a cache that `save` wrote; see `kvkeep.load`."""
+    host, saved = host_of(model), Saved(path, verify=verify)
+    differing = differences(saved.header.fingerprint, host.fingerprint(tokenizer))
+    if differing and not force:
+        raise SavedCacheError(
+            f"{path} was made with another model: {'; '.join(differing)}; load the model it was "
+            "made with, or give force=True to use another model's keys and values"
+        )
+    layers, expected = len(saved.header.specs), len(host.kinds)
+    if layers != expected:
+        raise SavedCacheError(f"{path} holds {layers} layers, the model has {expected}")
+    try:
+        cache = host.new_cache(saved.header.specs, capacity=saved.header.capacity)
+        saved.restore_to(cache, next(model.parameters()).device)
+    except SavedCacheError:
+        raise
+    except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
+        raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
+    tokens(saved.tokens)
+    return cache
