@@ -172,6 +172,10 @@ def test_bad_input():
         gpt(prompt, torch.arange(20))
         with pytest.raises(StateError, match="begins at 22, but the cache was fed 20"):
             gpt(prompt[:, :1], torch.tensor([22]))
+        with pytest.raises(ShapeError, match="129 positions, but the model has 128"):
+            gpt(prompt[:, :1], torch.tensor([128]))
+        with pytest.raises(ShapeError, match="129 positions, but the model has 128"):
+            host_of(gpt).forward(ids(129), host_of(gpt).new_cache())
         with pytest.raises(ShapeError, match="does not follow"):
             gpt(prompt[:, :2], torch.tensor([20, 22]))
         with pytest.raises(kvkeep.RollbackError):

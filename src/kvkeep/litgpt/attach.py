@@ -18,7 +18,7 @@ from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.saving import save
 from kvkeep.linears import route as route_linears
 from kvkeep.linears import unroute as unroute_linears
-from kvkeep.litgpt.decoder import FORWARD, Forward, route, unroute
+from kvkeep.litgpt.decoder import FORWARD, Forward, require_positions, route, unroute
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -154,7 +154,8 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
         at: `input_pos` as given, (n,) or (B, n).
 
     Raises:
-        ShapeError: they are not one for each token, or do not ascend by one.
+        ShapeError: they are not one for each token, do not ascend by one, or the model has none so
+            high.
         StateError: the cache lacks tokens before the first of them.
         RollbackError: the cache cannot remove the tokens from the first of them on.
     """
@@ -162,6 +163,7 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
         raise ShapeError(
             f"input_pos {tuple(at.shape)} for token ids {tuple(ids.shape)}; give (n,) or (B, n)"
         )
+    require_positions(attachment.model, int(at.max()) + 1)
     if at.dim() == 2 and bool((at >= 0).all()) and bool((at == at[:1]).all()):
         at = at[0]
     if bool((at.clamp(min=0).amin(dim=-1) == 0).all()):

@@ -19,7 +19,7 @@ from litgpt.model import (
 )
 from torch import Tensor, nn
 
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import LayerStep, Narrowed
 from kvkeep.layer.step import StepInputs
 
@@ -160,6 +160,16 @@ def running(gpt: GPT, forward: Forward) -> Iterator[None]:
         yield
     finally:
         FORWARD.reset(token)
+
+
+def require_positions(gpt: GPT, count: int) -> None:
+    """Raise ShapeError if a model has fewer positions than `count`."""
+    most = len(gpt.cos)
+    if count > most:
+        raise ShapeError(
+            f"{count} positions, but the model has {most}; feed fewer tokens, or set "
+            f"gpt.max_seq_length to at most {gpt.config.block_size}"
+        )
 
 
 def embedded(gpt: GPT, ids: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from kvkeep.litgpt.decoder import (
     embedded,
     is_routed,
     logits,
+    require_positions,
     route,
     run,
     running,
@@ -142,6 +143,8 @@ class LitGPTHost(Host):
 
     def _fed(self, ids: Tensor, cache: ModelCache, position: Tensor | None) -> Tensor:
         """What `ln_f` returns, (B, n, width), for ids (B, n) fed to a cache."""
+        last = cache.fed + ids.shape[1] if position is None else int(position[-1]) + 1
+        require_positions(self.model, last)
         cache.begin(ids.shape[1])
         if position is None:
             position = cache.layers[0].next_positions(ids.shape[1], ids.device)
@@ -154,11 +157,14 @@ class LitGPTHost(Host):
         return ""
 
     def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
+        for piece in pieces:
+            require_positions(self.model, piece.cache.fed + len(piece.ids))
         with packed(pieces, self.device) as tokens:
             forward = Forward(tokens.layers, tokens.positions[0].to(torch.int32))
             return logits(self.model, run(self.model, tokens.ids, forward)[0, tokens.last])
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
+        require_positions(self.model, int(position[-1]) + 1)
         place = position.to(self.device, torch.int32)
         run(self.model, ids.to(self.device)[None], Forward(layers, place))
 
@@ -179,6 +185,7 @@ class LitGPTHost(Host):
     # -- training ---------------------------------------------------------------------------
 
     def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
+        require_positions(self.model, input_ids.shape[1])
         return _Layerwise(
             self.model,
             input_ids,
