@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import finetune_inputs
 
+from kvkeep.files import tensor_file
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import CheckpointError
+from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import Options
 from kvkeep.finetune.run import finetune
 
@@ -45,17 +47,17 @@ import torch
 torch.set_num_threads(1)
 from support import finetune_inputs
 import test_checkpoint
-from kvkeep.finetune import checkpoint
+from kvkeep.files import tensor_file
 
-whole, saved = checkpoint.save_file, []
+whole, saved = tensor_file.write, []
 
-def killed(tensors, path):
+def killed(path, *content, sync):
     saved.append(path)
-    whole(tensors, path)
-    if len(saved) == 2:
+    whole(path, *content, sync=sync)
+    if len(saved) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
-checkpoint.save_file = killed
+tensor_file.write = killed
 test_checkpoint.run(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
@@ -220,7 +222,7 @@ def test_a_run_is_not_written_over(data, tmp_path):
     (tmp_path / "checkpoint-2").rename(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"a run already \(adapter_model.safetensors\)"):
         run(data, tmp_path, steps=2)
-    with pytest.raises(CheckpointError, match="an adapter but no checkpoint"):
+    with pytest.raises(CheckpointError, match="the adapter of a run but no checkpoint"):
         run(data, tmp_path, steps=2, resume=True)
 
 
@@ -260,7 +262,7 @@ def test_what_may_change(data, tmp_path, whole):
 
 
 def state_of(out):
-    return checkpoint._read(out / f"checkpoint-{STEPS}")
+    return checkpoint._read(out / f"checkpoint-{STEPS}", Lora())
 
 
 def truncate(path):
@@ -377,16 +379,16 @@ def test_one_process_at_a_time(data, tmp_path):
 
 
 def test_a_disk_that_is_full(data, tmp_path, monkeypatch, whole):
-    saved, write = [], checkpoint.save_file
+    saved, write = [], tensor_file.write
 
-    def full(tensors, path):
+    def full(path, *content, sync):
         saved.append(path)
-        if len(saved) == 2:
+        if len(saved) == 4:
             raise OSError(28, "No space left on device")
-        write(tensors, path)
+        write(path, *content, sync=sync)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(tensor_file, "write", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-4: .*No space left"):
         run(data, tmp_path)
     assert checkpoints(tmp_path) == ["checkpoint-2"]
-    assert checkpoint.newest(tmp_path, state_of(whole[0]).options)[0].step == 2
+    assert checkpoint.newest(tmp_path, Lora(), state_of(whole[0]).options)[0].step == 2

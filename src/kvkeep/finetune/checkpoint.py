@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
 
 from kvkeep.errors import KVKeepError
+from kvkeep.files import tensor_file
 from kvkeep.files.atomic import PARTIAL, sync_to_disk
 from kvkeep.files.headers import typed
-from kvkeep.finetune import lora
+from kvkeep.finetune.trained import Trained
 from kvkeep.host.fingerprint import differences
 
 VERSION = 1
@@ -91,10 +90,10 @@ def steps_in(out: Path) -> list[int]:
     return sorted(int(name[1]) for name in found if name)
 
 
-def require_unused(out: Path) -> None:
+def require_unused(out: Path, kind: Trained) -> None:
     """Raise CheckpointError if a directory holds a run already."""
     steps = steps_in(out)
-    held = [f"checkpoint-{steps[-1]}"] if steps else [n for n in lora.FILES if (out / n).exists()]
+    held = [f"checkpoint-{steps[-1]}"] if steps else _result_in(out, kind)
     if held:
         raise CheckpointError(
             f"{out} holds a run already ({held[0]}); resume it with --resume, or give another "
@@ -102,7 +101,19 @@ def require_unused(out: Path) -> None:
         )
 
 
-def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, keep: int) -> None:
+def _result_in(out: Path, kind: Trained) -> list[str]:
+    """The files of a result that a directory holds."""
+    return [name for name in (kind.weights_file, kind.mark) if (out / name).exists()]
+
+
+def save(
+    out: Path,
+    kind: Trained,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    keep: int,
+) -> None:
     """Write a checkpoint of a run, and delete all but the newest `keep`.
 
     Raises:
@@ -111,13 +122,13 @@ def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, 
     tensors = {_RANDOM: torch.get_rng_state()}
     for name, parameter in _trained(model):
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = value.detach().cpu().contiguous()
+            tensors[f"{name}.{key}"] = value
     target = out / f"checkpoint-{state.step}"
     try:
         with _partial(out) as work:
-            lora.write(model, work)
-            save_file(tensors, work / OPTIMIZER)
-            state.files = {name: _checksum(work / name) for name in (*lora.FILES, OPTIMIZER)}
+            _write(work, kind, model)
+            tensor_file.write(work / OPTIMIZER, tensors, {}, sync=False)
+            state.files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
             (work / STATE).write_text(_sealed(asdict(state)))
             for path in work.iterdir():
                 sync_to_disk(path)
@@ -127,31 +138,37 @@ def save(out: Path, model: Any, optimizer: torch.optim.Optimizer, state: State, 
         for old in steps_in(out)[:-keep]:
             with _partial(out) as work:  # renamed first: no incomplete one has the name
                 (out / f"checkpoint-{old}").rename(work / "old")
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot write {target}: {error}; make room, and resume with --resume"
         ) from error
 
 
-def save_adapter(out: Path, model: Any) -> None:
-    """Write the adapter for PEFT; the file by which PEFT recognises an adapter is written last.
+def save_result(out: Path, kind: Trained, model: Any) -> None:
+    """Write the result of a run; the file by which it is recognised is written last.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     try:
         with _partial(out) as work:
-            lora.write(model, work)
-            for name in lora.FILES:
-                sync_to_disk(work / name)
-                (work / name).replace(out / name)
-    except (OSError, SafetensorError) as error:
+            _write(work, kind, model)
+            for path in sorted(work.iterdir(), key=lambda path: path.name == kind.mark):
+                sync_to_disk(path)
+                path.replace(out / path.name)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot write an adapter to {out}: {error}; make room, and resume with --resume"
+            f"cannot write the {kind.noun} to {out}: {error}; make room, and resume with --resume"
         ) from error
 
 
-def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
+def _write(directory: Path, kind: Trained, model: Any) -> None:
+    kind.describe(model, directory)
+    path = directory / kind.weights_file
+    tensor_file.write(path, kind.weights(model), {"format": "pt"}, sync=False)
+
+
+def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State, Path] | None:
     """The newest checkpoint of a run with these options; None if there is none.
 
     Raises:
@@ -159,13 +176,14 @@ def newest(out: Path, options: Mapping[str, Any]) -> tuple[State, Path] | None:
     """
     steps = steps_in(out)
     if not steps:
-        if any((out / name).exists() for name in lora.FILES):
+        if _result_in(out, kind):
             raise CheckpointError(
-                f"{out} holds an adapter but no checkpoint to resume from; give another directory"
+                f"{out} holds the {kind.noun} of a run but no checkpoint to resume from; give "
+                "another directory"
             )
         return None
     path = out / f"checkpoint-{steps[-1]}"
-    state = _read(path)
+    state = _read(path, kind)
     if state.step != steps[-1]:
         raise _damaged(path / STATE, f"it is of step {state.step}")
     differ = [
@@ -188,26 +206,34 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
     return {name.removeprefix(MODEL): value for name, value in named}
 
 
-def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def restore(path: Path, kind: Trained, model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Load weights, optimizer state and the state of the random number generator.
 
     Raises:
-        CheckpointError: the checkpoint is of another adapter, or damaged.
+        CheckpointError: the checkpoint is of something else, or damaged; nothing was changed.
     """
-    weights, tensors = _tensors(path / lora.FILES[0]), _tensors(path / OPTIMIZER)
-    if weights.keys() != lora.weights_of(model).keys():
-        raise _damaged(path / lora.FILES[0], "it is of another adapter")
-    trained = _trained(model)
-    try:
+    weights, trained = kind.weights(model), _trained(model)
+    with _opened(path / kind.weights_file) as held, _opened(path / OPTIMIZER) as tensors:
+        inside, names = list(held.keys()), set(tensors.keys())
+        shapes = {name: tuple(held.get_slice(name).get_shape()) for name in inside}
+        if shapes != {name: tuple(x.shape) for name, x in weights.items()}:
+            raise _damaged(path / kind.weights_file, f"it is of another {kind.noun}")
         states = {
-            index: {key: tensors[f"{name}.{key}"] for key in _STATES}
+            index: {key: tensors.get_tensor(f"{name}.{key}") for key in _STATES}
             for index, (name, _) in enumerate(trained)
-            if f"{name}.{_STATES[0]}" in tensors  # without it, it never had a gradient
+            if f"{name}.{_STATES[0]}" in names  # without it, it never had a gradient
         }
-        torch.set_rng_state(tensors[_RANDOM])
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise _damaged(path / OPTIMIZER, str(error)) from error
-    lora.set_weights(model, weights)
+        random = tensors.get_tensor(_RANDOM)
+        for index, found in states.items():
+            if any(found[key].shape != trained[index][1].shape for key in _STATES[1:]):
+                raise _damaged(path / OPTIMIZER, f"{trained[index][0]} has another shape")
+        try:
+            torch.set_rng_state(random)
+        except (RuntimeError, TypeError) as error:
+            raise _damaged(path / OPTIMIZER, str(error)) from error
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(held.get_tensor(name))
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
@@ -217,7 +243,7 @@ def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _read(path: Path) -> State:
+def _read(path: Path, kind: Trained) -> State:
     """The state of a checkpoint, after verifying the checksums of all its files."""
     try:
         fields = json.loads((path / STATE).read_bytes())
@@ -235,7 +261,7 @@ def _read(path: Path) -> State:
         if isinstance(error, CheckpointError):
             raise
         raise _damaged(path / STATE, str(error)) from error
-    for name in (*lora.FILES, OPTIMIZER):
+    for name in {kind.weights_file, kind.mark, OPTIMIZER, *state.files}:
         try:
             same = state.files.get(name) == _checksum(path / name)
         except OSError as error:
@@ -251,9 +277,12 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, from which tensors are read one by one."""
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise _damaged(path, str(error)) from error
 

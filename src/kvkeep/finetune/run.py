@@ -16,8 +16,9 @@ from kvkeep.files.offload import Offload
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
 from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
-from kvkeep.finetune.lora import with_adapter
+from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import OptionError, Options
+from kvkeep.finetune.trained import Trained
 from kvkeep.host import host_of
 from kvkeep.train import backward, loss
 
@@ -79,23 +80,24 @@ def finetune(
     options = options.for_data(len(train))
     matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
     matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
+    kind = Lora()
     with checkpoint.claimed(out), torch.random.fork_rng():
         if not resume:
-            checkpoint.require_unused(out)
-        found = checkpoint.newest(out, matter) if resume else None
+            checkpoint.require_unused(out, kind)
+        found = checkpoint.newest(out, kind, matter) if resume else None
         torch.manual_seed(options.seed)
-        run = _Run(with_adapter(model, options), options, train, held, progress)
+        run = _Run(kind, kind.prepare(model, options), options, train, held, progress)
         if found is None:
             run.begin(State(matter))
         else:
             state, path = found
-            checkpoint.restore(path, run.model, run.optimizer)
+            checkpoint.restore(path, kind, run.model, run.optimizer)
             run.go_on(state)
         try:
             run.train(out)
         finally:
             run.model.eval()
-        checkpoint.save_adapter(out, run.model)
+        checkpoint.save_result(out, kind, run.model)
     return {**_report(run.state, options), "adapter": str(out)}
 
 
@@ -104,13 +106,14 @@ class _Run:
 
     def __init__(
         self,
+        kind: Trained,
         model: Any,
         options: Options,
         train: list[Tokens],
         held: list[Tokens],
         progress: Progress,
     ) -> None:
-        self.model, self._options = model, options
+        self._kind, self.model, self._options = kind, model, options
         self._device = host_of(model).device
         self._train, self._held, self._progress = train, held, progress
         self._said = "training"
@@ -140,7 +143,9 @@ class _Run:
                 if step == last or (options.eval_every and step % options.eval_every == 0):
                     self._evaluate()
             if step == last or (options.save_every and step % options.save_every == 0):
-                checkpoint.save(out, self.model, self.optimizer, self.state, options.keep)
+                checkpoint.save(
+                    out, self._kind, self.model, self.optimizer, self.state, options.keep
+                )
 
     def _step(self) -> None:
         state, options, begun = self.state, self._options, time.monotonic()

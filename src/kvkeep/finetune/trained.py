@@ -1,0 +1,45 @@
+"""What a run trains of a model, and the files that it is written to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvkeep.finetune.options import Options
+
+
+class Trained(ABC):
+    """A kind of training: which weights of a model are trained, and in which form they are saved.
+
+    The weights go to a safetensors file, which checkpoints share with the result. So each
+    checkpoint can be loaded like the result.
+    """
+
+    noun: ClassVar[str]
+    """What the result is called in messages, such as "adapter"."""
+
+    weights_file: ClassVar[str]
+    """The name of the safetensors file of `weights`."""
+
+    mark: ClassVar[str]
+    """The name of the file by which a loader recognises the result; it is written last."""
+
+    @abstractmethod
+    def prepare(self, model: Any, options: Options) -> Any:
+        """The model to train. The parameters that require gradients are those to train.
+
+        Raises:
+            OptionError: the options do not fit the model.
+        """
+
+    @abstractmethod
+    def weights(self, model: Any) -> dict[str, Tensor]:
+        """The tensors to save, by their names in the file. They share the model's memory: to write
+        to them sets the model's weights."""
+
+    @abstractmethod
+    def describe(self, model: Any, directory: Path) -> None:
+        """Write everything but the weights to a directory: the config that a loader needs."""
