@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from kvkeep.errors import StateError
 from kvkeep.train import backward, loss
 from support.autograd_gradients import texts
 from support.tiny_models import tiny
@@ -42,6 +44,8 @@ def work(rank: int, way: str, tied: bool, path: str) -> None:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        with pytest.raises(StateError, match="sharded over the processes that share the text"):
+            backward(model, *batch()[:2], group=dist.group.WORLD)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model)
     ids, labels, mask = (x[rank : rank + 1] for x in batch())

@@ -14,6 +14,7 @@ from kvkeep.files.offload import Offload
 from kvkeep.host import Specs, host_of
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.train.autograd import average
+from kvkeep.train.chain import Chain, Group
 from kvkeep.train.losses import HiddenLoss, head_for, loss_and_gradients, restored_on_failure
 from kvkeep.train.replay import Decisions
 from kvkeep.train.walk import OnLayer, Walk
@@ -44,6 +45,7 @@ def backward(
     on_layer: OnLayer | None = None,
     decisions: Decisions | None = None,
     offload: Offload | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Add the gradients of a loss to `.grad` of all parameters that require them; return the loss.
 
@@ -71,8 +73,13 @@ def backward(
         head: a loss of hidden states, in place of labels.
         scale: multiplies the gradients, not the returned loss; a GradScaler's, for instance.
         on_layer: called before each layer runs on a chunk.
-        decisions: a list to which each layer's evictions are appended; see `replaying`.
+        decisions: a list to which each layer's evictions are appended; see `replaying`. With a
+            group, those of this process's chunks.
         offload: where layer inputs are kept; None: `Offload()`.
+        group: processes that share these texts (context parallelism), each of which calls this
+            function with the same arguments. A process computes some chunks, keeps their layer
+            inputs only, and calls `on_layer` and `head` for them only. All get the whole loss and
+            the whole gradient.
 
     Returns:
         The loss, detached.
@@ -81,29 +88,32 @@ def backward(
         ShapeError: texts, labels, chunk and budget do not match each other.
         SpecError: the spec does not exist or does not fit the model.
         LossError: the loss is not finite; no gradient was changed.
-        StateError: gradient checkpointing or inference mode is on, or attention has dropout.
+        StateError: gradient checkpointing or inference mode is on, attention has dropout, or the
+            model is sharded over the group.
         UnsupportedError: the model cannot be run layer by layer.
     """
     if torch.is_inference_mode_enabled():
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
+    chain = Chain(group, model)
     way = cache, chunk, attention_mask, on_layer, offload
-    with _walk(model, input_ids, *way) as (decoder, walk, store):
+    with _walk(model, input_ids, *way, chain=chain) as (decoder, walk, store):
         found = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward()
         if decisions is not None:
             decisions += walk.decisions
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
-        with restored_on_failure([*decoder.outside_layers, *own]):
-            loss, gradients = loss_and_gradients(
-                decoder, found, walk.chunks, walk.outputs, store, scale
-            )
-        try:
-            walk.backward(gradients)
-        except BaseException as error:
-            error.add_note("some gradients were changed; call zero_grad() before you continue")
-            raise
+        with chain.summed([*decoder.model.parameters(), *own]):
+            with restored_on_failure([*decoder.outside_layers, *own]), chain.failing_together():
+                loss, gradients = loss_and_gradients(
+                    decoder, found, walk.chunks, walk.outputs, store, scale
+                )
+            try:
+                walk.backward(gradients)
+            except BaseException as error:
+                error.add_note("some gradients were changed; call zero_grad() before you continue")
+                raise
     average(model)
-    return loss
+    return chain.sum(loss)
 
 
 def loss(
@@ -114,13 +124,17 @@ def loss(
     loss_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
     head: HiddenLoss | None = None,
+    group: Group | None = None,
     **way: Unpack[Way],
 ) -> Tensor:
     """The loss that `backward` would return, without computing gradients."""
-    with _walk(model, input_ids, **way) as (decoder, walk, store):
+    chain = Chain(group, model)
+    with _walk(model, input_ids, **way, chain=chain) as (decoder, walk, store):
         found = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward(trained=False)
-        return loss_and_gradients(decoder, found, walk.chunks, walk.outputs, store, None)[0]
+        with chain.failing_together():
+            own = loss_and_gradients(decoder, found, walk.chunks, walk.outputs, store, None)[0]
+        return chain.sum(own)
 
 
 def hidden_states(model: Any, input_ids: Tensor, **way: Unpack[Way]) -> Tensor:
@@ -141,6 +155,8 @@ def _walk(
     attention_mask: Tensor | None = None,
     on_layer: OnLayer | None = None,
     offload: Offload | None = None,
+    *,
+    chain: Chain | None = None,
 ) -> Iterator[tuple[Layerwise, Walk, Offload]]:
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
         raise ShapeError(
@@ -152,8 +168,9 @@ def _walk(
             "give one number for each token"
         )
     host, store = host_of(model), offload or Offload()
+    chain = chain or Chain(None, model)
     try:
         with host.layerwise(input_ids, attention_mask) as decoder:
-            yield decoder, Walk(host, decoder, cache, chunk, store, on_layer), store
+            yield decoder, Walk(host, decoder, cache, chunk, store, chain, on_layer), store
     finally:
         store.close()

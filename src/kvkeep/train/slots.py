@@ -46,14 +46,21 @@ class Slots:
     Going forward, `push` writes a chunk's tokens and evicts slots, whose keys and values are kept
     in `store`. Going back, `pop` undoes that: evicted slots are restored with a gradient of zero,
     and the gradients of the chunk's own slots are returned.
+
+    Args:
+        held: what is held at first; None: nothing. It is changed in place.
+        encoded: how many tokens of it a codec has encoded in blocks.
     """
 
-    def __init__(self, store: Offload, layer: LayerCache) -> None:
-        self.length = 0
+    def __init__(
+        self, store: Offload, layer: LayerCache, held: HeldSlots | None = None, encoded: int = 0
+    ) -> None:
+        self.length = 0 if held is None else held.keys.shape[2]
+        self.encoded = encoded
         self._store, self._layer = store, layer
-        self._buffers: list[Tensor] = []  # keys, values, positions; then gradients of the first two
+        # Keys, values, positions; then gradients of the first two.
+        self._buffers: list[Tensor] = list(held or ())
         self._undo: list[_Undo] = []
-        self._encoded = 0  # tokens that a codec has encoded in blocks
 
     @property
     def past(self) -> HeldSlots:
@@ -76,16 +83,22 @@ class Slots:
         for buffer, new in zip(self._buffers, (k, v, place), strict=False):
             buffer[:, :, self.length : self.length + n] = new
         self.length += n
+        self._evict(_Undo(n), evicted)
+        if self._undo[-1].order is None and self._layer.key_codec.block > 1:
+            self._undo.append(self._encode(self._undo.pop()))
+
+    def evict(self, evicted: list[Tensor]) -> None:
+        """`push` of no tokens."""
+        self._evict(_Undo(0), evicted)
+
+    def _evict(self, undo: _Undo, evicted: list[Tensor]) -> None:
         place = self.past.position
         gone = torch.zeros_like(place, dtype=torch.bool)
         for chosen in evicted:
             gone |= among(place, chosen.to(place.device))
-        undo = _Undo(n)
         if gone.any():
             order = gone.to(torch.uint8).argsort(dim=2, stable=True)
             undo = self._move(undo, order, int((~gone).sum(dim=2).amax()), gone)
-        elif self._layer.key_codec.block > 1:
-            undo = self._encode(undo)
         self._undo.append(undo)
 
     def absorb(self, *gradients: Tensor | None) -> None:
@@ -99,15 +112,22 @@ class Slots:
             if gradient is not None:
                 buffer[:, :, : self.length] += gradient
 
+    @property
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and the values that are held now, (B, H, S, D)."""
+        self.absorb(None, None)
+        keys, values = (x[:, :, : self.length] for x in self._buffers[3:])
+        return keys, values
+
     def pop(self) -> tuple[Tensor, ...]:
         """Undo the last push -> gradients of its tokens' keys and values, (B, H, n, D)."""
         undo = self._undo.pop()
         if undo.encoded:
             plain = [self._store.take(kept) for kept in undo.encoded]
-            own = slice(self._encoded - plain[0].shape[2], self._encoded)
+            own = slice(self.encoded - plain[0].shape[2], self.encoded)
             for buffer, x in zip(self._buffers, plain, strict=False):
                 buffer[:, :, own] = x
-            self._encoded = own.start
+            self.encoded = own.start
         if undo.order is not None:
             self._move_back(undo)
         own = slice(self.length - undo.tokens, self.length)
@@ -145,19 +165,19 @@ class Slots:
     def _encode(self, undo: _Undo) -> _Undo:
         """Encode the oldest plain tokens, as a layer does with a codec that encodes blocks."""
         codecs = self._layer.key_codec, self._layer.value_codec
-        count = whole(self.length - self._encoded, *codecs)
+        count = whole(self.length - self.encoded, *codecs)
         if not count:
             return undo
         place = self.past.position.clone()
-        place[:, :, : self._encoded] = torch.iinfo(place.dtype).min  # encoded tokens do not move
+        place[:, :, : self.encoded] = torch.iinfo(place.dtype).min  # encoded tokens do not move
         undo = self._move(undo, order_of_encoding(place, *codecs), self.length)
         kept = []
         for buffer, codec in zip(self._buffers, codecs, strict=False):
-            plain = buffer[:, :, self._encoded : self._encoded + count]
-            at = self.past.position[:, :, self._encoded : self._encoded + count]
+            plain = buffer[:, :, self.encoded : self.encoded + count]
+            at = self.past.position[:, :, self.encoded : self.encoded + count]
             kept.append(self._store.put(plain.clone()))  # a copy: the slots are overwritten below
             plain.copy_(codec.decode(codec.encode(filled(plain, at, codec.block)), plain.dtype))
-        self._encoded += count
+        self.encoded += count
         return undo._replace(encoded=tuple(kept))
 
     def _reserve(self, slots: int, like: tuple[Tensor, ...]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -18,6 +19,15 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Recorder
+from kvkeep.train.chain import Chain
+from kvkeep.train.messages import (
+    Message,
+    layer_state,
+    of_gradients,
+    of_layer,
+    of_slots,
+    slots_from,
+)
 from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
 
@@ -31,7 +41,9 @@ class Walk:
     """A forward and a backward of texts through a model: layers outermost, chunks within.
 
     So one layer's cache is held at a time. Each layer's input for each chunk is kept in `store`,
-    the positions that its policy evicted in host memory; everything else is computed again.
+    the positions that its policy evicted in host memory; everything else is computed again. With
+    several processes (`chain`), each has some of the chunks, and `chunks` and `outputs` are its
+    own.
 
     After `forward`, `decisions` are each layer's evictions, call by call, for `replaying`.
 
@@ -47,12 +59,15 @@ class Walk:
         spec: Specs,
         chunk: int | None,
         store: Offload,
+        chain: Chain,
         on_layer: OnLayer | None = None,
     ) -> None:
         self._decoder, self._store, self._on_layer = decoder, store, on_layer
         tokens, specs = decoder.input_ids.shape[1], per_layer(spec, host.kinds)
         n = _fitting(chunk, specs)
-        self.chunks = [slice(a, min(a + n, tokens)) for a in range(0, tokens, n)]
+        chunks = [slice(a, min(a + n, tokens)) for a in range(0, tokens, n)]
+        self._chain, own, self._all = chain, chain.share(len(chunks)), len(chunks)
+        self._numbers, self.chunks = list(own), [chunks[c] for c in own]
         self._caches = host.new_cache([one.differentiable() for one in specs]).layers
         self._calls: list[Any] = []
         self._inputs: list[list[Kept]] = []  # by layer that gradients reach, then by chunk
@@ -60,7 +75,7 @@ class Walk:
         self.outputs: list[Kept] = []  # of the last layer, by chunk
         self.decisions: Decisions = []
         draws = any(part.training for part in decoder.model.modules())
-        self._seed = int(torch.randint(2**31, ())) if draws else None
+        self._seed = chain.agreed(int(torch.randint(2**31, ()))) if draws else None
         self._devices = {p.device for p in decoder.model.parameters() if not p.is_cpu}
 
     def forward(self, *, trained: bool = True) -> None:
@@ -73,33 +88,45 @@ class Walk:
             states.append(self._store.put(embedded.hidden))
             self._calls.append(self._store.put_tree(embedded.calls, {}))
         for index, cache in enumerate(self._caches):
-            evicted: list[list[Tensor]] = []
-            after = []
-            for c in range(len(self.chunks)):
-                hidden = self._store.get(states[c])
-                if self._on_layer is not None:
-                    self._on_layer(index, hidden, self.chunks[c])
-                step = Recorder(cache)
-                with torch.no_grad():
-                    after.append(self._store.put(self._layer(index, c, hidden, step)))
-                if c:
-                    evicted[-1] += [x.cpu() for x in step.before]
-                evicted.append([x.cpu() for x in step.after])
-                if index < self._first:
-                    self._store.drop(states[c])
-            cache.reset()
-            self.decisions.append([x for calls in evicted for x in calls])
-            if index >= self._first:
-                self._inputs.append(states)
-                self._evicted.append(evicted)
-            states = after
-            give_back()
+            if self.chunks:
+                states = self._layer_forward(index, cache, states)
         self.outputs = states
+
+    def _layer_forward(self, index: int, cache: LayerCache, states: list[Kept]) -> list[Kept]:
+        """A layer's inputs -> its outputs, by chunk."""
+        if not self._chain.first:
+            before = self._decoder.history(self.chunks[0].start)
+            cache.evicted = []  # while evictions are recorded, rows are not parted
+            cache.restore(layer_state(self._chain.from_previous(), before))
+        evicted: list[list[Tensor]] = [[]]  # before the first chunk, then after each
+        after = []
+        for c, columns in enumerate(self.chunks):
+            hidden = self._store.get(states[c])
+            if self._on_layer is not None:
+                self._on_layer(index, hidden, columns)
+            step = Recorder(cache)
+            with torch.no_grad():
+                after.append(self._store.put(self._layer(index, c, hidden, step)))
+            evicted[-1] += [x.cpu() for x in step.before]
+            evicted.append([x.cpu() for x in step.after])
+            if index < self._first:
+                self._store.drop(states[c])
+        if self._chain.behind:
+            self._chain.to_next(of_layer(cache.state()))
+        cache.reset()
+        self.decisions.append([x for calls in evicted for x in calls])
+        if index >= self._first:
+            self._inputs.append(states)
+            self._evicted.append(evicted)
+        give_back()
+        return after
 
     def backward(self, gradients: list[Kept]) -> None:
         """Add the gradients of all parameters, given those of the last layer's outputs by chunk."""
-        for index in reversed(range(self._first, len(self._caches))):
-            gradients = self._layer_backward(index, gradients)
+        if not self.chunks:
+            return
+        for index, slots, given in self._with_slots():
+            gradients = self._layer_backward(index, gradients, slots, given)
             give_back()
         if self._first:
             return
@@ -110,28 +137,66 @@ class Walk:
             if embedded.hidden.requires_grad:
                 self._embedding_backward(embedded, gradient, last=c == len(self.chunks) - 1)
 
-    def _embedding_backward(self, embedded: Embedded, gradient: Tensor, *, last: bool) -> None:
-        """Add the gradients of the parameters before the first layer, given that of its input.
-        `last`: no other chunk follows."""
-        others = embedded.outputs
-        reduces(self._decoder.model, last, recurse=False)
-        accumulate([embedded.hidden, *others], [gradient, *map(torch.zeros_like, others)])
+    def _with_slots(self) -> Iterator[tuple[int, Slots, Iterable[Tensor]]]:
+        """For each layer, from the last one down: its index; the slots that it holds after this
+        process's chunks; and their gradients from later chunks, (B, H, S, D) for keys and values.
+        When the caller goes on, the slots must be those before these chunks, with their gradients.
 
-    def _layer_backward(self, index: int, gradients: list[Kept]) -> list[Kept]:
+        Slots are computed from the first process to the last, gradients from the last to the first.
+        So a process that has n behind it computes the slots of n layers ahead; otherwise it would
+        let them wait in each layer.
+        """
+        chain = self._chain
+        indices = range(len(self._caches) - 1, self._first - 1, -1)
+        to_come = 0 if chain.first else len(indices)  # messages of the process before
+        arrived, waiting, ahead = deque[Message](), iter(indices), deque[Slots]()
+
+        def compute() -> Message | None:
+            """Compute the slots of the next layer; returns what the next process needs to know."""
+            for index in waiting:
+                ahead.append(self._replayed(index, None if chain.first else arrived.popleft()))
+                return of_slots(ahead[-1]) if chain.behind else None
+            return None
+
+        for _ in range(min(chain.behind + 1, len(indices))):
+            if to_come:
+                arrived.append(chain.from_previous())
+                to_come -= 1
+            if len(ahead) < chain.behind and (message := compute()):
+                chain.to_next(message)
+        for index in indices:
+            message = compute()
+            given = chain.swap_with_next(message).tensors.values() if chain.behind else ()
+            slots = ahead.popleft()
+            yield index, slots, given
+            if not chain.first:
+                found = chain.swap_with_previous(of_gradients(slots), bool(to_come))
+                if found is not None:
+                    arrived.append(found)
+                    to_come -= 1
+
+    def _layer_backward(
+        self, index: int, gradients: list[Kept], slots: Slots, given: Iterable[Tensor]
+    ) -> list[Kept]:
         """Gradients of a layer's outputs -> those of its inputs, by chunk. Adds those of its
         parameters. The given gradients and the inputs are removed from `store`."""
         cache, inputs = self._caches[index], self._inputs.pop()
-        slots = self._replayed(cache, inputs, self._evicted.pop(), index)
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
+        if self._chain.behind:
+            slots.absorb(*given)
+            own = slots.pop()
         for c in reversed(range(len(self.chunks))):
             hidden = self._store.take(inputs[c]).detach().requires_grad_()
             before = self._decoder.history(self.chunks[c].start)
-            cell = Cell(cache, slots.past if c else None, before)
+            cell = Cell(cache, slots.past if self.chunks[c].start else None, before)
             with torch.enable_grad():
                 out = self._layer(index, c, hidden, cell)
-            given = self._store.take(gradients[c]), *own
-            results = zip((out, cell.keys, cell.values), given, strict=False)
+            results = zip(
+                (out, cell.keys, cell.values),
+                (self._store.take(gradients[c]), *own),
+                strict=False,
+            )
             ends = [(x, g.to(x.dtype)) for x, g in results if x.requires_grad]
             reduces(self._decoder.layers[index], not c)
             accumulate([x for x, _ in ends], [g for _, g in ends])
@@ -142,20 +207,32 @@ class Walk:
                 own = slots.pop()
         return found[::-1]
 
-    def _replayed(
-        self, cache: LayerCache, inputs: list[Kept], evicted: list[list[Tensor]], index: int
-    ) -> Slots:
-        """The slots that the layer holds before the last chunk, with what `pop` needs to undo each
-        chunk before it."""
-        slots = Slots(self._store, cache)
-        for c in range(len(self.chunks) - 1):
+    def _replayed(self, index: int, before: Message | None) -> Slots:
+        """The slots that the layer holds after this process's chunks, or before the text's last
+        one, with what `pop` needs to undo each chunk. `before`: what the process before it holds.
+        """
+        cache, evicted = self._caches[index], self._evicted.pop()
+        if before is None:
+            slots = Slots(self._store, cache)
+        else:
+            slots = slots_from(before, self._store, cache)
+            slots.evict(evicted[0])
+        inputs = self._inputs[index - self._first]
+        for c in range(len(self.chunks) - (not self._chain.behind)):
             try:
                 with torch.no_grad():
                     self._layer(index, c, self._store.get(inputs[c]), Capture(cache))
             except Captured as captured:
                 k, v, position = captured.found
-            slots.push(k, v, position, evicted[c])
+            slots.push(k, v, position, evicted[c + 1])
         return slots
+
+    def _embedding_backward(self, embedded: Embedded, gradient: Tensor, *, last: bool) -> None:
+        """Add the gradients of the parameters before the first layer, given that of its input.
+        `last`: no other chunk follows."""
+        others = embedded.outputs
+        reduces(self._decoder.model, last, recurse=False)
+        accumulate([embedded.hidden, *others], [gradient, *map(torch.zeros_like, others)])
 
     def _layer(self, index: int, c: int, hidden: Tensor, step: LayerStep) -> Tensor:
         # Autocast may have cached weights that were cast without gradients, or in another graph.
@@ -179,7 +256,8 @@ class Walk:
         kind = next((device.type for device in self._devices), None)
         with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
             if self._seed is not None:
-                torch.manual_seed(self._seed + (layer + 1) * len(self.chunks) + c)
+                number = self._numbers[c] if self._numbers else 0
+                torch.manual_seed(self._seed + (layer + 1) * self._all + number)
             yield
 
 

@@ -1,0 +1,194 @@
+"""Context parallelism: the processes that share a text, each with some of its chunks.
+
+The processes form a chain in the order of the chunks. What a layer holds after the chunks of one
+process is handed to the next, and on the way back the gradients of those slots are returned. So
+every policy and codec works as in one process, and the processes compute different layers at the
+same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kvkeep.errors import LossError, StateError
+from kvkeep.train.messages import Message, empty
+
+Group = dist.ProcessGroup
+
+
+class Chain:
+    """This process and its neighbours.
+
+    Args:
+        group: the processes that share a text; None: this process has all of it.
+        model: its device is where tensors lie.
+
+    Raises:
+        StateError: this process is not in the group, or FSDP2 shards the model over its processes.
+    """
+
+    def __init__(self, group: Group | None, model: nn.Module) -> None:
+        self._group = group
+        self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        if self.rank < 0:
+            raise StateError(
+                f"this process is not in the group of {len(self._ranks)} that shares the text; "
+                "give each process the group that it belongs to"
+            )
+        self.device = next(model.parameters()).device
+        gloo = group is not None and dist.get_backend(group) == "gloo"
+        self._carrier = torch.device("cpu") if gloo else self.device
+        if group is not None:
+            _require_whole(model, set(self._ranks))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def share(self, chunks: int) -> range:
+        """Choose neighbours for a text of so many chunks; returns the indices of this process's.
+        With fewer chunks than processes, the last processes have none."""
+        count = min(len(self), chunks)
+        begins = [index * chunks // count for index in range(count + 1)]
+        if self.rank >= count:
+            self.behind = 0
+            self._before = self._after = None
+            return range(0)
+        self.behind = count - 1 - self.rank
+        """How many processes have later chunks."""
+        self._before = self._ranks[self.rank - 1] if self.rank else None
+        self._after = self._ranks[self.rank + 1] if self.behind else None
+        return range(begins[self.rank], begins[self.rank + 1])
+
+    @property
+    def first(self) -> bool:
+        """Whether no process has earlier chunks."""
+        return self._before is None
+
+    def to_next(self, message: Message) -> None:
+        """Hand a message to the process with the following chunks."""
+        self._exchange(self._after, message, False)
+
+    def from_previous(self) -> Message:
+        """Take the message that the process with the preceding chunks hands over."""
+        found = self._exchange(self._before, None, True)
+        assert found is not None
+        return found
+
+    def swap_with_next(self, message: Message | None) -> Message:
+        """Hand over a message, unless it is None, and take one."""
+        found = self._exchange(self._after, message, True)
+        assert found is not None
+        return found
+
+    def swap_with_previous(self, message: Message, expects: bool) -> Message | None:
+        """Hand over a message, and take one if it `expects` one."""
+        return self._exchange(self._before, message, expects)
+
+    def _exchange(self, peer: int | None, message: Message | None, expects: bool) -> Message | None:
+        """Send and receive at the same time, so that two processes that send to each other do not
+        wait for each other."""
+        assert peer is not None
+        head = [] if message is None else [message.head]
+        sizes = [torch.tensor([len(x)]) for x in head]
+        sizes = self._swap(peer, sizes, [empty(1, "int64")] * expects)
+        heads = self._swap(peer, head, [empty(int(x), "uint8") for x in sizes])
+        awaited = [Message.described(x) for x in heads]
+        given = [] if message is None else message.tensors.values()
+        taken = self._swap(peer, given, [x for one in awaited for x in one.tensors.values()])
+        for one in awaited:
+            found = (x.to(self.device) for x in taken)
+            return one._replace(tensors=dict(zip(one.tensors, found, strict=True)))
+        return None
+
+    def _swap(self, peer: int, given: Iterable[Tensor], like: Iterable[Tensor]) -> list[Tensor]:
+        """Send some tensors, and receive others of the shapes and dtypes of `like`."""
+        sent = [x.detach().to(self._carrier).contiguous() for x in given]
+        taken = [torch.empty_like(x, device=self._carrier) for x in like]
+        work = [dist.P2POp(dist.isend, _bytes(x), peer, self._group) for x in sent if x.numel()]
+        work += [dist.P2POp(dist.irecv, _bytes(x), peer, self._group) for x in taken if x.numel()]
+        for one in dist.batch_isend_irecv(work) if work else ():
+            one.wait()
+        return taken
+
+    def agreed(self, number: int) -> int:
+        """The first process's number."""
+        if self._group is None:
+            return number
+        found = torch.tensor([number], device=self._carrier)
+        dist.broadcast(found, self._ranks[0], self._group)
+        return int(found)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """A context in which an error of one process ends all of them."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        failed = torch.tensor([0 if error is None else 1], device=self._carrier)
+        if self._group is not None:
+            dist.all_reduce(failed, group=self._group)
+        if error is not None:
+            raise error
+        if int(failed):
+            raise LossError(
+                "another process that shares the text found no loss, and its error says why: no "
+                "gradient and no optimizer was changed"
+            )
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a number over the processes, float64 if there are several."""
+        if self._group is None:
+            return x
+        x = x.to(self._carrier, torch.float64)
+        dist.all_reduce(x, group=self._group)
+        return x.to(self.device)
+
+    @contextmanager
+    def summed(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """A context in which each process computes its part of the gradients; at its end they are
+        summed, and each process has the whole. What `.grad` held before, the same in all processes,
+        is added once."""
+        if self._group is None:
+            yield
+            return
+        trained = [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
+        earlier = [p.grad for p in trained]
+        if self.rank:
+            for p in trained:
+                p.grad = None
+        try:
+            yield
+        except BaseException:
+            if self.rank:
+                for p, gradient in zip(trained, earlier, strict=True):
+                    p.grad = gradient
+            raise
+        del earlier
+        for p in trained:  # in all processes, whether or not they have a gradient
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            whole = own.to(self._carrier)
+            dist.all_reduce(whole, group=self._group)
+            own.copy_(whole)
+
+
+def _require_whole(model: nn.Module, ranks: set[int]) -> None:
+    for p in model.parameters():
+        if isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1:
+            raise StateError(
+                "the model is sharded over the processes that share the text, which compute "
+                "different layers at the same time; shard it over the other dimension of a mesh"
+            )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,97 @@
+"""Gradients of texts that processes share; in a module that those processes can import."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from kvkeep.errors import LossError
+from kvkeep.train import backward, loss
+from support.autograd_gradients import adapted, gradients, model_of, texts
+
+TOKENS, CHUNK = 47, 6  # eight chunks, the last of them shorter
+
+# Each kind of slots, of state and of decision that one process hands to the next.
+SPECS = {
+    "exact": "keep_all",
+    "reach": "window:9,sinks=2",
+    "mass and codes": "qh2o:8+int8",
+    "state of rows": "expected_attention:8",
+    "heads of different lengths": "adakv(snapkv:8,window=4)",
+    "blocks": "keep_all+kivi:4",
+}
+CASES = [*SPECS, "padding", "windows and a head", "dropout", "fewer chunks", "accumulated"]
+
+
+def found(case: str, group: dist.ProcessGroup | None):
+    """The loss and the gradients of a case."""
+    model, spec, chunk, head = model_of("llama"), SPECS.get(case, "h2o:8"), CHUNK, None
+    ids, labels, mask = texts(2, TOKENS)
+    if case == "padding":
+        ids, labels, mask = texts(3, TOKENS, pads=(30, 3, 0))
+    if case == "windows and a head":
+        model, labels = model_of("gemma3"), None
+        head = Head()
+    if case == "dropout":
+        model = adapted(model, lora_dropout=0.3).train()
+        torch.manual_seed(7 if group is None else 7 + dist.get_rank(group))
+    if case == "fewer chunks":
+        chunk, spec = TOKENS, "keep_all"
+    way = {"cache": spec, "chunk": chunk, "attention_mask": mask, "head": head, "group": group}
+    value = backward(model, ids, labels, **way)
+    if case == "accumulated":
+        backward(model, ids.flip(1), labels.flip(1), **way)
+    if case != "dropout":
+        torch.testing.assert_close(loss(model, ids, labels, **way), value)
+    both = torch.nn.ModuleList([model, head]) if head is not None else model
+    return value, gradients(both)
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 32, dtype=torch.float64))
+
+    def forward(self, hidden, columns):
+        return (hidden @ self.weight).square().sum()
+
+
+def refused(group: dist.ProcessGroup) -> list[str]:
+    """What is raised in each process when one chunk's loss is not finite; no gradient changes."""
+    model = model_of("llama")
+    ids, labels, _ = texts(2, TOKENS)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    weights = torch.ones(ids.shape)
+    weights[0, -1] = torch.nan  # in the last process's chunks
+    try:
+        backward(model, ids, labels, chunk=CHUNK, loss_weights=weights, num_items=1.0, group=group)
+    except LossError as error:
+        assert bool((gradients(model)[-10:] == 1).all())
+        return [str(error)]
+    return []
+
+
+def work(rank: int, processes: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/meet",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=300),
+    )
+    group = dist.group.WORLD
+    results = {case: found(case, group) for case in CASES}
+    torch.save((results, refused(group)), f"{path}/{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # see distributed_gradient.py
+
+
+def run(processes: int, path: str):
+    """What each process found."""
+    mp.spawn(work, args=(processes, path), nprocs=processes)
+    return [torch.load(f"{path}/{rank}.pt", weights_only=True) for rank in range(processes)]

@@ -1,0 +1,25 @@
+"""Processes that share a text find the loss and the gradients that one process finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import shared_text
+from support.autograd_gradients import error
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {case: shared_text.found(case, None) for case in shared_text.CASES}
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_that_share_a_text_find_the_gradients_of_one(processes, alone, tmp_path):
+    for results, refusal in shared_text.run(processes, str(tmp_path)):
+        for case, (value, gradient) in results.items():
+            expected, of_one = alone[case]
+            torch.testing.assert_close(
+                value, expected, rtol=1e-12, atol=0, check_dtype=False, msg=case
+            )
+            assert error(gradient, of_one) < 1e-12, case
+        assert len(refusal) == 1
