@@ -23,7 +23,15 @@ from kvkeep.cli.plot import plot
 from kvkeep.hf.models import resolve
 from kvkeep.train import backward, replaying
 
-COLUMNS = ["method", "tokens", "peak_bytes", "seconds", "grad_rel_error", "offloaded_bytes"]
+COLUMNS = [
+    "method",
+    "processes",
+    "tokens",
+    "peak_bytes",
+    "seconds",
+    "grad_rel_error",
+    "offloaded_bytes",
+]
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads Linux's counters"
@@ -48,7 +56,7 @@ def text(model):
 def _here(monkeypatch, one_thread, text):
     """Processes of their own, which import and tokenise for seconds, are not started."""
     monkeypatch.setattr(train, "tokens_of_text", lambda _, count: text[:, :count])
-    monkeypatch.setattr(train, "alone", lambda function, *args: function(*args))
+    monkeypatch.setattr(train, "together", lambda calls: [call() for call in calls])
 
 
 def invoke(*arguments):
@@ -126,7 +134,7 @@ def test_a_process_that_was_ended(monkeypatch):
     def end(*_):
         raise BrokenProcessPool
 
-    monkeypatch.setattr(train, "alone", end)
+    monkeypatch.setattr(train, "together", end)
     rows = train.run("none", tokens=(48,))["rows"]
     assert len(rows) == 3
     for row in rows:
@@ -192,6 +200,17 @@ def test_a_process_for_each(model):
 
 
 @pytest.mark.slow
+def test_processes_that_share_a_text(model):
+    options = ("--model", model, "--tokens", "480", "--cache", "h2o:16", "--chunk", "16")
+    result = invoke(*options, "--methods", "kvkeep", "--processes", "2,1", "--json")
+    assert result.exit_code == 0, result.output
+    two, one = json.loads(result.stdout.splitlines()[-1])["rows"]
+    require_complete([two, one])
+    assert (two["processes"], one["processes"]) == (2, 1)
+    assert two["offloaded_bytes"] < 0.7 * one["offloaded_bytes"]
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_fit(model):
     options = {"tokens": (1500,), "cache": "keep_all", "chunk": 128, "memory": 400 << 20}
     ours, *others = train.run(model, **options)["rows"]
@@ -221,6 +240,7 @@ def test_gaps(tmp_path, capsys, lengths):
         (("--tokens", "1"), "give at least 2"),
         (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
         (("--methods", ","), "--methods is empty"),
+        (("--processes", "1,0"), "whole numbers above 0"),
         (("--cache", "h3o:5"), "did you mean 'h2o'"),
         (("--plot", "x.foo"), "must end in one of"),
     ],

@@ -7,9 +7,10 @@ import errno
 import gc
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -46,8 +47,17 @@ def alone(
     Raises:
         BrokenProcessPool: the process died.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args, **kwargs).result()
+    return together([partial(function, *args, **kwargs)])[0]
+
+
+def together(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Make several calls of a module's functions at the same time, each in a new process.
+
+    Raises:
+        BrokenProcessPool: a process died.
+    """
+    with ProcessPoolExecutor(len(calls), mp_context=get_context("spawn")) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def resident() -> int:

@@ -6,23 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kvkeep.bench.environment import environment
 from kvkeep.bench.resident import (
-    alone,
     bounded,
     is_out_of_memory,
     peak,
     require_counters,
     reset_peak,
     resident,
+    together,
 )
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.unrolled import unrolled
@@ -36,7 +39,6 @@ from kvkeep.train import backward
 KVKEEP, BACKPROP, CHECKPOINTING = METHODS = ("kvkeep", "backprop", "checkpointing")
 
 _WARM_UP = 64
-_DECISIONS = "decisions.safetensors"
 
 
 def run(
@@ -47,6 +49,7 @@ def run(
     cache: str = "h2o:1024",
     chunk: int = 1024,
     check: bool = True,
+    processes: Sequence[int] = (1,),
     memory: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -59,19 +62,23 @@ def run(
         methods: "kvkeep", "backprop", "checkpointing" (transformers').
         cache, chunk: see `kvkeep.train.backward`.
         check: compare the gradients with another method's.
+        processes: how many share a text, for kvkeep's method, which is measured with each of these
+            numbers; they divide the threads.
         memory: bytes that a gradient may take; None: the available memory minus one GiB.
 
     Returns:
-        `rows`: for each length and method `peak_bytes`, the peak of resident memory above the model
-        during the computation; `seconds`; and `grad_rel_error`, the norm of the difference from the
+        `rows`: for each length, method and number of processes `peak_bytes`, the peak of resident
+        memory above the model during the computation, in the process where it is greatest;
+        `seconds`; and `grad_rel_error`, the norm of the difference from the
         reference divided by the reference's. A value is None if the method did not fit in memory or
         has no reference. Backprop and checkpointing are each other's reference; kvkeep's is plain
         autograd through the same cache with the same evictions. `offloaded_bytes` are kvkeep's
-        layer inputs, which are kept in a file and not counted in the peak.
+        layer inputs, which are kept in a file and not counted in the peak; of the process with the
+        most.
 
     Raises:
         SpecError: a method or cache does not exist.
-        ShapeError: a text has fewer than two tokens.
+        ShapeError: a text has fewer than two tokens, or no process computes.
         UnsupportedError: the system is not Linux, whose counters this reads.
     """
     for method in methods:
@@ -79,13 +86,16 @@ def run(
             raise SpecError(f"no method {method!r} to measure; there is {', '.join(METHODS)}")
     if min(tokens) < 2:
         raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
+    if not processes or min(processes) < 1:
+        raise ShapeError(f"{list(processes)} processes; give numbers of at least 1")
     parse_specs(cache)
     require_counters()
+    ways = [(one, n) for one in methods for n in (processes if one == KVKEEP else (1,))]
     rows = []
     for length in tokens:
         with TemporaryDirectory() as folder:
-            job = _Job(model, length, cache, chunk, memory, folder if check else None)
-            rows += _rows(job, methods, progress or (lambda _: None))
+            job = _Job(model, length, cache, chunk, memory, folder, check)
+            rows += _rows(job, ways, progress or (lambda _: None))
     return {
         "benchmark": "train",
         "model": model,
@@ -105,98 +115,120 @@ class _Job(NamedTuple):
     cache: str
     chunk: int
     memory: int | None
-    folder: str | None
-    """Directory for the gradients; None: they are not saved."""
+    folder: str
+    """Directory for the gradients."""
+    check: bool
 
-    def gradients(self, method: str) -> Path:
-        assert self.folder is not None
-        return Path(self.folder) / f"{method}.safetensors"
+    def gradients(self, method: str, processes: int = 1) -> Path:
+        return Path(self.folder) / f"{method}-{processes}.safetensors"
+
+    def decisions(self, rank: int, processes: int) -> Path:
+        return Path(self.folder) / f"decisions-{rank}-of-{processes}.safetensors"
 
 
 def _rows(
-    job: _Job, methods: Sequence[str], progress: Callable[[str], None]
+    job: _Job, ways: Sequence[tuple[str, int]], progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     found = {}
-    for method in methods:
-        progress(f"{method}, {job.tokens} tokens")
-        found[method] = _if_it_fits(_measure, method, job)
-    fits = {method for method, measured in found.items() if measured is not None}
+    for method, processes in ways:
+        several = f", {processes} processes" if processes > 1 else ""
+        progress(f"{method}, {job.tokens} tokens{several}")
+        calls = [partial(_measure, method, job, rank, processes) for rank in range(processes)]
+        found[method, processes] = _if_they_fit(calls)
+    fits = {way for way, measured in found.items() if measured is not None}
     references = {BACKPROP: CHECKPOINTING, CHECKPOINTING: BACKPROP}
-    if job.folder is not None and KVKEEP in fits:
+    recorded = min((processes for method, processes in fits if method == KVKEEP), default=0)
+    if job.check and recorded:
         references[KVKEEP] = BACKPROP
-        if not (_is_exact(job.cache) and BACKPROP in fits):
+        if not (_is_exact(job.cache) and (BACKPROP, 1) in fits):
             progress(f"reference, {job.tokens} tokens")
             references[KVKEEP] = "unrolled"
-            if _if_it_fits(_reference, job):
-                fits.add("unrolled")
+            if _if_they_fit([partial(_reference, job, recorded)]):
+                fits.add(("unrolled", 1))
     rows = []
-    for method in found:
-        measured = found[method] or dict.fromkeys(("peak_bytes", "seconds", "offloaded_bytes"))
-        error, reference = None, references.get(method)
-        if job.folder is not None and {method, reference} <= fits:
-            error = _relative_error(job.gradients(method), job.gradients(str(reference)))
+    for (method, processes), measured in found.items():
+        error, reference = None, references.get(method, "")
+        if job.check and {(method, processes), (reference, 1)} <= fits:
+            error = _relative_error(job.gradients(method, processes), job.gradients(reference))
+        most: dict[str, Any] = dict.fromkeys(("peak_bytes", "seconds", "offloaded_bytes"))
+        if measured is not None:
+            most = {name: max(one[name] for one in measured) for name in most}
         rows.append(
             {
                 "method": method,
+                "processes": processes,
                 "tokens": job.tokens,
-                "peak_bytes": measured["peak_bytes"],
-                "seconds": measured["seconds"],
+                "peak_bytes": most["peak_bytes"],
+                "seconds": most["seconds"],
                 "grad_rel_error": error,
-                "offloaded_bytes": measured["offloaded_bytes"] if method == KVKEEP else 0,
+                "offloaded_bytes": most["offloaded_bytes"] if method == KVKEEP else 0,
             }
         )
     return rows
 
 
-def _if_it_fits(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function in another process; None if that process was killed."""
+def _if_they_fit(calls: Sequence[Callable[[], Any]]) -> list[Any] | None:
+    """The results of functions that run at the same time, each in another process; None if memory
+    did not suffice: a process was killed, or a function returned None or False."""
     try:
-        return alone(function, *args)
+        found = together(calls)
     except BrokenProcessPool:
         return None
+    return None if None in found or False in found else found
 
 
-def _measure(method: str, job: _Job) -> dict[str, Any] | None:
+def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any] | None:
     model, tokenizer = _loaded(job.model)
+    group = _met(job, rank, processes) if processes > 1 else None
     if method == CHECKPOINTING:
         # Newer versions of transformers have renamed this method.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     text = tokens_of_text(tokenizer, max(job.tokens, _WARM_UP))
     short = job._replace(chunk=min(job.chunk, _WARM_UP // 2))
-    _differentiate(method, model, text[:, :_WARM_UP], short)  # warm-up, not counted
+    _differentiate(method, model, text[:, :_WARM_UP], short, group)  # warm-up, not counted
     model.zero_grad(set_to_none=True)
     before = resident()
     reset_peak()
     try:
         with bounded(job.memory):
             start = time.perf_counter()
-            offloaded, decisions = _differentiate(method, model, text[:, : job.tokens], job)
+            offloaded, decisions = _differentiate(method, model, text[:, : job.tokens], job, group)
             seconds = time.perf_counter() - start
     except Exception as error:
         if is_out_of_memory(error):
             return None
         raise
     most = peak() - before
-    if job.folder is not None:
-        _save(model, job.gradients(method))
+    if job.check:
+        if not rank:
+            _save(model, job.gradients(method, processes))
         if method == KVKEEP:
             calls = {f"{i}.{n}": x for i, one in enumerate(decisions) for n, x in enumerate(one)}
-            save_file(calls, Path(job.folder) / _DECISIONS)
+            save_file(calls, job.decisions(rank, processes))
     return {"peak_bytes": most, "seconds": seconds, "offloaded_bytes": offloaded}
 
 
-def _reference(job: _Job) -> bool:
-    """Compute and save kvkeep's gradients by plain autograd; returns whether they fit in memory."""
-    assert job.folder is not None
+def _met(job: _Job, rank: int, processes: int) -> dist.ProcessGroup | None:
+    """The group of the processes that share a text. A process has its share of the threads."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    place = f"file://{job.folder}/meet-{processes}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=processes)
+    return dist.group.WORLD
+
+
+def _reference(job: _Job, processes: int) -> bool:
+    """Compute and save kvkeep's gradients by plain autograd, with the evictions that so many
+    processes recorded, whose chunks follow each other; returns whether they fit in memory."""
     model, tokenizer = _loaded(job.model)
     ids = tokens_of_text(tokenizer, job.tokens)
-    calls = load_file(Path(job.folder) / _DECISIONS)
     decisions: list[list[Tensor]] = [
         [] for _ in range(decoder_config(model.config).num_hidden_layers)
     ]
-    for name in sorted(calls, key=lambda name: int(name.partition(".")[2])):
-        decisions[int(name.partition(".")[0])].append(calls[name])
+    for rank in range(processes):
+        calls = load_file(job.decisions(rank, processes))
+        for name in sorted(calls, key=lambda name: int(name.partition(".")[2])):
+            decisions[int(name.partition(".")[0])].append(calls[name])
     try:
         with bounded(job.memory):
             unrolled(model, ids, job.cache, job.chunk, decisions)
@@ -208,7 +240,9 @@ def _reference(job: _Job) -> bool:
     return True
 
 
-def _differentiate(method: str, model: Any, ids: Tensor, job: _Job) -> tuple[int, Any]:
+def _differentiate(
+    method: str, model: Any, ids: Tensor, job: _Job, group: dist.ProcessGroup | None
+) -> tuple[int, Any]:
     """Compute the gradients; returns the bytes that were offloaded and the evictions."""
     if method != KVKEEP:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -223,6 +257,7 @@ def _differentiate(method: str, model: Any, ids: Tensor, job: _Job) -> tuple[int
         chunk=job.chunk,
         decisions=decisions,
         offload=offload,
+        group=group,
     )
     return offload.peak_bytes, decisions
 

@@ -422,6 +422,9 @@ def train(
         str, typer.Option(help="Methods, comma-separated.")
     ] = "kvkeep,backprop,checkpointing",
     check: Annotated[bool, typer.Option(help="Compare the gradients too.")] = True,
+    processes: Annotated[
+        str, typer.Option(help="Numbers of processes that share kvkeep's text, comma-separated.")
+    ] = "1",
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -429,6 +432,7 @@ def train(
     gradient checkpointing."""
     check_plot(plot)
     lengths, chosen = whole_numbers(tokens), listed(methods, ",")
+    shared = whole_numbers(processes)
     if not chosen:
         raise typer.BadParameter("--methods is empty; give at least one, e.g. kvkeep")
     with reported(), Working("train") as working:
@@ -441,11 +445,12 @@ def train(
             cache=cache,
             chunk=chunk,
             check=check,
+            processes=shared,
             progress=working,
         )
     title = f"One gradient of {model}, float32, {cache}"
     if plot is not None:
-        shown = ("method", "tokens", "peak_bytes", "seconds")
+        shown = ("method", "processes", "tokens", "peak_bytes", "seconds")
         rows = [{name: row[name] for name in shown} for row in result["rows"]]
         draw(title, {"": rows}, plot)
     show(title, result, None, json)
