@@ -26,6 +26,7 @@ EXAMPLES = {
     "h2o": "h2o:8,recent=3,sinks=1",
     "vlen": "vlen:8",
     "qh2o": "qh2o:8,recent=2",
+    "qvlen": "qvlen:8,recent=2",
     "tova": "tova:8",
     "snapkv": "snapkv:8,window=4,pool=3",
     "knorm": "knorm:8,recent=1",

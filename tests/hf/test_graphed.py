@@ -29,7 +29,7 @@ SPECS = [
     "window:9,sinks=3+int8@fixed:40",
     "h2o:16@fixed:40",
     "h2o:24,recent=4+int8@fixed",
-    "qh2o:16+int4@fixed:40",
+    "qvlen:16+int4@fixed:40",
     "tova:12@fixed:30",
     "snapkv:20,window=8@fixed:40",
     "knorm:16@fixed:40",

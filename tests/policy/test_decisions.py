@@ -32,6 +32,8 @@ SPECS: list[tuple[str, int | None]] = [
     ("qh2o:8,recent=2+int8", None),
     ("qh2o:8,recent=1,mix=0.2+int4/int8", None),
     ("qh2o:8,normalize=1", None),
+    ("qvlen:8,recent=2,mix=0.7+int4", None),
+    ("qvlen:8,normalize=1,sinks=1+int8/int4", None),
     ("tova:8", None),
     ("tova:8,recent=2,sinks=1,keep_from=4,keep_to=6", None),
     ("tova:8", 12),

@@ -47,7 +47,7 @@ def test_equal_scores_evict_the_oldest(text, chunk):
         assert not plane.float().isnan().any()
 
 
-@pytest.mark.parametrize("text", ["knorm:4", "vlen:4,recent=1", "qh2o:4,recent=1+int8"])
+@pytest.mark.parametrize("text", ["knorm:4", "qvlen:4,recent=1+int8"])
 def test_scores_do_not_depend_on_how_tensors_lie(text):
     held = []
     k = torch.randn(3, HEADS, 9, 64)

@@ -70,7 +70,7 @@ class EvictionOracle:
         """How many of the newest tokens are protected."""
         if self.name == "window":
             return self.options.size
-        if self.name in ("h2o", "vlen", "qh2o") and self.options.recent is None:
+        if self.name in ("h2o", "vlen", "qh2o", "qvlen") and self.options.recent is None:
             return self.options.tokens // 2
         if self.name in ("knorm", "keydiff") and self.options.recent is None:
             options = self.options
@@ -127,7 +127,7 @@ class EvictionOracle:
         received = probability.mean(dim=1).sum(dim=1)  # (H, T), summed over the chunk's queries
         if name in ("h2o", "qh2o"):
             row.score = row.score + received
-        elif name == "vlen":
+        elif name in ("vlen", "qvlen"):
             added = received * row.given_v.norm(dim=-1)
             row.score = row.score + n * added / added.sum(dim=-1, keepdim=True)
         elif name == "tova":
@@ -154,9 +154,9 @@ class EvictionOracle:
     def _scores(self, row: Row, head: int) -> Tensor:
         """(T,), of which the live ones count."""
         score, live, name = row.score[head], row.live[head], self.name
-        if name in ("h2o", "vlen", "qh2o") and self.options.normalize:
+        if name in ("h2o", "vlen", "qh2o", "qvlen") and self.options.normalize:
             score = score / torch.arange(row.seen, 0, -1)
-        if name == "qh2o":
+        if name in ("qh2o", "qvlen"):
             error = (row.given_k - row.k).norm(dim=-1) + (row.given_v - row.v).norm(dim=-1)
             mix = self.options.mix
             return mix * _unit(score, live) - (1 - mix) * _unit(error[head], live)

@@ -145,7 +145,7 @@ def test_single_tokens(spec):
     [
         ("keep_all+int4", "left"),
         ("h2o:8+fp8/int8", "left"),
-        ("qh2o:8+int4", "right"),
+        ("qvlen:8+int4", "right"),
         ("adakv(h2o:8)+int8", "left"),
         *pairwise([f"keep_all+kivi:4,together=4,recent={n}" for n in (0, 6)], ["left", "right"]),
     ],

@@ -11,6 +11,7 @@ from kvkeep.policy.kvzap import KVzap
 from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.pyramid import Pyramid
 from kvkeep.policy.qh2o import QH2O
+from kvkeep.policy.qvlen import QVLen
 from kvkeep.policy.random import Random
 from kvkeep.policy.replay import ReplayPolicy
 from kvkeep.policy.scored import Scored
@@ -28,6 +29,7 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         VLen,
         QH2O,
+        QVLen,
         Tova,
         SnapKV,
         KNorm,
@@ -58,6 +60,7 @@ __all__ = [
     "Observation",
     "Policy",
     "Pyramid",
+    "QVLen",
     "Random",
     "ReplayPolicy",
     "Scored",

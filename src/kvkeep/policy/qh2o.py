@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from kvkeep.policy.h2o import H2O
 _ERROR = "error"
 
 
-@final
 @dataclass(frozen=True)
 class QH2O(H2O):
     """Score: mix * (score of H2O) - (1 - mix) * (encoding error |k - k'| + |v - v'|), both scaled
@@ -31,7 +30,9 @@ class QH2O(H2O):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.mix <= 1.0:
-            raise SpecError(f"qh2o mix {self.mix}: give a number from 0 (error) to 1 (mass)")
+            raise SpecError(
+                f"{self.name} mix {self.mix}: give a number from 0 (error) to 1 (attention)"
+            )
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:
@@ -43,8 +44,8 @@ class QH2O(H2O):
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         live = planes[POSITION] >= 0
-        mass, error = (_unit(x, live) for x in (super().score(planes, seen), planes[_ERROR]))
-        return self.mix * mass - (1 - self.mix) * error
+        worth, error = (_unit(x, live) for x in (super().score(planes, seen), planes[_ERROR]))
+        return self.mix * worth - (1 - self.mix) * error
 
 
 def _unit(x: Tensor, live: Tensor) -> Tensor:

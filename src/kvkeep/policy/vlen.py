@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -15,7 +15,6 @@ from kvkeep.policy.scored import SCORE
 _NORM = "value_norm"
 
 
-@final
 @dataclass(frozen=True)
 class VLen(H2O):
     """Score: the sum over steps of n m |v| / sum(m |v|), where m is the mass a slot received from
