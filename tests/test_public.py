@@ -38,6 +38,7 @@ def test_exported_names():
         "export",
         "fingerprint",
         "generate_many",
+        "keep_until",
         "load",
     ]
     for name in kvkeep.__all__:

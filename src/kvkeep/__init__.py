@@ -1,8 +1,8 @@
 """kvkeep: the KV cache for PyTorch language models.
 
 Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used.
-`Cache`, `Graphed` and the functions except `attend` import transformers; the others import only
-torch.
+`Cache`, `Graphed` and the functions except `attend` and `keep_until` import transformers; the
+others import only torch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.hf.export import export as export
     from kvkeep.hf.fingerprint import fingerprint as fingerprint
     from kvkeep.hf.load import load as load
+    from kvkeep.host.keep_until import keep_until as keep_until
     from kvkeep.layer.layer import LayerCache as LayerCache
     from kvkeep.spec import CacheSpec as CacheSpec
     from kvkeep.store.prefix import PrefixStore as PrefixStore
@@ -66,6 +67,7 @@ _HOME = {
     "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",
     "generate_many": "kvkeep.batch.many",
+    "keep_until": "kvkeep.host.keep_until",
     "load": "kvkeep.hf.load",
 }
 """Public name -> the module from which it is imported when it is first used. Type checkers read the

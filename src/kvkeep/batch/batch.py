@@ -28,6 +28,8 @@ from kvkeep.files.offload import Kept, Offload
 from kvkeep.geometry import Geometry
 from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Specs, host_of
 from kvkeep.host.compress import compresses
+from kvkeep.host.keep_until import Marker
+from kvkeep.host.keep_until import keep_until as spec_keeping
 from kvkeep.policy import Share
 from kvkeep.store.prefix import PrefixStore
 
@@ -121,6 +123,7 @@ class Batch:
         *,
         n: int = 1,
         spec: Specs | None = None,
+        keep_until: Marker | None = None,
         queue: str = "",
         namespace: str | None = "",
     ) -> list[Answer]:
@@ -131,6 +134,7 @@ class Batch:
             settings: how to continue it; None: the defaults.
             n: how many answers; they share the prompt's slots.
             spec: what their caches keep; None: the batch's.
+            keep_until: they also keep the prompt up to this marker: see `kvkeep.keep_until`.
             queue: answers of the same priority are admitted from each queue in turn. The batch
                 remembers each queue, so let them be few, such as the names of clients.
             namespace: only entries of the same namespace are found in the store; None: none is, and
@@ -142,10 +146,12 @@ class Batch:
         Raises:
             ShapeError: no token, n below 1, or the answer could exceed the model's context.
             CapacityError: an answer alone could exceed `max_bytes`, or its storage.
-            SpecError: the spec does not fit the model.
+            SpecError: the spec does not fit the model, or cannot keep the prompt up to the marker.
         """
         settings, spec = settings or Settings(), self.spec if spec is None else spec
         ids = self._ids(prompt)
+        if keep_until is not None:
+            spec = spec_keeping(spec, ids, keep_until, self._tokenizer)
         longest = len(ids) + settings.max_new_tokens
         self._require_context(len(ids), longest, n)
         cache = self._new_cache(spec)

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from kvkeep.batch.answer import Answer, Settings
 from kvkeep.batch.batch import Batch
 from kvkeep.errors import ShapeError
+from kvkeep.host import Marker
 
 
 def generate_many(
@@ -20,6 +21,7 @@ def generate_many(
     *,
     tokenizer: Any = None,
     n: int = 1,
+    keep_until: Marker | None = None,
     namespace: str | None = "",
     progress: bool | None = None,
     **options: Any,
@@ -31,7 +33,7 @@ def generate_many(
         prompts: texts, or token ids.
         settings: for all prompts, or one for each.
         n: answers to each prompt.
-        namespace: see `Batch.add`.
+        keep_until, namespace: see `Batch.add`.
         progress: show a progress bar; None: on a terminal.
 
     Returns:
@@ -46,7 +48,7 @@ def generate_many(
         raise ShapeError(f"{len(settings)} settings for {len(prompts)} prompts; give one for each")
     each = list(settings) if isinstance(settings, Sequence) else [settings] * len(prompts)
     answers = [
-        batch.add(prompt, own, n=n, namespace=namespace)
+        batch.add(prompt, own, n=n, keep_until=keep_until, namespace=namespace)
         for prompt, own in zip(prompts, each, strict=True)
     ]
     disable = None if progress is None else not progress

@@ -45,6 +45,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    keep_until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Keep the prompt up to this text, such as the end of its instructions, whatever "
+            "else is evicted.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     json: JsonFlag = False,
@@ -81,6 +90,7 @@ def generate(
                 top_p=top_p,
                 seed=seed,
                 prefill_chunk=prefill_chunk,
+                keep_until=keep_until,
                 on_text=show,
             )
     held = result.cache

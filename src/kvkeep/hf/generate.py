@@ -21,6 +21,7 @@ from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.host import Generation, Specs
 from kvkeep.host.generation import GenerationOptions, TextStream
+from kvkeep.host.keep_until import keep_until as spec_keeping
 
 
 class PromptError(KVKeepError, ValueError):
@@ -68,6 +69,7 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     prefill_chunk: int | None = None,
+    keep_until: str | None = None,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Generation:
     """Answer `prompt` with an unattached model. The model stays attached afterwards.
@@ -82,15 +84,20 @@ def generate(
         seed: seed for sampling.
         prefill_chunk: feed the prompt in chunks of that many tokens; None: 1,024 if the cache has a
             budget, otherwise the whole prompt at once.
+        keep_until: keep the prompt up to this text, whatever else is evicted: see
+            `kvkeep.keep_until`.
         on_text: called with each piece of text as it is generated.
 
     Raises:
         PromptError: the prompt is empty.
-        SpecError, UnsupportedError: the cache's spec or the model is not supported.
+        SpecError, UnsupportedError: the cache's spec or the model is not supported, or `keep_until`
+            is not in the prompt.
     """
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
     inputs = _encode(tokenizer, prompt, system, raw).to(model.device)
+    if keep_until is not None:
+        cache = spec_keeping(cache, inputs["input_ids"], keep_until, tokenizer)
     attach(model, cache, linears=True)
     kept = Cache(model, cache, capacity=inputs["input_ids"].shape[1] + max_new_tokens)
     return follow(

@@ -3,6 +3,7 @@
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
 from kvkeep.host.generation import Generation, GenerationOptions, TextStream
+from kvkeep.host.keep_until import Marker, keep_until
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.packed import Packed, Piece, packed
 from kvkeep.host.registry import host_of, load_model, register
@@ -19,6 +20,7 @@ __all__ = [
     "LayerKind",
     "LayerStep",
     "Layerwise",
+    "Marker",
     "ModelCache",
     "Narrowed",
     "Packed",
@@ -30,6 +32,7 @@ __all__ = [
     "drawn",
     "fitting_some",
     "host_of",
+    "keep_until",
     "load_model",
     "packed",
     "per_layer",

@@ -92,6 +92,9 @@ class AdaKV(Policy):
     def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, inner=self.inner.with_budget(tokens))
 
+    def keeping(self, stop: int) -> Policy:
+        return replace(self, inner=self.inner.keeping(stop))
+
     def enter(self, tokens: Arrivals) -> Planes:
         return self.inner.enter(tokens)
 

@@ -178,6 +178,14 @@ class Policy(ABC):
         """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
         raise SpecError(f"policy {self.name} has no budget to change")
 
+    def keeping(self, stop: int) -> Policy:
+        """This policy with the first `stop` positions protected; in tokens, its budget stays the
+        same. Raises SpecError if that is not possible."""
+        raise SpecError(
+            f"policy {self.name} cannot be told which positions to keep; use one with keep_to, "
+            "such as window:1024 or h2o:1024"
+        )
+
     def enter(self, tokens: Arrivals) -> Planes:
         """The policy's planes for new tokens, (B, H|1, n, ...); zeros by default."""
         rows, heads, n, _ = tokens.keys.shape

@@ -23,5 +23,8 @@ class KeepAll(Policy):
     def within(self, window: int) -> Policy:
         return Window(window)
 
+    def keeping(self, stop: int) -> Policy:
+        return self
+
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         raise AssertionError("keep_all has no budget and evicts nothing")

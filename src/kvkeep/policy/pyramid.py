@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -49,6 +49,9 @@ class Pyramid(Policy):
     @property
     def share(self) -> Share | None:
         return self.inner.share
+
+    def keeping(self, stop: int) -> Policy:
+        return replace(self, inner=self.inner.keeping(stop))
 
     def in_layer(self, index: int, count: int) -> Policy:
         at = 0.5 if count == 1 else index / (count - 1)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.errors import StateError
+from kvkeep.errors import SpecError, StateError
 from kvkeep.native_library import LIBRARY
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Observation
@@ -45,6 +45,19 @@ class Protection(NamedTuple):
     def fixed(self) -> int:
         """How many of them do not move as tokens are fed."""
         return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
+
+    def until(self, stop: int) -> int:
+        """`keep_to` of a protection of the first `stop` positions too.
+
+        Raises:
+            SpecError: positions are kept already, and not the first ones.
+        """
+        if self.keep_from and self.keep_to > self.keep_from:
+            raise SpecError(
+                f"positions {self.keep_from} to {self.keep_to} are kept already, and a policy "
+                f"keeps one range; leave out keep_from={self.keep_from} or the range"
+            )
+        return max(stop, self.keep_to)
 
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:

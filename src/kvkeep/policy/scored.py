@@ -111,6 +111,13 @@ class Scored(Policy):
     def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, tokens=tokens)
 
+    def keeping(self, stop: int) -> Policy:
+        # While few tokens have been fed, a share of them must hold the protected ones too; twice as
+        # many slots suffice where half of the budget is for the newest.
+        least = self.least if self.share is None else self.least + 2 * stop
+        to = self.protection.until(stop)
+        return replace(self, keep_from=0, keep_to=to, least=least)
+
     @abstractmethod
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         """The score of each slot, floating point (B, H, S), or (B, 1, S) unless `per_head`."""

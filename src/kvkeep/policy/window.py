@@ -78,6 +78,10 @@ class Window(Policy):
     def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, size=tokens if isinstance(tokens, Share) else tokens - self.protected)
 
+    def keeping(self, stop: int) -> Policy:
+        wider = replace(self, keep_from=0, keep_to=self.protection.until(stop))
+        return wider if self.budget is None else wider.with_budget(self.budget)
+
     def within(self, window: int) -> Policy:
         fits = not isinstance(self.size, Share) and self.size < window
         return self if fits else Window(window)
