@@ -87,6 +87,21 @@ def test_bad_input_is_one_clear_error(arguments, message):
     assert "Traceback" not in result.output
 
 
+def test_generate_keeps_the_beginning_of_a_prompt(base):
+    """Of a chat, which the template begins with 6 tokens; each character is one."""
+    prompt = "Be kind. " + "Who built the tower? " * 4
+    options = (prompt, "--model", str(base), "--max-new-tokens", "8", "--json", "--cache")
+    marked = last_line(run("generate", *options, "h2o:40", "--keep-until", "kind."))
+    explicit, without = (
+        last_line(run("generate", *options, spec)) for spec in ("h2o:40,keep_to=14", "h2o:40")
+    )
+    assert marked["text"] == explicit["text"] != without["text"]
+    assert marked["length"] == without["length"] == 40
+    refused = run("generate", *options, "h2o:40", "--keep-until", "cruel.")
+    assert refused.exit_code == 2
+    assert "'cruel.' is not in the prompt of" in refused.stderr
+
+
 def test_a_directory_without_a_model(tmp_path):
     result = run("generate", "hello", "--model", str(tmp_path))
     assert result.exit_code == 2
