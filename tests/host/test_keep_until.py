@@ -72,7 +72,7 @@ SPECS = [
     "window:12,sinks=4+int8",
     "window:30%,least=8",
     "h2o:16",
-    "h2o:30%,least=8",
+    "h2o:30%,least=3",
     "snapkv:30%,least=12,recent=8,window=4",
     "adakv:0(knorm:16,recent=2)",
     "pyramid(tova:16)",
