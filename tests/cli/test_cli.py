@@ -97,6 +97,7 @@ def test_generate_keeps_the_beginning_of_a_prompt(base):
     )
     assert marked["text"] == explicit["text"] != without["text"]
     assert marked["length"] == without["length"] == 40
+    assert marked["cache"] == explicit["cache"] != without["cache"]
     refused = run("generate", *options, "h2o:40", "--keep-until", "cruel.")
     assert refused.exit_code == 2
     assert "'cruel.' is not in the prompt of" in refused.stderr

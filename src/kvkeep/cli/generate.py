@@ -68,6 +68,7 @@ def generate(
         with Working("starting") as working:
             from kvkeep.hf.generate import generate as run
             from kvkeep.hf.models import load
+            from kvkeep.host.keep_until import keep_until as spec_keeping
 
             loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
             working("processing the prompt")
@@ -93,6 +94,10 @@ def generate(
                 keep_until=keep_until,
                 on_text=show,
             )
+            used = str(spec)
+            if keep_until is not None:  # as `run` resolved it
+                fed = result.ids[:, : result.prompt_tokens]
+                used = str(spec_keeping(spec, fed, keep_until, tokenizer))
     held = result.cache
     if json:
         print_json(
@@ -108,14 +113,14 @@ def generate(
                 "prompt_tokens": result.prompt_tokens,
                 "model": model,
                 "adapter": adapter,
-                "cache": str(spec),
+                "cache": used,
             }
         )
         return
     typer.echo(
         f"\n\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
         f"{result.ttft_s:.2f} s; cache {held.live_bytes / 2**20:.1f} MiB, "
-        f"{held.length}/{held.capacity} slots ({spec})"
+        f"{held.length}/{held.capacity} slots ({used})"
     )
 
 
