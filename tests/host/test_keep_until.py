@@ -126,6 +126,8 @@ def test_specs_of_several_layers():
         ("adakv(h2o:16)", [4], {"most": 0.25}, "5 tokens, more than 25% of the 16.* of 20 or"),
         ("h2o:10%,least=6", [3], {}, "4 tokens, more than 50% of the 6 "),
         ("keep_all+int8", [3], {}, r"keep_all\+int8@growing keeps every token"),
+        ([], [3], {}, r"spec \[\]; give text"),
+        (7, [3], {}, "spec 7; give text"),
         ("kvzip:50%", [3], {}, "kvzip cannot be told"),
         ("kvzap:50%,scorer=none", [3], {}, "kvzap cannot be told"),
         ("h2o:16,keep_from=2,keep_to=4", [3], {}, "2 to 4 are kept already"),

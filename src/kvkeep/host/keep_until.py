@@ -62,8 +62,10 @@ def keep_until(
     spec = parse_specs(spec) if isinstance(spec, str) else spec
     if isinstance(spec, CacheSpec):
         each = [spec]
-    else:
+    elif isinstance(spec, Mapping | Sequence) and spec:
         each = list(map(as_spec, spec.values() if isinstance(spec, Mapping) else spec))
+    else:
+        raise SpecError(f"spec {spec!r}; give text such as 'window:1024', a list or a mapping")
     found = [_keeping(one, stop, len(tokens), most) for one in each]
     if not any(one.policy.evicts for one in each):
         raise SpecError(
