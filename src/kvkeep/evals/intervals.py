@@ -33,7 +33,8 @@ def of_scores(scores: Sequence[float]) -> tuple[float, float]:
 
     Wilson's, if all are 0 or 1. Otherwise Student's (Biometrika 6, 1908), cut to 0 to 1: its width
     follows from how much the scores differ. Equal scores, or a single one, do not show how much
-    others would differ; then Wilson's, because scores differ most if they are 0 and 1.
+    others would differ; then Wilson's, because scores differ most if they are 0 and 1. Student's is
+    too narrow for few scores (less than ten) of which most are alike and some far off.
     """
     mean, count = statistics.fmean(scores), len(scores)
     if len(set(scores)) == 1 or all(score in (0, 1) for score in scores):

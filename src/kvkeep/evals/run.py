@@ -162,7 +162,9 @@ def evaluate(
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
     tasks = chosen(tasks)
     parsed = {spec: parse_specs(spec) for spec in specs}
-    distinct = list(dict.fromkeys([parse_specs(BASELINE), *parsed.values()]))
+    distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
+    for name, spec in parsed.items():
+        distinct.setdefault(spec, name)
     host = host_of(model)
     if against is not None:
         late_question = True
@@ -201,7 +203,7 @@ def evaluate(
             ids = text.to(host.device)
             one = _Context(host, tokenizer, ids, context, chunk, some, late_question, record, work)
             found = one.rows(distinct)
-            baseline.append({"spec": BASELINE, **found[distinct[0]]})
+            baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
             if against is not None:
                 others += against.rows(
@@ -267,13 +269,14 @@ class _Context:
         self.full: list[Tensor] = []  # the full cache's predictions
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
 
-    def rows(self, specs: Sequence[_Spec]) -> dict[_Spec, dict[str, Any]]:
-        """Each spec's figures; `specs[0]` is the full cache, the baseline of the comparison."""
+    def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
+        """Each spec's figures; the first is the full cache, the baseline of the comparison. Samples
+        are recorded under the specs' names."""
         found: dict[_Spec, dict[str, Any]] = {}
-        for spec in specs:
-            found[spec] = self._quality(spec) | self._tasks(spec)
+        for spec, name in specs.items():
+            found[spec] = self._quality(spec) | self._tasks(spec, name)
         speed = self._speed()
-        full = found[specs[0]]["perplexity"]
+        full = found[next(iter(specs))]["perplexity"]
         order = ("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval")
         for spec, row in found.items():
             row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
@@ -301,14 +304,14 @@ class _Context:
             logits = iter(self.full)
         return held | vars(compare(logits, self.full, self.ids))
 
-    def _tasks(self, spec: _Spec) -> dict[str, Any]:
+    def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers: dict[str, list[Answer]] = {}
         for task, some in self.prompts.items():
             self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
             answers[task] = []
             for sample, prompt in enumerate(some):
                 answer = self._answered(spec, prompt)
-                self.record(row_of(str(spec), self.context, task, sample, prompt, answer))
+                self.record(row_of(name, self.context, task, sample, prompt, answer))
                 answers[task].append(answer)
         return in_figures(self.prompts, answers)
 
