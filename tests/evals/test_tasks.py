@@ -54,6 +54,12 @@ def test_a_needle_is_hidden_and_asked_for(tokenizer):
     assert ("</user><assistant>The secret" in words) == isinstance(tokenizer, Chatting)
 
 
+def test_what_is_continued_is_no_chat():
+    for task in ("few-shot", "many-shot", "code-completion"):
+        chat, plain = (made(task, x, 2000)[0].ids for x in (Chatting(), Characters()))
+        assert chat.equal(plain)
+
+
 def test_many_needles_go_round_the_names():
     found = made("needle", samples=11)
     assert [prompt.depth for prompt in found] == list(range(10, 91, 8))

@@ -22,13 +22,13 @@ class Metric:
         name: for reports.
         measure: the score of a text, given the answers that are expected.
         counts: whether a line counts. The first one that does is scored, so that a model which
-            goes on with other things loses nothing. None: the whole text is scored, and more text
-            never lowers the score.
+            goes on with other things loses nothing; by default the first that has a word or number.
+            None: the whole text is scored, and more text never lowers the score.
     """
 
     name: str
     measure: Callable[[str, Sequence[str]], float]
-    counts: Callable[[str], object] | None = str.strip
+    counts: Callable[[str], object] | None = re.compile(r"\w").search
 
     def score(self, text: str, answers: Sequence[str]) -> float:
         """The score of an answer's text."""

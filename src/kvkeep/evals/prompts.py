@@ -14,6 +14,7 @@ from kvkeep.errors import ShapeError
 from kvkeep.evals.metrics import CONTAINED, Metric
 
 _SEEK = 100  # most tokens that a sentence is moved back by, to the start of a line
+_PLAIN = "", "\n"  # what stands before a text, and between a question and its answer
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,29 @@ class Task:
     Args:
         make: of one prompt, in a frame, given a window of text, a source of random numbers and a
             depth in percent. None: the prompts of `needle`, whose names differ, are made together.
+        chat: whether the text and the question are a message, if the model has a chat template.
+            Otherwise the answer is what follows them.
     """
 
     make: Callable[[Frame, Tensor, random.Random, int], Prompt] | None
     steps: int
+    chat: bool = True
 
 
 class Frame:
-    """What stands around the text and the question: a chat if the tokenizer has a chat template.
+    """What stands around the text and the question: a chat if the tokenizer has a chat template and
+    the task is to be one.
 
     Args:
         length: most tokens of a prompt.
-        steps: most tokens of an answer.
-        task: whose prompts these are, for errors.
+        name: the task's, for errors.
         seed: what the prompts are drawn with.
     """
 
-    def __init__(self, tokenizer: Any, length: int, steps: int, task: str, seed: int = 0) -> None:
-        self.tokenizer, self.length, self.steps = tokenizer, length, steps
-        self.task, self.seed = task, seed
-        before, self._after = _around(tokenizer)
+    def __init__(self, tokenizer: Any, length: int, name: str, task: Task, seed: int = 0) -> None:
+        self.tokenizer, self.length, self.seed = tokenizer, length, seed
+        self.name, self.steps = name, task.steps
+        before, self._after = _around(tokenizer) if task.chat else _PLAIN
         self._head = torch.cat([torch.tensor(tokenizer("").input_ids).long(), self._ids(before)])
 
     def hiding(
@@ -133,7 +137,7 @@ class Frame:
         room = self.length - len(self._head) - len(tail) - inside
         if room < 0:
             raise ShapeError(
-                f"a context of {self.length} tokens, but task {self.task} takes "
+                f"a context of {self.length} tokens, but task {self.name} takes "
                 f"{self.length - room}; use a context of {self.length - room + 100}, or leave "
                 "the task out"
             )
@@ -147,7 +151,7 @@ class Frame:
 def _around(tokenizer: Any) -> tuple[str, str]:
     """The text before a user's message, and the text between its end and the answer."""
     if getattr(tokenizer, "chat_template", None) is None:
-        return "", "\n"
+        return _PLAIN
     mark = "<text>"
     chat: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False

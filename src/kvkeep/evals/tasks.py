@@ -47,7 +47,7 @@ def prompts(
     if task not in TASKS:
         raise SpecError(_unknown(task))
     kind = TASKS[task]
-    frame = Frame(tokenizer, length, kind.steps, task, seed)
+    frame = Frame(tokenizer, length, task, kind, seed)
     depths = [10 + round(80 * i / (samples - 1)) if samples > 1 else 50 for i in range(samples)]
     if kind.make is None:
         return ruler.needles(frame, text, depths, random.Random(seed))

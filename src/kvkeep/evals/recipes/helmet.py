@@ -114,15 +114,15 @@ def _reranking(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
     others = [one for one in people[len(_GRADES) :] if grade(one) == 0]
     question = (
         f"Query: someone who was born in {born}, works as {job} and collects {things}\n"
-        "Rank the passages by how well they fit the query, the best first. Answer with the numbers "
-        "of the ten best, such as 12 > 7 > 31."
+        "Rank the passages by how well they fit the query. Answer with the numbers of the ten "
+        "best, the best first, and > between them."
     )
 
     def told(count: int) -> tuple[str, Asked]:
         shown = relevant + others[:count]
         random.Random(seed).shuffle(shown)
         best = tuple(str(shown.index(one) + 1) for one in relevant)
-        asked = Asked(question, "The ranking is", best, ndcg(_GRADES))
+        asked = Asked(question, "Ranking:", best, ndcg(_GRADES))
         return numbered("Passage", [one.paragraph for one in shown]), asked
 
     return frame.filled(told, 3, len(others), depth)
@@ -138,8 +138,7 @@ def _many_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
     """
     numbers = dict(zip(_REQUESTS, draw.sample(range(len(_REQUESTS)), len(_REQUESTS)), strict=True))
     shown, (request, label) = labelled.examples(_REQUESTS, draw)
-    question = f"What is the label of this request?\n\nRequest: {request}"
-    asked = Asked(question, "Label:", (str(numbers[label]),), NUMBER)
+    asked = Asked(f"Request: {request}", "Label:", (str(numbers[label]),), NUMBER)
 
     def told(count: int) -> tuple[str, Asked]:
         found = [f"Request: {request}\nLabel: {numbers[of]}" for request, of in shown(count)]
@@ -165,15 +164,15 @@ def _citations(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
     wanted = [_life_that(person.name, draw, fits, True) for person in people[:_CITED]]
     others = [one for one in people[_CITED:] if not fits(one)]
     question = (
-        f"Which {_CITED} people work in {home} as {job}? Give each name with the number of the "
-        "passage that says so, in brackets: NAME [1], NAME [2]."
+        f"Which {_CITED} people work in {home} as {job}? Answer in one line, with the number of "
+        "the passage that says so in brackets after each name: NAME [1], NAME [2]."
     )
 
     def told(count: int) -> tuple[str, Asked]:
         shown = wanted + others[:count]
         random.Random(seed).shuffle(shown)
         answers = tuple(f"{one.name} [{shown.index(one) + 1}]" for one in wanted)
-        asked = Asked(question, f"The {_CITED} people are", answers, CITATIONS)
+        asked = Asked(question, "Answer:", answers, CITATIONS)
         return numbered("Passage", [one.paragraph for one in shown]), asked
 
     return frame.filled(told, 3, len(others), depth)
@@ -193,7 +192,7 @@ def _identifier(draw: random.Random) -> str:
 TASKS = {
     "key-value": Task(_key_value, 48),
     "reranking": Task(_reranking, 64),
-    "many-shot": Task(_many_shot, 8),
+    "many-shot": Task(_many_shot, 8, chat=False),
     "citations": Task(_citations, 64),
 }
 """HELMET's kinds by name."""

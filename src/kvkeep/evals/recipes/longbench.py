@@ -114,7 +114,8 @@ def _multi_document_qa(frame: Frame, text: Tensor, draw: random.Random, depth: i
             ("In what does {} deal?", "It deals in old", things),
         )
     )
-    asked = Asked(question.format(f"the firm where {one.name} works"), start, (answer,), F1)
+    question = question.format(f"the firm where {one.name} works") + " Answer with one word."
+    asked = Asked(question, start, (answer,), F1)
     seed = draw.random()
 
     def told(count: int) -> tuple[str, Asked]:
@@ -138,12 +139,7 @@ def _few_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Pr
     same form is among the examples.
     """
     shown, (question, kind) = labelled.examples(_TYPES, draw)
-    asked = Asked(
-        f"What is the type of this question?\n\nQuestion: {question}",
-        "Type:",
-        (kind,),
-        label_of(tuple(_TYPES)),
-    )
+    asked = Asked(f"Question: {question}", "Type:", (kind,), label_of(tuple(_TYPES)))
 
     def told(count: int) -> tuple[str, Asked]:
         return "\n\n".join(f"Question: {x}\nType: {of}" for x, of in shown(count)), asked
@@ -162,7 +158,8 @@ def _code_completion(frame: Frame, text: Tensor, draw: random.Random, depth: int
     one = draw.choice(repository.gaps())
     near, far = one.others()
     others = draw.sample(near, len(near)) + draw.sample(far, len(far))
-    asked = Asked(f"{one.before}\n\nWhat is the next line of this code?", "", (one.line,), CODE)
+    # The last space is the model's: it belongs to a word's token.
+    asked = Asked(one.before, " " * (one.indentation - 1), (one.line,), CODE)
 
     def told(count: int) -> tuple[str, Asked]:
         around = [other.text for other in others[: count - 1]]
@@ -182,8 +179,8 @@ def _firm(name: str, draw: random.Random) -> tuple[str, str, str, str]:
     """A passage about a firm, and the city, year and things in it."""
     city, year, things = draw.choice(CITIES), str(1900 + draw.randrange(90)), draw.choice(THINGS)
     passage = (
-        f"{name} is a firm that deals in old {things}. It was founded in {year} and has its office "
-        f"in {city}."
+        f"{name} is a firm that deals in old {things}. It was founded in {year}. Its office is in "
+        f"{city}."
     )
     return passage, city, year, things
 
@@ -199,7 +196,7 @@ TASKS = {
     "passage-retrieval": Task(_passage_retrieval, 8),
     "passage-count": Task(_passage_count, 8),
     "multi-document-qa": Task(_multi_document_qa, 16),
-    "few-shot": Task(_few_shot, 8),
-    "code-completion": Task(_code_completion, 48),
+    "few-shot": Task(_few_shot, 8, chat=False),
+    "code-completion": Task(_code_completion, 48, chat=False),
 }
 """LongBench's kinds by name."""

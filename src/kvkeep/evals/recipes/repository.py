@@ -29,11 +29,12 @@ class Definition:
 
 @dataclass(frozen=True)
 class Gap:
-    """A line of code that uses a definition of another file, and the import and the lines before
-    it."""
+    """A line of code that uses a definition of another file, without its indentation of so many
+    spaces, and the import and the lines before it."""
 
     file: Path
     before: str
+    indentation: int
     line: str
     definition: Definition
 
@@ -121,7 +122,7 @@ def _gaps_of(file: Path) -> Iterable[Gap]:
             definition, importing = used
             before = f"# {file.as_posix()}\n{importing}\n\n{code}"
             if line not in before + definition.text:
-                found[place] = Gap(file, before, line, definition)
+                found[place] = Gap(file, before, statement.col_offset, line, definition)
     return found.values()
 
 
