@@ -86,14 +86,15 @@ def many_shot(text, question):
 
 def code_completion(text, question):
     """What follows in the file and uses what is imported, whose definition the text must have."""
-    file, importing, code = re.search(
-        r"# (\S+\.py)\n(from [^\n]*)\n\n(.*)\n *", question, re.S
+    file, importing, code, spaces = re.search(
+        r"# (\S+\.py)\n(from [^\n]*)\n\n(.*)\n( *)", question, re.S
     ).groups()
     source = Path(sysconfig.get_paths()["stdlib"], file).read_text()
     *_, name = importing.split()
-    newest = re.escape("\n".join(code.splitlines()[-2:]))
-    following = set(re.findall(rf"\n{newest}\s*\n *(.*)", source))
-    (line,) = (one for one in following if re.search(rf"\b{name}\b", one))
+    head, *_ = code.splitlines()
+    newest = "\n".join(code.splitlines()[-2:])
+    *_, function = source.partition(f"\n{head}\n")
+    line = re.search(rf"\n{re.escape(newest)}\s*\n{spaces} (\S.*)", f"\n{function}")[1]
     assert line not in text + code
     used = re.findall(rf"\b{name}\.(\w+)", line) or [name]
     assert any(re.search(rf"^(async )?(def|class) {one}\b", text, re.M) for one in used)

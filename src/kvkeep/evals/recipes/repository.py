@@ -122,7 +122,8 @@ def _gaps_of(file: Path) -> Iterable[Gap]:
             definition, importing = used
             before = f"# {file.as_posix()}\n{importing}\n\n{code}"
             if line not in before + definition.text:
-                found[place] = Gap(file, before, statement.col_offset, line, definition)
+                indentation = len(lines[place]) - len(lines[place].lstrip())
+                found[place] = Gap(file, before, indentation, line, definition)
     return found.values()
 
 
