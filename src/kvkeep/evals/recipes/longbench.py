@@ -86,7 +86,7 @@ def _passage_count(frame: Frame, text: Tensor, draw: random.Random, depth: int) 
         shown += mixed.choices(shown, k=count - distinct)
         mixed.shuffle(shown)
         question = (
-            "Some of the paragraphs are the same. How many different paragraphs are there? Answer "
+            "Some paragraphs may come several times. How many different ones are there? Answer "
             "with a number."
         )
         start = "The number of different paragraphs is"
