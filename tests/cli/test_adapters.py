@@ -87,6 +87,32 @@ def test_eval_gives_the_loss_of_the_adapter(base, adapter, tmp_path):
     assert rows[1]["perplexity"] < 0.9 * rows[0]["perplexity"]
 
 
+def test_eval_with_and_without_the_adapter_gives_samples_to_compare(base, adapter, tmp_path):
+    config = json.loads((base / "config.json").read_text())
+    longer = tmp_path / "longer"
+    shutil.copytree(base, longer)
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    specs = ("--specs", "window:64", "--context", 500, "--continuation", 2)
+    options = (*specs, "--tasks", "key-value", "--samples", 2, "--json")
+    by_prompt = []
+    for name, given in (("plain", ()), ("tuned", ("--adapter", adapter))):
+        file = tmp_path / f"{name}.jsonl"
+        result = last_line(run("eval", "--model", longer, *given, "--samples-file", file, *options))
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        by_prompt.append({tuple(map(row.get, ("spec", "task", "sample"))): row for row in rows})
+        assert {(row["model"], row["adapter"]) for row in rows} == {
+            (str(longer), str(adapter) if given else None)
+        }
+        assert result["rows"][0]["tasks"]["key-value"]["samples"] == 2
+    plain, tuned = by_prompt
+    assert len(plain) == 4
+    assert plain.keys() == tuned.keys()
+    for key, one in plain.items():
+        for same in ("context", "seed", "depth", "tokens", "expected", "metric"):
+            assert one[same] == tuned[key][same]
+    assert any(one["generated"] != tuned[key]["generated"] for key, one in plain.items())
+
+
 @pytest.mark.slow
 def test_inspect_and_export(adapter, tmp_path):
     result = last_line(run("inspect", "Hello there", "--adapter", adapter, "--json"))

@@ -61,8 +61,17 @@ def test_eval(tmp_path):
 def test_eval_of_tasks(tmp_path):
     """What a run prints can be drawn later."""
     options = ("--context", "200", "--continuation", "2", "--tasks", "needle, variables")
-    result = run("eval", "--specs", "window:64", *options, "--samples", "2", "--json")
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("old")
+    files = ("--samples-file", str(samples), "--overwrite")
+    result = run("eval", "--specs", "window:64", *options, "--samples", "2", *files, "--json")
     found = last_line(result)
+    answers = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [(row["spec"], row["task"]) for row in answers[-3:-1]] == [
+        ("window:64", "needle"),
+        ("window:64", "variables"),
+    ]
+    assert {(row["model"], row["dtype"]) for row in answers} == {("smollm2-135m", "auto")}
     (row,) = found["rows"]
     assert list(row["tasks"]) == ["needle", "variables"]
     for task in row["tasks"].values():
@@ -142,6 +151,9 @@ def test_bar():
         (("eval", "--context", "8000"), "the model holds 8192; use a context of at most 7936"),
         (("eval", "--windows", "99"), "fewer windows"),
         (("eval", "--tasks", "needle,sum"), "no task 'sum'; there is needle, multi-key"),
+        (("eval", "--tasks", "longbench,sum"), "no task 'sum'; there is needle, multi-key"),
+        (("eval", "--samples-file", __file__), "exists; give another name, or --overwrite"),
+        (("eval", "--samples-file", "nowhere/x"), "there is no directory nowhere"),
         (("eval", "--against", "vllm"), "there is kvpress"),
         (("eval", "--against", "kvpress"), "needs --kvpress DIR"),
         (("eval", "--against", "kvpress", "--kvpress", "nowhere"), "no environment in nowhere"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 import torch
 
-from kvkeep.evals.intervals import of_mean, of_share
+from kvkeep.evals.intervals import _student, of_mean, of_scores, of_share
 
 
 def test_a_share():
@@ -36,3 +39,34 @@ def test_values_alike_within_a_block_count_once():
 
 def test_one_value():
     assert of_mean(torch.tensor([[0.5]])) == (0.5, 0.5)
+
+
+def test_scores_of_0_and_1_have_the_interval_of_a_share():
+    assert of_scores([1.0] * 81 + [0.0] * 182) == of_share(81 / 263, 263)
+    assert of_scores([1.0] * 5) == of_share(1.0, 5)
+
+
+def test_scores_between_have_the_interval_of_a_mean():
+    # Student's own data (Biometrika 6, 1908): ten differences, mean 1.58, deviation 1.23.
+    hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+    low, high = of_scores([hour / 10 for hour in hours])
+    assert (low * 10, high * 10) == pytest.approx((0.7001, 2.4599), abs=1e-3)
+    assert of_scores([0.9, 1.0]) == pytest.approx((0.95 - 12.7062 * 0.05, 1))
+    assert of_scores([0.25] * 5) == of_share(0.25, 5)  # equal scores show no spread
+    assert of_scores([0.25]) == of_share(0.25, 1)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (7, 2.3646), (30, 2.0423), (999, 1.9623)]
+)
+def test_quantiles_of_student(freedom, quantile):
+    # As printed in tables of the t distribution.
+    assert _student(freedom) == pytest.approx(quantile, abs=6e-5)
+
+
+def test_intervals_of_scores_cover_the_mean():
+    draw = random.Random(0)
+    for levels, count in (((0, 0.25, 0.5, 0.75, 1), 10), ((0, 0, 0.3, 1), 20), ((0, 1), 20)):
+        intervals = [of_scores(draw.choices(levels, k=count)) for _ in range(2000)]
+        covered = sum(low <= statistics.fmean(levels) <= high for low, high in intervals)
+        assert 0.925 < covered / 2000 < 0.98

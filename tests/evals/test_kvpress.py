@@ -96,12 +96,13 @@ def measured(model, place, presses, **options):
 
 
 def test_presses_beside_specs(model, place):
-    said = []
+    said, samples = [], []
     found = measured(
         model,
         place,
         ["none", "knorm", "adakv", "observed_attention"],
         progress=lambda x, _: said.append(x),
+        record=samples.append,
     )
     none, knorm, adakv, observed = found["against"]
     full = found["baseline"][0]
@@ -121,6 +122,11 @@ def test_presses_beside_specs(model, place):
     assert none["versions"]["kvpress"] == "0.0"
     assert observed["failed"] == "ValueError: no attention"
     assert said[-1] == "kvpress observed_attention"
+    own, uncompressed = (
+        [row for row in samples if row["spec"] == spec] for spec in ("keep_all", "kvpress none")
+    )
+    assert uncompressed == [row | {"spec": "kvpress none"} for row in own]
+    assert len(own) == 4
 
 
 def test_what_cannot_be_compared_is_refused(model, place, tmp_path):

@@ -4,66 +4,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.task_prompts import Characters, Chatting, made, words_of
 
-from kvkeep.bench.text import windows_of_text
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.evals.answers import answered, score
+from kvkeep.evals.answers import answered, scored
 from kvkeep.evals.run import evaluate
-from kvkeep.evals.tasks import TASKS, prompts
-
-
-class Characters:
-    """A tokenizer of one token a character, which begins a text with token 2."""
-
-    chat_template = None
-    eos_token_id = 3
-
-    def __call__(self, text, add_special_tokens=True, **_):
-        ids = [2] * add_special_tokens + [ord(c) for c in text]
-        return SimpleNamespace(input_ids=ids)
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-
-class Chatting(Characters):
-    chat_template = "one"
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
-        assert add_generation_prompt
-        assert not tokenize
-        return f"\x02<user>{messages[0]['content']}</user><assistant>"
+from kvkeep.evals.tasks import GROUPS, TASKS, chosen
 
 
 class Scripted:
-    """A host whose model gives this answer after a prompt of six chunks."""
+    """A host whose model gives this answer after a prompt of so many chunks."""
 
     device = torch.device("cpu")
 
-    def __init__(self, answer):
-        self.answer = answer
+    def __init__(self, answer, chunks=6):
+        self.answer, self.chunks = answer, chunks
+
+    def end_tokens(self):
+        return {4}
 
     def forward(self, ids, cache):
         cache.append(ids.shape[1])
         logits = torch.zeros(1, 1, 128)
-        logits[0, 0, ord(self.answer[max(0, len(cache) - 6)])] = 1
+        logits[0, 0, ord(self.answer[max(0, len(cache) - self.chunks)])] = 1
         return logits
-
-
-def made(task, tokenizer=None, length=600, samples=5, seed=0):
-    tokenizer = tokenizer or Characters()
-    text = windows_of_text(tokenizer, 1, length)[0]
-    return prompts(task, tokenizer, text, length, samples, seed)
-
-
-def words_of(prompt):
-    """The text before the question, and the question."""
-    ids = prompt.ids[0].tolist()
-    return (Characters().decode(part) for part in (ids[: prompt.text], ids[prompt.text :]))
 
 
 @pytest.mark.parametrize("tokenizer", [Characters(), Chatting()])
@@ -85,6 +52,12 @@ def test_a_needle_is_hidden_and_asked_for(tokenizer):
     starts = [tokenizer.decode(p.ids[0].tolist()).index(*p.answers) for p in found]
     assert starts == sorted(starts)
     assert ("</user><assistant>The secret" in words) == isinstance(tokenizer, Chatting)
+
+
+def test_what_is_continued_is_no_chat():
+    for task in ("few-shot", "many-shot", "code-completion"):
+        chat, plain = (made(task, x, 2000)[0].ids for x in (Chatting(), Characters()))
+        assert chat.equal(plain)
 
 
 def test_many_needles_go_round_the_names():
@@ -169,9 +142,14 @@ def test_a_question_about_one_person_has_one_answer_in_the_text():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_other_seeds_make_other_prompts(task):
-    answers = [[prompt.answers for prompt in made(task, length=2000, seed=s)] for s in (0, 0, 1)]
-    assert answers[0] == answers[1] != answers[2]
+def test_equal_seeds_make_equal_prompts_that_fit(task):
+    first, again, other = (made(task, length=2000, seed=s) for s in (0, 0, 1))
+    assert [p.answers for p in first] == [p.answers for p in again]
+    for one, same, new in zip(first, again, other, strict=True):
+        assert one.ids.equal(same.ids)
+        assert not one.ids.equal(new.ids)
+        assert (one.seed, new.seed) == (0, 1)
+        assert 1000 < one.ids.shape[1] <= 2000
 
 
 class Fed(list):
@@ -186,6 +164,7 @@ class Fed(list):
         (" {}.", True, 6),
         (" {:,}. And", True, 7),
         (" 1\x03{}   ", False, 3),
+        (" 1\x04{}   ", False, 3),
         (" unknown, sorry", False, 12),
         ("          {}", False, 12),
     ],
@@ -194,17 +173,34 @@ def test_an_answer_counts_when_it_has_the_number(answer, found, steps):
     tokenizer = Characters()
     prompt = made("needle")[0]
     model, cache = Scripted(answer.format(int(*prompt.answers)) + " " * 9), Fed()
-    assert answered(model, tokenizer, cache, prompt, 100, lambda cost: None) == found
+    answer = answered(model, tokenizer, cache, prompt, 100, lambda cost: None)
+    assert answer.score == found
     # The prompt in chunks of 100; the answer's last token need not be fed.
     assert cache == [100] * 6 + [1] * (steps - 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "score"),
+    [
+        ("\n {}, 0\nPassage", "\n {}, 0\n", 0.5),  # not cut where it is right
+        (" is 0, I guess", " is 0, I", 0),
+        (" {}\x03 0", " {}", 1),
+    ],
+)
+def test_an_answer_of_a_line_is_scored_whole(answer, text, score):
+    (prompt,) = made("passage-count", length=2000, samples=1)
+    answer, text = (one.format(*prompt.answers) for one in (answer, text))
+    model = Scripted(answer + " " * 9, 1)
+    found = answered(model, Characters(), Fed(), prompt, None, lambda cost: None)
+    assert (found.text, found.score) == (text, score)
 
 
 def test_a_score_is_the_share_of_what_was_asked():
     prompt = made("variables", length=1500)[0]
     one, *_, last = prompt.answers
     text = [ord(c) for c in f" {last.lower()} and {one}"]
-    assert score(Characters(), prompt, text) == 2 / 5
-    assert score(Characters(), prompt, []) == 0
+    assert scored(Characters(), prompt, text).score == 2 / 5
+    assert scored(Characters(), prompt, []).score == 0
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -213,9 +209,12 @@ def test_a_context_without_room_for_the_task_is_refused(task):
         made(task, length=100)
 
 
-def test_an_unknown_task_is_refused():
-    with pytest.raises(SpecError, match="no task 'sum'; there is needle, multi-key"):
-        made("sum")
+def test_groups_and_names_choose_tasks():
+    assert chosen(["qa", "longbench", "few-shot", "qa"]) == ["qa", *GROUPS["longbench"]]
+    assert set(chosen(["ruler", "longbench", "helmet"])) == set(chosen(["all"])) == set(TASKS)
+    for wrong in (lambda: made("sum"), lambda: chosen(["ruler", "sum"])):
+        with pytest.raises(SpecError, match=r"no task 'sum'; there is needle, .* or all of ruler"):
+            wrong()
 
 
 @pytest.mark.slow
@@ -234,7 +233,8 @@ def test_a_late_question_comes_after_the_text():
     tokenizer, cache = Characters(), Fed()
     prompt = made("needle")[0]
     model = Scripted(f" {prompt.answers[0]}." + " " * 9)
-    assert answered(model, tokenizer, cache, prompt, None, lambda cost: None, late=True) == 1
+    answer = answered(model, tokenizer, cache, prompt, None, lambda cost: None, late=True)
+    assert answer.score == 1
     assert cache[0] == prompt.text
     assert sum(cache[:2]) == 600
     text, asked = words_of(prompt)

@@ -51,8 +51,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Of needle, multi-key, multi-value, multi-query, variables, common-words, "
-            "frequent-words and qa, comma-separated, or all."
+            help="Groups of tasks (ruler, longbench, helmet, or all of them: all) or single ones "
+            "(needle, qa, reranking, ...), comma-separated."
         ),
     ] = "needle",
     samples: Annotated[
@@ -64,6 +64,15 @@ def evaluate(
     late_question: Annotated[
         bool,
         typer.Option("--late-question", help="Ask only when the text has been read."),
+    ] = False,
+    samples_file: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="Write each answer to this file when it is known: JSON Lines."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a --samples-file that exists.")
     ] = False,
     against: Annotated[
         str | None,
@@ -121,11 +130,8 @@ def evaluate(
         from kvkeep.bench.environment import environment
         from kvkeep.evals.kvpress import PRESSES, Kvpress
         from kvkeep.evals.run import run
-        from kvkeep.evals.tasks import TASKS
         from kvkeep.spec import split_specs
 
-        chosen = list(TASKS) if tasks.strip() == "all" else listed(tasks, ",")
-        chosen = chosen if retrieval else []
         some = PRESSES if presses is None else listed(presses, ",")
         other = None if against is None or kvpress is None else Kvpress(kvpress, some, kept)
         result = run(
@@ -138,9 +144,11 @@ def evaluate(
             windows=windows,
             chunk=chunk,
             text_file=text,
-            tasks=chosen,
+            tasks=listed(tasks, ",") if retrieval else [],
             samples=samples,
             late_question=late_question,
+            samples_file=samples_file,
+            overwrite=overwrite,
             against=other,
             progress=advancing,
         )

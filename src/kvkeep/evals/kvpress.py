@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvkeep.errors import SpecError, UnsupportedError
-from kvkeep.evals.answers import score
+from kvkeep.evals.answers import scored
 from kvkeep.evals.figures import in_figures
 from kvkeep.evals.prompts import Prompt
 from kvkeep.evals.quality import compare
+from kvkeep.evals.samples import Record, row_of
 
 REQUIREMENT = "kvpress==0.5.5"
 
@@ -125,6 +126,7 @@ class Kvpress:
         context: int,
         prompts: Mapping[str, Sequence[Prompt]],
         full: Sequence[Tensor],
+        record: Record = lambda row: None,
         progress: Doing = lambda doing: None,
     ) -> list[dict[str, Any]]:
         """A row for each press, of the figures that `kvkeep.evals.run.evaluate` has for a spec.
@@ -133,6 +135,7 @@ class Kvpress:
             text: token ids (windows, context + N).
             prompts: of each task; the question is fed after the text was compressed.
             full: the full cache's N predictions (windows, V).
+            record: called with a row for each answer; see `kvkeep.evals.samples`.
         """
         request = {
             "presses": list(self.presses),
@@ -153,7 +156,7 @@ class Kvpress:
             except UnsupportedError as error:  # what kvkeep has measured by now is not lost
                 return [{"spec": "kvpress", "context": context, "failed": str(error)}]
             return [
-                self._row(one, folder, tokenizer, text[:, context:], context, prompts, full)
+                self._row(one, folder, tokenizer, text[:, context:], context, prompts, full, record)
                 | {"versions": answers["versions"]}
                 for one in answers["rows"]
             ]
@@ -182,23 +185,28 @@ class Kvpress:
         context: int,
         prompts: Mapping[str, Sequence[Prompt]],
         full: Sequence[Tensor],
+        record: Record,
     ) -> dict[str, Any]:
-        name = {"spec": f"kvpress {found['press']}", "context": context}
+        spec = f"kvpress {found['press']}"
+        name = {"spec": spec, "context": context}
         if "failed" in found:
             return name | {"failed": found["failed"]}
         logits = load_file(folder / f"{found['press']}.safetensors")["logits"]
         mine = compare(logits.unbind(1), full, ids)
         same = compare(full, full, ids).perplexity
         left = iter(found["answers"])
-        scores = {
-            task: [score(tokenizer, one, next(left)) for one in some]
+        answers = {
+            task: [scored(tokenizer, one, next(left)) for one in some]
             for task, some in prompts.items()
         }
+        for task, some in prompts.items():
+            for sample, (prompt, answer) in enumerate(zip(some, answers[task], strict=True)):
+                record(row_of(spec, context, task, sample, prompt, answer))
         step = found["step_s"]
         held = {"bytes": found["bytes"], "kept": found["kept"]}
         ratio = {"perplexity_ratio": mine.perplexity / same}
         speed = {"tokens_per_s": step and 1 / step}
-        return name | vars(mine) | ratio | held | speed | in_figures(prompts, scores)
+        return name | vars(mine) | ratio | held | speed | in_figures(prompts, answers)
 
 
 def _python(place: Path) -> Path:

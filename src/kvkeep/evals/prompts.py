@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,43 +11,71 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
+from kvkeep.evals.metrics import CONTAINED, Metric
 
 _SEEK = 100  # most tokens that a sentence is moved back by, to the start of a line
+_PLAIN = "", "\n"  # what stands before a text, and between a question and its answer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids (1, n), of which the first `text` come before the question, and what the answer of
-    at most `steps` tokens should contain; `depth` says where that is, in percent of the text."""
+    """Token ids (1, n), of which the first `text` come before the question; the answers that are
+    expected, in at most `steps` tokens, and how they are scored.
+
+    Args:
+        depth: where the text has what is asked, in percent of it.
+        seed: what the prompt was drawn with.
+    """
 
     ids: Tensor
     text: int
     answers: tuple[str, ...]
+    metric: Metric
     steps: int
     depth: int
+    seed: int
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the first words of its answer, and the rest of the answer."""
+    """A question, the first words of its answer, and what should follow them."""
 
     question: str
     start: str
     answers: tuple[str, ...]
+    metric: Metric = CONTAINED
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a task's prompts are made, and most tokens of an answer.
+
+    Args:
+        make: of one prompt, in a frame, given a window of text, a source of random numbers and a
+            depth in percent. None: the prompts of `needle`, whose names differ, are made together.
+        chat: whether the text and the question are a message, if the model has a chat template.
+            Otherwise the answer is what follows them.
+    """
+
+    make: Callable[[Frame, Tensor, random.Random, int], Prompt] | None
+    steps: int
+    chat: bool = True
 
 
 class Frame:
-    """What stands around the text and the question: a chat if the tokenizer has a chat template.
+    """What stands around the text and the question: a chat if the tokenizer has a chat template and
+    the task is to be one.
 
     Args:
         length: most tokens of a prompt.
-        steps: most tokens of an answer.
-        task: whose prompts these are, for errors.
+        name: the task's, for errors.
+        seed: what the prompts are drawn with.
     """
 
-    def __init__(self, tokenizer: Any, length: int, steps: int, task: str) -> None:
-        self.tokenizer, self.length, self.steps, self.task = tokenizer, length, steps, task
-        before, self._after = _around(tokenizer)
+    def __init__(self, tokenizer: Any, length: int, name: str, task: Task, seed: int = 0) -> None:
+        self.tokenizer, self.length, self.seed = tokenizer, length, seed
+        self.name, self.steps = name, task.steps
+        before, self._after = _around(tokenizer) if task.chat else _PLAIN
         self._head = torch.cat([torch.tensor(tokenizer("").input_ids).long(), self._ids(before)])
 
     def hiding(
@@ -71,30 +100,35 @@ class Frame:
         return self._prompt(torch.cat([*body, text[last:room]]), tail, asked, depth)
 
     def filled(
-        self, make: Callable[[int], str], least: int, most: int, asked: Asked, depth: int
+        self, make: Callable[[int], tuple[str, Asked]], least: int, most: int, depth: int
     ) -> Prompt:
-        """A prompt of at most `length` tokens with the text `make(n)` of the largest n from `least`
-        to `most` that fits.
+        """A prompt of at most `length` tokens with the text and the question `make(n)` of the
+        largest n from `least`, at least 1, to `most` that fits.
 
         Raises:
             ShapeError: the length leaves no room for `make(least)`.
         """
-        tail = self._tail(asked)
-        self._room(tail, len(self._ids(make(least))))
-        room = self._room(tail, 0)
         fits, more = least, most + 1
+        best = self._encoded(*make(least))
+        self._room(best[1], len(best[0]))
         while more - fits > 1:
             # A text grows almost in proportion, so doubling first costs few tokens.
             middle = min(2 * fits, (fits + more) // 2)
-            if len(self._ids(make(middle))) <= room:
-                fits = middle
+            found = self._encoded(*make(middle))
+            if len(self._head) + len(found[0]) + len(found[1]) <= self.length:
+                fits, best = middle, found
             else:
                 more = middle
-        return self._prompt(self._ids(make(fits)), tail, asked, depth)
+        return self._prompt(*best, depth)
+
+    def _encoded(self, text: str, asked: Asked) -> tuple[Tensor, Tensor, Asked]:
+        """The tokens of a text and of what follows it."""
+        return self._ids(text), self._tail(asked), asked
 
     def _prompt(self, body: Tensor, tail: Tensor, asked: Asked, depth: int) -> Prompt:
         ids = torch.cat([self._head, body, tail])
-        return Prompt(ids[None], len(ids) - len(tail), asked.answers, self.steps, depth)
+        text = len(ids) - len(tail)
+        return Prompt(ids[None], text, asked.answers, asked.metric, self.steps, depth, self.seed)
 
     def _tail(self, asked: Asked) -> Tensor:
         return self._ids(f"\n\n{asked.question}{self._after}{asked.start}")
@@ -103,7 +137,7 @@ class Frame:
         room = self.length - len(self._head) - len(tail) - inside
         if room < 0:
             raise ShapeError(
-                f"a context of {self.length} tokens, but task {self.task} takes "
+                f"a context of {self.length} tokens, but task {self.name} takes "
                 f"{self.length - room}; use a context of {self.length - room + 100}, or leave "
                 "the task out"
             )
@@ -117,7 +151,7 @@ class Frame:
 def _around(tokenizer: Any) -> tuple[str, str]:
     """The text before a user's message, and the text between its end and the answer."""
     if getattr(tokenizer, "chat_template", None) is None:
-        return "", "\n"
+        return _PLAIN
     mark = "<text>"
     chat: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False

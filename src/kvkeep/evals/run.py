@@ -14,13 +14,14 @@ from torch import Tensor
 from kvkeep.bench.text import windows_of_text
 from kvkeep.bench.timing import interleaved
 from kvkeep.errors import SpecError, UnsupportedError
-from kvkeep.evals.answers import answered
+from kvkeep.evals.answers import Answer, answered
 from kvkeep.evals.figures import in_figures
 from kvkeep.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep.evals.kvpress import Kvpress
 from kvkeep.evals.prompts import Prompt
 from kvkeep.evals.quality import compare
-from kvkeep.evals.tasks import SAMPLES, prompts, require
+from kvkeep.evals.samples import Record, row_of, written
+from kvkeep.evals.tasks import SAMPLES, chosen, prompts
 from kvkeep.evals.tasks import cost as cost_of_task
 from kvkeep.host import Host, ModelCache, host_of, load_model
 from kvkeep.host.compress import compress, compresses
@@ -53,39 +54,50 @@ def run(
     tasks: Sequence[str] = DEFAULT_TASKS,
     samples: int = SAMPLES,
     late_question: bool = False,
+    samples_file: Path | None = None,
+    overwrite: bool = False,
     against: Kvpress | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
     """Load a model by name, with or without an adapter, and `evaluate` it; see
     `kvkeep.host.load_model`.
 
+    Args:
+        samples_file: gets a line of JSON for each answer when it is known; see
+            `kvkeep.evals.samples`.
+        overwrite: replace a `samples_file` that exists.
+
     Raises:
         SpecError: a spec or a task does not exist; raised before the model is loaded.
         ModelError: the model or dtype does not exist or cannot be loaded.
+        SamplesError: the samples' file exists or cannot be written.
     """
     for spec in specs:
         parse_specs(spec)
-    require(tasks)
-    loaded, tokenizer = load_model(
-        model, dtype, progress=lambda doing: progress(doing, 0.0), adapter=adapter
-    )
-    contexts = [context] if isinstance(context, int) else context
-    found = evaluate(
-        loaded,
-        tokenizer,
-        specs,
-        contexts=contexts,
-        continuation=continuation,
-        windows=windows,
-        chunk=chunk,
-        text_file=text_file,
-        tasks=tasks,
-        samples=samples,
-        late_question=late_question,
-        against=against,
-        progress=progress,
-    )
-    return {"evaluation": "quality", "model": model, "adapter": adapter, "dtype": dtype, **found}
+    chosen(tasks)
+    about = {"model": model, "adapter": adapter, "dtype": dtype}
+    with written(samples_file, about, overwrite=overwrite) as record:
+        loaded, tokenizer = load_model(
+            model, dtype, progress=lambda doing: progress(doing, 0.0), adapter=adapter
+        )
+        contexts = [context] if isinstance(context, int) else context
+        found = evaluate(
+            loaded,
+            tokenizer,
+            specs,
+            contexts=contexts,
+            continuation=continuation,
+            windows=windows,
+            chunk=chunk,
+            text_file=text_file,
+            tasks=tasks,
+            samples=samples,
+            late_question=late_question,
+            record=record,
+            against=against,
+            progress=progress,
+        )
+    return {"evaluation": "quality", **about, **found}
 
 
 @torch.inference_mode()
@@ -102,6 +114,7 @@ def evaluate(
     tasks: Sequence[str] = DEFAULT_TASKS,
     samples: int = SAMPLES,
     late_question: bool = False,
+    record: Record = lambda row: None,
     against: Kvpress | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
@@ -118,12 +131,13 @@ def evaluate(
         windows: how many windows of the text the figures are averaged over.
         chunk: feed the context in chunks of that many tokens; None: all at once.
         text_file: a file of UTF-8 text; None: the standard library's help texts.
-        tasks: names in `kvkeep.evals.tasks.TASKS`; `needle` hides numbers and asks for them. Each
-            takes `samples` more prefills per window.
+        tasks: names in `kvkeep.evals.tasks.TASKS` and `GROUPS`; `needle` hides numbers and asks for
+            them. Each takes `samples` more prefills per window.
         samples: prompts of each task per window; those of `needle` hide their number at as many
             places, from 10 to 90 % of the text.
         late_question: feed the question when the text has been read, so that what is evicted until
             then cannot depend on it. `kvzip` is always evaluated so.
+        record: called with a row for each answer; see `kvkeep.evals.samples`.
         against: also compare these presses; the question then comes late for all.
         progress: called during the evaluation; see `Progress`.
 
@@ -146,10 +160,11 @@ def evaluate(
     """
     if not specs:
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
-    require(tasks)
-    tasks = list(dict.fromkeys(tasks))
+    tasks = chosen(tasks)
     parsed = {spec: parse_specs(spec) for spec in specs}
-    distinct = list(dict.fromkeys([parse_specs(BASELINE), *parsed.values()]))
+    distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
+    for name, spec in parsed.items():
+        distinct.setdefault(spec, name)
     host = host_of(model)
     if against is not None:
         late_question = True
@@ -186,13 +201,20 @@ def evaluate(
     with host.attach(BASELINE):
         for context, text, some in zip(contexts, texts, asked, strict=True):
             ids = text.to(host.device)
-            one = _Context(host, tokenizer, ids, context, chunk, some, late_question, work)
+            one = _Context(host, tokenizer, ids, context, chunk, some, late_question, record, work)
             found = one.rows(distinct)
-            baseline.append({"spec": BASELINE, **found[distinct[0]]})
+            baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
             if against is not None:
                 others += against.rows(
-                    model, tokenizer, text, context, some, one.full, lambda x: progress(x, 1.0)
+                    model,
+                    tokenizer,
+                    text,
+                    context,
+                    some,
+                    one.full,
+                    record,
+                    lambda x: progress(x, 1.0),
                 )
     compared = {} if against is None else {"against": others}
     return {
@@ -238,21 +260,23 @@ class _Context:
         chunk: int | None,
         prompts: Mapping[str, Sequence[Prompt]],
         late: bool,
+        record: Record,
         work: _Work,
     ) -> None:
-        self.host, self.tokenizer, self.work = host, tokenizer, work
+        self.host, self.tokenizer, self.record, self.work = host, tokenizer, record, work
         self.past, self.ids = text[:, :context], text[:, context:]
         self.context, self.chunk, self.prompts, self.late = context, chunk, prompts, late
         self.full: list[Tensor] = []  # the full cache's predictions
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
 
-    def rows(self, specs: Sequence[_Spec]) -> dict[_Spec, dict[str, Any]]:
-        """Each spec's figures; `specs[0]` is the full cache, the baseline of the comparison."""
+    def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
+        """Each spec's figures; the first is the full cache, the baseline of the comparison. Samples
+        are recorded under the specs' names."""
         found: dict[_Spec, dict[str, Any]] = {}
-        for spec in specs:
-            found[spec] = self._quality(spec) | self._tasks(spec)
+        for spec, name in specs.items():
+            found[spec] = self._quality(spec) | self._tasks(spec, name)
         speed = self._speed()
-        full = found[specs[0]]["perplexity"]
+        full = found[next(iter(specs))]["perplexity"]
         order = ("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval")
         for spec, row in found.items():
             row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
@@ -280,14 +304,18 @@ class _Context:
             logits = iter(self.full)
         return held | vars(compare(logits, self.full, self.ids))
 
-    def _tasks(self, spec: _Spec) -> dict[str, Any]:
-        scores: dict[str, list[float]] = {}
+    def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
+        answers: dict[str, list[Answer]] = {}
         for task, some in self.prompts.items():
             self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
-            scores[task] = [self._answered(spec, prompt) for prompt in some]
-        return in_figures(self.prompts, scores)
+            answers[task] = []
+            for sample, prompt in enumerate(some):
+                answer = self._answered(spec, prompt)
+                self.record(row_of(name, self.context, task, sample, prompt, answer))
+                answers[task].append(answer)
+        return in_figures(self.prompts, answers)
 
-    def _answered(self, spec: _Spec, prompt: Prompt) -> float:
+    def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
         cache = _cache(self.host, spec, self.context, prompt.steps)
         tick, late = self.work.tick, self.late
         return answered(self.host, self.tokenizer, cache, prompt, self.chunk, tick, late=late)

@@ -1,0 +1,1 @@
+"""How the prompts of each benchmark's kinds of tasks are made here, without a download."""
