@@ -28,6 +28,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.parallel import head_processes
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of, saving
@@ -211,12 +212,16 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            dtype: dtype of keys and values; None: the model's.
+            dtype: dtype of keys and values; None: that of those fed, or the model's.
 
         Raises:
             UnsupportedError: the model's config does not give the width of its keys.
         """
-        geometries = layer_geometries(self.config)
+        known = [layer.history.geometry for layer in self.layers]
+        geometries = [one for one in known if one is not None]
+        if len(geometries) < len(self):  # nothing was fed yet
+            model = None if self._model is None else self._model()
+            geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
             geometries = [one._replace(dtype=dtype) for one in geometries]
         return self.bytes_of(geometries, tokens, rows)
