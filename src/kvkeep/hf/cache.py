@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
     base_config,
@@ -28,7 +28,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
-from kvkeep.hf.parallel import head_processes
+from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of, saving
@@ -86,7 +86,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             spec,
             capacity=capacity,
             rotaries=partial(rotaries_of, config),
-            identity=None if isinstance(model, PreTrainedConfig) else partial(sampled, model),
+            identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
         )
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
@@ -435,3 +435,13 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         return self.rows or -1
+
+
+def _identity(model: Any) -> str:
+    """See `sampled`; of a model that this process has as a whole."""
+    if is_parallel(model):
+        raise SpecError(
+            f"a calibrated policy fits a whole model, and this process has a part of a "
+            f"{type(model).__name__}; use another policy"
+        )
+    return sampled(model)
