@@ -2,19 +2,21 @@
 
     python benchmarks/train_keys_values.py --python KEYS_VALUES_ENV/bin/python --source keys_values/
         [--tokens 2048,4096,8192] [--budget 1024] [--chunk 256] [--layers 12] [--width 384]
-        [--repeats 1] [--out benchmarks/keys-values.json]
+        [--repeats 1] [--threads 2] [--out benchmarks/keys-values.json]
 
-Run it with kvkeep's Python. `--python` is one of an environment with torch of the same version and
-the packages that keys_values imports; `--source` is a checkout of keys_values, if it is not
-installed there. Both systems get the same weights of a Llama of LitGPT, in float32, without
-dropout, the same random tokens, one text, and the next-token loss. Each gradient has a process of its
-own: after a short one to warm up, its seconds and the peak of resident memory above the model are
-taken, of the gradients too.
+Run it with kvkeep's Python, in an environment with LitGPT. `--python` is one of an environment with
+torch and LitGPT of the same versions and the packages that keys_values imports; `--source` is a
+checkout of keys_values, if it is not installed there. Both systems get the same weights of a Llama
+of LitGPT, in float32, without dropout, the same random tokens, one text, and the next-token loss.
+Each gradient has a process of its own: after a short one to warm up, its seconds and the peak of
+resident memory above the model are taken. The peak includes the gradients, and what is kept of the
+layers' inputs.
 
 `h2o` keeps `--budget` tokens. The systems do not decide alike: keys_values makes room before a
 chunk is attended to, so that a query sees the budget; kvkeep evicts after it, so that a query sees
-the budget and its chunk. keys_values reads the first `budget` tokens as one chunk. `exact` lets
-both keep everything: the relative difference of the gradients shows that they compute the same.
+the budget and its chunk. keys_values reads the first `budget` tokens as one chunk. In the rows of
+`exact` nothing is evicted: there `difference`, of the gradients from kvkeep's, shows that the
+systems compute the same.
 """
 
 from __future__ import annotations
