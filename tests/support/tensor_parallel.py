@@ -117,7 +117,7 @@ def compressed(model: PreTrainedModel, spec: str) -> dict[str, Any]:
 
 
 def refused(model: PreTrainedModel) -> list[str]:
-    """What is said of a calibrated policy, and of an export."""
+    """What is said of a calibrated policy, of an export, and of a text that they share."""
     shares = tuple(i / (LEVELS - 1) for i in range(LEVELS))
     scorers = {i: LayerScorer(HeadNetworks(1, 16, 2), shares, "") for i in range(2)}
     tensors, metadata = Scorer(scorers, sampled(model), 2).content()
@@ -126,6 +126,7 @@ def refused(model: PreTrainedModel) -> list[str]:
     return [
         refusal(lambda: kvkeep.Cache(model, f"kvzap:50%,scorer={place}")),
         refusal(lambda: kvkeep.export(model, "keep_all@fixed:64")),
+        refusal(lambda: backward(model, prompt(), prompt(), group=dist.group.WORLD)),
     ]
 
 
