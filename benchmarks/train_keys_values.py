@@ -56,7 +56,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         "head_size": 64,
         "intermediate_size": options.width * 8 // 3,
         "padded_vocab_size": options.vocabulary,
-        "block_size": max(options.tokens),
+        "block_size": max(*options.tokens, EXACT_TOKENS),
         "rope_adjustments": None,
     }
 
@@ -138,7 +138,7 @@ def _keys_values(
         computed = LongContextGradientModel(
             gpt_model=model,
             head_model=CrossEntropyOnLogits(config),
-            layers_per_cell=1,
+            layers_per_cell=job["layers_per_cell"],
             chunk_size=chunk,
             layercp_qname=checkpoints,
             cachecp_qname=checkpoints,
@@ -174,6 +174,7 @@ def _status(name: str) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     from kvkeep.bench.environment import environment
 
+    torch.set_num_threads(options.threads)
     rows = []
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -186,7 +187,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ]
         for job in (exact, *evicting):
             for system in SYSTEMS:
-                asked = {**job, "system": system, "sizes": shape, "threads": options.threads}
+                asked = {
+                    **job,
+                    "system": system,
+                    "sizes": shape,
+                    "threads": options.threads,
+                    "layers_per_cell": options.layers_per_cell,
+                }
                 found = [_alone(asked, folder, options) for _ in range(options.repeats)]
                 best = min(found, key=lambda one: one.get("seconds", 0))
                 rows.append({"system": system, **job, **best})
@@ -194,8 +201,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     rows[-1]["difference"] = _difference(folder, system)
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
     commit = _commit(options.source)
-    about = {"benchmark": "keys_values", "keys_values": commit, "model": shape, "dtype": "float32"}
-    return {**about, "environment": environment(), "rows": rows}
+    return {
+        "benchmark": "keys_values",
+        "keys_values": commit,
+        "model": shape,
+        "dtype": "float32",
+        "layers_per_cell": options.layers_per_cell,
+        "environment": environment(),
+        "rows": rows,
+    }
 
 
 def _write_inputs(shape: dict[str, Any], tokens: int, folder: Path) -> None:
@@ -269,6 +283,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=384, help="a multiple of 192")
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--layers-per-cell", type=int, default=1, help="of keys_values")
     parser.add_argument("--repeats", type=int, default=1, help="the fastest is kept")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="where the result is written; else it is printed")

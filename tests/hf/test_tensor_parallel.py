@@ -71,6 +71,19 @@ def test_families(family, tmp_path):
 
 
 @pytest.mark.slow
+def test_split_by_torch(tmp_path):
+    model, spec = tiny("llama"), "h2o:16+int8"
+    jobs = [("fed", {"spec": spec}), ("trained", {})]
+    found = tp.run(model, str(tmp_path), *jobs, by="torch")
+    for one, _ in found:
+        one["promised"] = one["bytes"]  # it is not known what arrives
+    assert_as_in_one_process([one for one, _ in found], tp.fed(model, spec))
+    expected = tp.trained(model)["gradients"]
+    for name, gradient in found[0][1]["gradients"].items():
+        assert error(gradient, expected[name]) < 1e-5, name
+
+
+@pytest.mark.slow
 def test_compiled(tmp_path):
     options = {"spec": "h2o:16", "compile": True, "linears": True}
     found = tp.run(tiny("llama"), str(tmp_path), ("fed", options))

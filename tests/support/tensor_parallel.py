@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -161,7 +166,22 @@ _JOBS = {
 # -- two processes --------------------------------------------------------------------------------
 
 
-def work(rank: int, place: str, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+def loaded_in_parts(place: str) -> PreTrainedModel:
+    parts = DistributedConfig(tp_size=PROCESSES)
+    return AutoModelForCausalLM.from_pretrained(place, distributed_config=parts)
+
+
+def split(place: str) -> PreTrainedModel:
+    """A whole model of which each process then keeps a part."""
+    model = AutoModelForCausalLM.from_pretrained(place)
+    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh, {**inputs, "o_proj": RowwiseParallel()})
+    return model
+
+
+def work(rank: int, place: str, by: str, jobs: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -172,17 +192,20 @@ def work(rank: int, place: str, jobs: list[tuple[str, dict[str, Any]]]) -> None:
     )
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
     os.environ["PLACE"] = place
-    model = AutoModelForCausalLM.from_pretrained(
-        f"{place}/model", distributed_config=DistributedConfig(tp_size=PROCESSES)
-    )
+    model = {"transformers": loaded_in_parts, "torch": split}[by](f"{place}/model")
     found = [_JOBS[name](model.eval(), **options) for name, options in jobs]
     torch.save(found, f"{place}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # see distributed_gradient.py
 
 
-def run(model: PreTrainedModel, place: str, *jobs: tuple[str, dict[str, Any]]) -> list[list[Any]]:
-    """What each process found in each job, by process."""
+def run(
+    model: PreTrainedModel,
+    place: str,
+    *jobs: tuple[str, dict[str, Any]],
+    by: str = "transformers",
+) -> list[list[Any]]:
+    """What each process found in each job, by process. `by`: whose means split the model."""
     model.save_pretrained(f"{place}/model")
-    mp.spawn(work, args=(place, list(jobs)), nprocs=PROCESSES)
+    mp.spawn(work, args=(place, by, list(jobs)), nprocs=PROCESSES)
     return [torch.load(f"{place}/{rank}.pt", weights_only=True) for rank in range(PROCESSES)]
