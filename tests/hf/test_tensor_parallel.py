@@ -71,6 +71,18 @@ def test_families(family, tmp_path):
 
 
 @pytest.mark.slow
+def test_policies_that_decide_for_each_head(tmp_path):
+    names = ["h2o:16,normalize=1", "vlen:16", "knorm:16,recent=4", "keydiff:16,recent=4"]
+    names += ["expected_attention:16,recent=4", "snapkv:16,window=4", "streaming:16"]
+    names += ["pyramid(h2o:16)", "h2o:40%,least=12"]
+    specs = [*names, "qh2o:16+int8", "keep_all+int8/int4", "keep_all+kivi", "h2o:16@host"]
+    model = tiny("llama")
+    first, second = tp.run(model, str(tmp_path), *(("fed", {"spec": spec}) for spec in specs))
+    for spec, *found in zip(specs, first, second, strict=True):
+        assert_as_in_one_process(found, tp.fed(model, spec))
+
+
+@pytest.mark.slow
 def test_split_by_torch(tmp_path):
     model, spec = tiny("llama"), "h2o:16+int8"
     jobs = [("fed", {"spec": spec}), ("trained", {})]
