@@ -8,6 +8,7 @@ import torch
 from kvkeep.codec import Kivi
 from kvkeep.errors import ShapeError
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import KeepAll
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import Growing
@@ -48,6 +49,15 @@ def test_the_first_and_the_newest_tokens_of_each_row_stay_plain():
         newest = [list(range(int(last) - 5, int(last) + 1)) for last in position[:, n.stop - 1]]
         held = layer.storage.read()["position"][:, 0].sort().values.tolist()
         assert held == [[0, 1, *own] for own in newest]
+
+
+@pytest.mark.parametrize("tokens", [13, 14, 37, 38])
+def test_promised_bytes_count_what_stays_plain(tokens):
+    layer = CacheSpec.parse("keep_all+kivi:4,together=8,recent=3,sinks=3").layer()
+    fed(layer, tokens)
+    geometry = layer.history.geometry
+    own = layer.policy, layer.key_codec, layer.value_codec
+    assert promised_bytes(*own, tokens, geometry) == layer.live_bytes
 
 
 def test_padding_does_not_widen_the_block_it_is_in():

@@ -688,6 +688,20 @@ FAULTS = (
     ),
     # transformers
     Fault(
+        "bytes-of-the-heads-of-other-processes",
+        "hf/config.py",
+        "heads //= processes",
+        "heads //= 1",
+        "hf/test_tensor_parallel.py",
+    ),
+    Fault(
+        "parts-of-weights-are-not-hashed",
+        "host/fingerprint.py",
+        "if not isinstance(part, DeviceMesh):",
+        "if not isinstance(part, DeviceMesh | Tensor):",
+        "hf/test_tensor_parallel.py hf/test_saved.py",
+    ),
+    Fault(
         "other-padding-than-was-fed",
         "hf/masks.py",
         "if not (shown.equal(layer.seen) and _was_fed(layer, before)):",

@@ -14,9 +14,8 @@ from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_v
 from kvkeep.bench.environment import environment
 from kvkeep.bench.rivals import RIVALS, TORCH, torch_sdpa
 from kvkeep.bench.timing import Call, captured, interleaved, spread, timer_for
-from kvkeep.codec import Codec, Plain
+from kvkeep.codec import Codec, Plain, whole
 from kvkeep.errors import SpecError
-from kvkeep.layer.block_encoded import whole
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 

@@ -161,7 +161,7 @@ def assemble(
     deviation = None
     computed = certain.nonzero().flatten()
     # A forward needs at least one token that passes through every layer.
-    if more or (estimate and len(computed) and recomputation.compares(host)):
+    if more or (estimate and len(computed) and not recomputation.why_not_compared(host)):
         sample = ((kinds == _SPAN) & ~certain).nonzero().flatten()
         if mode != "share":
             sample = sample[:: max(1, len(sample) // _SAMPLED)]

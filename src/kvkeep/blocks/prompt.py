@@ -13,14 +13,14 @@ from kvkeep.blocks.compressed import assemble_compressed, compressed_bytes
 from kvkeep.blocks.join import moving, windowed
 from kvkeep.blocks.parts import Part, listed, marked
 from kvkeep.blocks.prefill import Assembled, Span, assemble
-from kvkeep.blocks.recomputation import compares
+from kvkeep.blocks.recomputation import why_not_compared
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.blocks.tokenize import SHORTEST, BlockTokens, tokenized
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
-from kvkeep.store.identity import feed, keyed, require_one_adapter, require_steady
+from kvkeep.store.identity import feed, keyed, require_alike, require_one_adapter, require_steady
 from kvkeep.store.layer_slices import require_keepable
 
 _SHOWN = 40  # characters of a block in a report
@@ -133,6 +133,7 @@ class Encoded:
         try:
             require_keepable(cache)
             require_steady(host)
+            require_alike(host, cache, outside=store.backend is not None)
             require_one_adapter(cache)
         except UnsupportedError as error:
             feed(host, tokens, cache)
@@ -294,9 +295,8 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
         return "the spec evicts, and would treat recomputed tokens as the newest; use keep_all"
     if any(layer.storage.limited for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
-    if parsed(recompute).mode == "share" and not compares(host):
-        return "the model has no second layer to compare tokens in; use recompute='boundary:32'"
-    return ""
+    reason = why_not_compared(host) if parsed(recompute).mode == "share" else ""
+    return f"{reason}; use recompute='boundary:32'" if reason else ""
 
 
 def _why_not(block: BlockTokens, host: Host, cache: ModelCache, budget: int | None) -> str:

@@ -73,10 +73,10 @@ def blend(
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
     _require(host, cache, tokens, candidates[certain])
-    if not compares(host):
+    reason = why_not_compared(host)
+    if reason:
         raise UnsupportedError(
-            f"{type(host.model).__name__} has no list of several layers, of which the second "
-            "compares keys and values; use recompute='boundary:32' or 'all'"
+            f"{type(host.model).__name__}: {reason}; use recompute='boundary:32' or 'all'"
         )
     own = cache.layers
     choice = _SecondLayer(own[1], candidates, certain, count)
@@ -170,9 +170,14 @@ class _SecondLayer(_LayerProxy):
         return differ.cpu().masked_fill(self._certain, torch.inf), norm.cpu()
 
 
-def compares(host: Host) -> bool:
-    """Whether the second layer can tell how much a token's keys and values would change."""
-    return host.narrows and len(host.kinds) > 1
+def why_not_compared(host: Host) -> str:
+    """Why the second layer cannot tell how much a token's keys and values would change; empty if it
+    can."""
+    if host.parallel:
+        return "each process would compare tokens by its own heads, and choose others"
+    if not host.narrows or len(host.kinds) < 2:
+        return "the model has no second layer to compare tokens in"
+    return ""
 
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:

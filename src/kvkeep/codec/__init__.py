@@ -1,6 +1,6 @@
 """Codecs, which encode keys and values. One file each; `base.Codec` is the contract."""
 
-from kvkeep.codec.base import Codec, caution
+from kvkeep.codec.base import Codec, caution, left_plain, whole
 from kvkeep.codec.fp8 import Fp8
 from kvkeep.codec.int4 import Int4
 from kvkeep.codec.int8 import Int8
@@ -21,4 +21,6 @@ __all__ = [
     "Plain",
     "StraightThrough",
     "caution",
+    "left_plain",
+    "whole",
 ]

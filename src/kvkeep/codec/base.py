@@ -90,6 +90,17 @@ class Codec(ABC):
         return q
 
 
+def whole(tokens: int, *codecs: Codec) -> int:
+    """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
+    block = codecs[0].block
+    return max(0, tokens - left_plain(*codecs)) // block * block
+
+
+def left_plain(*codecs: Codec) -> int:
+    """How many tokens these codecs leave plain, beside those whose block is not full."""
+    return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
+
+
 def caution(codec: Codec) -> None:
     """Issue the PrecisionWarning of a codec that will encode keys, if it has one."""
     if codec.caution is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
     base_config,
@@ -28,6 +28,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of, saving
@@ -85,7 +86,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             spec,
             capacity=capacity,
             rotaries=partial(rotaries_of, config),
-            identity=None if isinstance(model, PreTrainedConfig) else partial(sampled, model),
+            identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
         )
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
@@ -211,12 +212,16 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            dtype: dtype of keys and values; None: the model's.
+            dtype: dtype of keys and values; None: that of those fed, or the model's.
 
         Raises:
             UnsupportedError: the model's config does not give the width of its keys.
         """
-        geometries = layer_geometries(self.config)
+        known = [layer.history.geometry for layer in self.layers]
+        geometries = [one for one in known if one is not None]
+        if len(geometries) < len(self):  # nothing was fed yet
+            model = None if self._model is None else self._model()
+            geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
             geometries = [one._replace(dtype=dtype) for one in geometries]
         return self.bytes_of(geometries, tokens, rows)
@@ -430,3 +435,13 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         return self.rows or -1
+
+
+def _identity(model: Any) -> str:
+    """See `sampled`; of a model that this process has as a whole."""
+    if is_parallel(model):
+        raise SpecError(
+            f"a calibrated policy fits a whole model, and this process has a part of a "
+            f"{type(model).__name__}; use another policy"
+        )
+    return sampled(model)

@@ -70,8 +70,11 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     return [LayerKind(name, window if name == _SLIDING else None) for name in names]
 
 
-def layer_geometries(config: PreTrainedConfig) -> list[Geometry]:
+def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geometry]:
     """Heads, widths and dtype of each layer's keys and values, of one row.
+
+    Args:
+        processes: among which the heads are split; see `kvkeep.hf.parallel.head_processes`.
 
     Raises:
         UnsupportedError: the model's config does not say how wide its keys are.
@@ -84,6 +87,7 @@ def layer_geometries(config: PreTrainedConfig) -> list[Geometry]:
     heads = int(getattr(text, "num_key_value_heads", None) or query_heads)
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+    heads //= processes
     return [Geometry(1, heads, width, width, dtype)] * len(layer_kinds(config))
 
 

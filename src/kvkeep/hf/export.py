@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
-from kvkeep.errors import SpecError
+from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.graph.export_op import Description, LayerTensors
 from kvkeep.graph.program import Header, Program
 from kvkeep.hf.attach import attach, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed, layer_kinds
 from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.parallel import is_parallel
 from kvkeep.host import Specs
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
@@ -45,6 +46,11 @@ def export(
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise SpecError(f"a program of {rows} rows; give a whole number of at least 1")
     model = unwrapped(model)
+    if is_parallel(model):
+        raise UnsupportedError(
+            f"each process has a part of this {type(model).__name__}, and a program runs in one; "
+            "export a model that was loaded whole"
+        )
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
     if not attached:

@@ -30,6 +30,7 @@ from kvkeep.hf.generate import follow
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
+from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import NUMBERS
 from kvkeep.host import (
@@ -72,7 +73,11 @@ class TransformersHost(Host):
         return layer_kinds(self._config)
 
     def geometries(self) -> list[Geometry]:
-        return layer_geometries(self._config)
+        return layer_geometries(self._config, head_processes(unwrapped(self.model)))
+
+    @property
+    def parallel(self) -> bool:
+        return is_parallel(self.model)
 
     def rotaries(self) -> list[Rotary | None]:
         if is_latent(self._config):

@@ -75,6 +75,12 @@ class Host(ABC):
             UnsupportedError: the model's config does not give them.
         """
 
+    @property
+    def parallel(self) -> bool:
+        """Whether several processes compute every forward together, each with some of the heads or
+        experts. All of them must then feed the same tokens, in the same order."""
+        return False
+
     @abstractmethod
     def rotaries(self) -> list[Rotary | None]:
         """How each layer rotates queries and keys; None where it does not.

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvkeep.errors import UnsupportedError
@@ -225,7 +226,9 @@ def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
             for inner in value.__tensor_flatten__()[0]:
-                yield from _dense(f"{name}.{inner}", getattr(value, inner))
+                part = getattr(value, inner)
+                if not isinstance(part, DeviceMesh):  # which processes have the other parts
+                    yield from _dense(f"{name}.{inner}", part)
         elif value.is_quantized:
             yield f"{name}.codes", value.int_repr()
             if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):

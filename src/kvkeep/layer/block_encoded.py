@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment
-from kvkeep.codec import Codec, Plain
+from kvkeep.codec import Codec, Plain, left_plain, whole
 from kvkeep.errors import SpecError
 from kvkeep.layer.slots import Codecs, LayerSlots
 from kvkeep.layer.undivided import Undivided
@@ -46,7 +46,7 @@ class BlockEncoded(LayerSlots):
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
         self.blocks = Undivided(codecs, (), storage.another())
-        storage.bound = plain(*codecs) + codecs.key.block
+        storage.bound = left_plain(*codecs) + codecs.key.block
         self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
         self.codecs = self.tail.codecs
         self._block = codecs.key.block
@@ -154,17 +154,6 @@ class BlockEncoded(LayerSlots):
         other = copy(self)
         other.blocks, other.tail = self.blocks.fork(), self.tail.fork()
         return other
-
-
-def whole(tokens: int, *codecs: Codec) -> int:
-    """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
-    block = codecs[0].block
-    return max(0, tokens - plain(*codecs)) // block * block
-
-
-def plain(*codecs: Codec) -> int:
-    """How many tokens these codecs leave plain, beside those whose block is not full."""
-    return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
 
 
 def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.codec import Codec, Plain
+from kvkeep.codec import Codec, Plain, whole
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
@@ -54,9 +54,7 @@ def promised_bytes(
         specs = slot_planes(policy, key, value, geometry)
         return sum(spec.slot_bytes(geometry.heads) for spec in specs.values())
 
-    block, tail = key_codec.block, max(key_codec.tail, value_codec.tail)
-    if block == 1:
-        return geometry.rows * kept * slot_bytes(key_codec, value_codec)
-    blocks = max(0, kept - tail) // block
-    plain = (kept - blocks * block) * slot_bytes(Plain(), Plain())
-    return geometry.rows * (blocks * slot_bytes(key_codec, value_codec) + plain)
+    block = key_codec.block
+    encoded = kept if block == 1 else whole(kept, key_codec, value_codec)
+    each = encoded // block * slot_bytes(key_codec, value_codec)
+    return geometry.rows * (each + (kept - encoded) * slot_bytes(Plain(), Plain()))

@@ -85,6 +85,27 @@ def require_steady(host: Host) -> None:
         )
 
 
+def require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
+    """Raise UnsupportedError when the stores of processes that compute a forward together could
+    hold different tokens.
+
+    Args:
+        outside: whether the store has a backend.
+    """
+    reason = (
+        "a backend may lose blocks of one process"
+        if outside
+        else "kvzip keeps different numbers of slots in each"
+        if compresses(cache)
+        else ""
+    )
+    if reason and host.parallel:
+        raise UnsupportedError(
+            f"several processes compute {host.name} together and must find the same tokens, but "
+            f"{reason}; use a PrefixStore() without a backend, with keep_all"
+        )
+
+
 def require_one_adapter(cache: ModelCache) -> None:
     """Raise UnsupportedError when a cache would compress what an activated adapter computes only a
     part of."""

@@ -25,6 +25,7 @@ from kvkeep.store.identity import (
     flat,
     geometry_of,
     keyed,
+    require_alike,
     require_one_adapter,
     require_steady,
 )
@@ -251,6 +252,7 @@ class PrefixStore:
         cache = host.new_cache(spec, capacity=capacity)
         require_keepable(cache)
         require_steady(host)
+        require_alike(host, cache, outside=self.backend is not None)
         whole = tokens if prompt is None else flat(prompt)
         cache.activation = host.activation_in(whole)
         require_one_adapter(cache)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.codec import whole
 from kvkeep.files.offload import Kept, Offload
-from kvkeep.layer.block_encoded import filled, order_of_encoding, whole
+from kvkeep.layer.block_encoded import filled, order_of_encoding
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import along_slots
 from kvkeep.policy.replay import among
