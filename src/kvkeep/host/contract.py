@@ -110,6 +110,10 @@ class Host(ABC):
         device: torch.device = next(self.model.parameters()).device
         return device
 
+    def devices(self) -> list[torch.device]:
+        """The device of each layer's keys and values."""
+        return [self.device] * len(self.kinds)
+
     def end_tokens(self) -> set[int]:
         """The tokens that end an answer."""
         return set()

@@ -83,8 +83,7 @@ class LitGPTHost(Host):
             one = Geometry(1, config.n_head, config.qk_head_dim, config.v_head_dim, dtype)
         else:
             one = Geometry(1, config.n_query_groups, config.head_size, config.head_size, dtype)
-        devices = [next(layer.parameters()).device for layer in self.model.transformer.h]
-        return [one._replace(device=device) for device in devices]
+        return [one._replace(device=device) for device in self.devices()]
 
     def rotaries(self) -> list[Rotary | None]:
         config, table = self._config, self.model.cos
@@ -112,6 +111,9 @@ class LitGPTHost(Host):
     def device(self) -> torch.device:
         device: torch.device = self.model.transformer.wte.weight.device
         return device
+
+    def devices(self) -> list[torch.device]:
+        return [next(layer.parameters()).device for layer in self.model.transformer.h]
 
     def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
         described = json.dumps(asdict(self._config), sort_keys=True, default=str)
