@@ -43,3 +43,4 @@ def test_an_attached_model_may_be_moved():
         expected = gpt(ids, torch.arange(20))
         gpt.mask_cache = gpt.mask_cache.to("meta")  # as if attached there
         assert gpt(ids, torch.arange(20)).equal(expected)
+        assert gpt.mask_cache.device == ids.device

@@ -20,5 +20,5 @@ class Letters:
         self.input_ids = torch.tensor([ids]) if return_tensors else ids
         return self
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=False):
         return "".join(chr(32 + (i - 33) % 95) if i else "" for i in ids)
