@@ -130,6 +130,12 @@ class Host(ABC):
             UnsupportedError: a weight cannot be read.
         """
 
+    def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
+        """The weights, with the names and layout of transformers' models of a type, such as
+        "llama". `kvkeep.load` finds by them whether a cache was made with the same weights. None:
+        the layout is not known."""
+        return None
+
     # -- attention through a cache ----------------------------------------------------------
 
     @property

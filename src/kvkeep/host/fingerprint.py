@@ -21,6 +21,7 @@ _IRRELEVANT_ATTRIBUTES = {
     "is_quantized",
     "max_position_embeddings",
     "original_max_seq_len",
+    "padding_idx",
     "training",
 }
 """Attributes of modules that do not affect the result."""

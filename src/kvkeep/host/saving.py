@@ -14,6 +14,7 @@ from kvkeep.files.snapshot import Saved
 from kvkeep.host.cache import ModelCache
 from kvkeep.host.fingerprint import differences
 from kvkeep.host.registry import host_of
+from kvkeep.host.translation import translated
 from kvkeep.storage.allocate import SHORTAGE
 
 
@@ -67,7 +68,11 @@ def load(
 ) -> ModelCache:
     """Load a cache that `save` wrote; see `kvkeep.load`."""
     host, saved = host_of(model), Saved(path, verify=verify)
-    differing = differences(saved.header.fingerprint, host.fingerprint(tokenizer))
+    recorded, now = saved.header.fingerprint, host.fingerprint(tokenizer)
+    differing = differences(recorded, now)
+    if differing and not force:
+        elsewhere = translated(recorded, host, tokenizer)
+        differing = differing if elsewhere is None else elsewhere
     if differing and not force:
         raise SavedCacheError(
             f"{path} was made with another model: {'; '.join(differing)}; load the model it was "

@@ -30,6 +30,7 @@ from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.fingerprint import fingerprint_of
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.litgpt.attach import attach, attachment_of, detach
+from kvkeep.litgpt.conversion import as_transformers
 from kvkeep.litgpt.decoder import (
     NARROWED,
     Forward,
@@ -118,6 +119,9 @@ class LitGPTHost(Host):
     def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
         described = json.dumps(asdict(self._config), sort_keys=True, default=str)
         return fingerprint_of(self.model, {"config": described}, tokenizer, glance=glance)
+
+    def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
+        return as_transformers(self.model, kind)
 
     # -- attention through a cache ----------------------------------------------------------
 
