@@ -119,29 +119,3 @@ def test_a_saved_cache(gpt, tmp_path):
     kvkeep.attach(gpt)
     with pytest.raises(SavedCacheError, match="weights differ"):
         kvkeep.load(tmp_path / "a.kv", tiny_gpt(seed=1))
-
-
-@torch.no_grad()
-def test_a_cache_of_transformers(smollm2, tmp_path):
-    """Loaded into the same weights in LitGPT, it goes on with the same text."""
-    from kvkeep.bench.litgpt_systems import converted
-
-    model, tokenizer = smollm2
-    gpt = converted(model)
-    prompt = tokenizer(
-        "The capital of France is Paris. Its river is", return_tensors="pt"
-    ).input_ids
-    with kvkeep.attach(model):
-        cache = kvkeep.Cache(model)
-        expected = model.generate(
-            prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, min_new_tokens=8
-        )
-        cache.rewind(prompt.shape[1] - 1)
-        cache.save(tmp_path / "a.kv")
-    with kvkeep.attach(gpt) as attachment:
-        attachment.cache = kvkeep.load(tmp_path / "a.kv", gpt)
-        fed, at = prompt, prompt.shape[1] - 1
-        for _ in range(8):
-            logits = gpt(fed[:, -1:], torch.tensor([at]))
-            fed, at = torch.cat([fed, logits[:, -1:].argmax(-1)], dim=1), at + 1
-    assert fed.equal(expected)

@@ -14,7 +14,7 @@ from kvkeep.files.snapshot import Saved
 from kvkeep.host.cache import ModelCache
 from kvkeep.host.fingerprint import differences
 from kvkeep.host.registry import host_of
-from kvkeep.host.translation import translated
+from kvkeep.host.translation import of_another_library, translated
 from kvkeep.storage.allocate import SHORTAGE
 
 
@@ -72,7 +72,13 @@ def load(
     differing = differences(recorded, now)
     if differing and not force:
         elsewhere = translated(recorded, host, tokenizer)
-        differing = differing if elsewhere is None else elsewhere
+        if elsewhere is not None:
+            differing = elsewhere
+        elif of_another_library(recorded, now):
+            differing = [
+                f"of another library than {host.library}, whose weights have another layout, so "
+                "that it is not known whether they are the same"
+            ]
     if differing and not force:
         raise SavedCacheError(
             f"{path} was made with another model: {'; '.join(differing)}; load the model it was "

@@ -1,4 +1,4 @@
-"""Whether a cache that a model of transformers made is one of the same weights in another library."""
+"""Whether a cache of a transformers model was made with the weights of another library's model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from kvkeep.errors import KVKeepError
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import differences
 from kvkeep.host.registry import host_of
+from kvkeep.rotary import Rotary
 
-_TOKENS = 8
-"""Tokens at the beginning, and at the end, of the positions at which keys are compared."""
+_TOKENS = 16
+"""Tokens whose keys and values are compared."""
 
-_DEFAULT_CONTEXT = 4096
-_CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_CLOSE = 1e-3
 _CLOSE_IN_HALF = 0.05
+"""Largest relative differences of what two libraries compute, by rounding."""
 
 
 def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> list[str] | None:
@@ -29,9 +30,9 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
     weights are laid out otherwise.
 
     The model of transformers is built again: with the config in the fingerprint, and the host's
-    weights, which are shared. It is the same if its whole fingerprint is the recorded one, and if it
-    computes the same keys and values as the host's model, for a few tokens at the first and last
-    positions.
+    weights, which are shared. It is the same if its whole fingerprint is the recorded one, if its
+    windows and rotary frequencies are those of the host's model, and if both compute the same keys
+    and values of a few tokens.
 
     Returns:
         The differences; empty if there are none. None if the fingerprint is not of a model of
@@ -41,22 +42,18 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
     weights = None if kind is None else host.as_transformers(kind)
     if weights is None:
         return None
-    context = host.context or _DEFAULT_CONTEXT
     try:
-        rebuilt = import_module("kvkeep.hf.rebuilt").rebuilt
-        other = host_of(rebuilt(saved, weights, layers=len(host.kinds), positions=context))
-        found = differences(saved, other.fingerprint(tokenizer))
-        if found:
-            return found
-        own, theirs = (_keys_and_values(one, context) for one in (host, other))
+        build = import_module("kvkeep.hf.rebuilt").rebuilt
+        model = build(saved, weights, layers=len(host.kinds), positions=host.context or 1 << 20)
+        other = host_of(model)
+        return differences(saved, other.fingerprint(tokenizer)) or _computed(host, other)
     except KVKeepError as error:
         return [str(error)]
-    most = _CLOSE.get(own[0].dtype, _CLOSE_IN_HALF)
-    for index, (x, y) in enumerate(zip(own, theirs, strict=True)):
-        if x.shape != y.shape or not float((x - y).norm()) <= most * float(y.norm()):
-            what = "values" if index % 2 else "keys"
-            return [f"it computes other {what} in layer {index // 2}"]
-    return []
+
+
+def of_another_library(saved: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether two fingerprints have other parts, which hosts of two libraries give."""
+    return bool((saved.keys() ^ now.keys()) - {"tokenizer"})
 
 
 def _kind(saved: Mapping[str, str]) -> str | None:
@@ -68,14 +65,36 @@ def _kind(saved: Mapping[str, str]) -> str | None:
     return kind if isinstance(kind, str) and "rope" in saved else None
 
 
+def _computed(one: Host, other: Host) -> list[str]:
+    """What two models compute differently."""
+    if [kind.window for kind in one.kinds] != [kind.window for kind in other.kinds]:
+        return ["its layers have other windows"]
+    half = one.geometries()[0].dtype.itemsize < torch.float32.itemsize
+    most = _CLOSE_IN_HALF if half else _CLOSE
+    turns = zip(one.rotaries(), other.rotaries(), strict=True)
+    if not all(_same_rotary(mine, theirs, most) for mine, theirs in turns):
+        return ["it rotates keys otherwise"]
+    pairs = zip(_keys_and_values(one), _keys_and_values(other), strict=True)
+    for index, (of_one, of_other) in enumerate(pairs):
+        for name, x, y in zip(("keys", "values"), of_one, of_other, strict=True):
+            if x.shape != y.shape or not float((x - y).norm()) <= most * float(y.norm()):
+                return [f"it computes other {name} in layer {index}"]
+    return []
+
+
+def _same_rotary(one: Rotary | None, other: Rotary | None, most: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    x, y = one.inv_freq.cpu().float(), other.inv_freq.cpu().float()
+    close = x.shape == y.shape and torch.allclose(x, y, most, 0)
+    return close and one.interleaved == other.interleaved
+
+
 @torch.no_grad()
-def _keys_and_values(host: Host, context: int) -> list[Tensor]:
-    """The keys and values of each layer for a text at the first and last positions."""
-    few = min(_TOKENS, context // 2)
-    position = torch.cat([torch.arange(few), torch.arange(context - few, context)])
-    ids = torch.arange(2 * few)[None] % host.vocabulary
+def _keys_and_values(host: Host) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values, (1, H, n, D), of each layer for a few tokens."""
     with nullcontext() if host.attached else host.attach():
         cache = host.new_cache()
-        host.feed(ids.to(host.device), cache, position=position.to(host.device))
-    held = [layer.held() for layer in cache.layers]
-    return [x.cpu() for one in held for x in (one.keys, one.values)]
+        host.feed(torch.arange(_TOKENS, device=host.device)[None] % host.vocabulary, cache)
+    found = [held for layer in cache.layers if (held := layer.held()) is not None]
+    return [(held.keys.cpu(), held.values.cpu()) for held in found]
