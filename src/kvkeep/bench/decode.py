@@ -31,11 +31,11 @@ from kvkeep.bench.systems import (
     WAYS,
     Feed,
     Systems,
-    require_host,
 )
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved, spread, timer_for
 from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
 
 if TYPE_CHECKING:  # LitGPT may not be installed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from kvkeep.bench.decode_loop import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
 from kvkeep.bench.random_model import fill
-from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.attach import attach
 
 Feed = Callable[[Tensor], Tensor | None]
@@ -26,19 +24,10 @@ LLAMA_CPP, LITGPT = "llama.cpp", "litgpt"
 OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
 EAGER, LINEARS, FUSED, GRAPH, COMPILED = "eager", "linears", "compile", "graph", "compiled"
 WAYS = (EAGER, LINEARS, FUSED, GRAPH, COMPILED)
-HOSTS = ("transformers", LITGPT)
 STEPS_AHEAD = 64
 """Slots for steps that are not timed: those compared, and those before a graph is captured."""
 
 _COMPILING = 40.0  # seconds that a compilation takes
-
-
-def require_host(host: str) -> None:
-    """Raise SpecError if there is no such library, UnsupportedError if it is not installed."""
-    if host not in HOSTS:
-        raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
-    if host == LITGPT and find_spec("litgpt") is None:
-        raise UnsupportedError("litgpt is not installed; docs/litgpt.md says how it is")
 
 
 def named(spec: str, way: str = EAGER) -> str:

@@ -28,13 +28,14 @@ from kvkeep.bench.resident import (
     resident,
     together,
 )
-from kvkeep.bench.systems import LITGPT, require_host
+from kvkeep.bench.systems import LITGPT
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.unrolled import unrolled
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.files.offload import Offload
 from kvkeep.hf.models import load
 from kvkeep.host import host_of
+from kvkeep.host.registry import require_host
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
 

@@ -34,6 +34,13 @@ def finetune(
         Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the adapter.")
     ],
     model: ModelName = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Library of the model: transformers, or litgpt, whose --model is a checkpoint "
+            "directory."
+        ),
+    ] = "transformers",
     cache: Annotated[
         str, typer.Option(help="Cache spec, the one to serve the adapter with.")
     ] = "h2o:1024",
@@ -112,7 +119,7 @@ def finetune(
     with reported(), Advancing("starting", _PACE) as advancing:
         from kvkeep.finetune.options import Options
         from kvkeep.finetune.run import finetune as run
-        from kvkeep.hf.models import load
+        from kvkeep.host import load_model
 
         options = Options(
             cache=cache,
@@ -137,7 +144,13 @@ def finetune(
             host_bytes=host_bytes,
             spill=None if spill is None else str(spill),
         ).checked()  # before the model is loaded
-        loaded, tokenizer = load(model, dtype, device, lambda doing: advancing(doing, 0.0))
+        loaded, tokenizer = load_model(
+            model,
+            dtype,
+            host=host,
+            device=device,
+            progress=lambda doing: advancing(doing, 0.0),
+        )
         result = run(
             loaded,
             tokenizer,

@@ -16,7 +16,7 @@ from kvkeep.files.offload import Offload
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
 from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
-from kvkeep.finetune.lora import Lora
+from kvkeep.finetune.kinds import lora_of
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.trained import Trained
 from kvkeep.host import host_of
@@ -80,7 +80,7 @@ def finetune(
     options = options.for_data(len(train))
     matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
     matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
-    kind = Lora()
+    kind = lora_of(host)
     with checkpoint.claimed(out), torch.random.fork_rng():
         if not resume:
             checkpoint.require_unused(out, kind)

@@ -238,6 +238,22 @@ def load(
     return model, tokenizer
 
 
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory.
+
+    Raises:
+        ModelError: transformers cannot load one.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True
+        )
+    except Exception as error:  # libraries may raise any exception on an invalid directory
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"no tokenizer in {directory}: {reason}") from error
+    return tokenizer
+
+
 def _require_gguf() -> None:
     """Raise before anything is downloaded or read if transformers could not read a GGUF file."""
     with needed_by("Reading a GGUF file", "gguf"):
