@@ -9,6 +9,8 @@ import pytest
 import torch
 from litgpt.chat.base import interact
 from litgpt.generate.base import batched_generate_fn, generate
+from litgpt.generate.sequentially import sequential
+from litgpt.generate.speculative_decoding import generate as speculative
 from litgpt.prompts import Default
 from litgpt.tokenizer import Tokenizer
 from support import finetune_inputs
@@ -143,3 +145,52 @@ def test_a_batch_is_its_rows_alone(spec):
             generate(gpt, row, 50, **options).equal(own)
             for row, own in zip(prompts, alone, strict=True)
         )
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:64"])
+def test_drafts_that_are_rejected_are_removed(spec):
+    """LitGPT's speculative decoding feeds the right token at the position of a wrong one."""
+    prompt = torch.randint(2, 96, (20,), generator=torch.Generator().manual_seed(3))
+
+    def written(draft, target):
+        torch.manual_seed(1)
+        with torch.inference_mode():
+            return speculative(draft, target, prompt, 50, temperature=0.8, speculative_k=4)
+
+    models = [tiny_gpt(seed=0), tiny_gpt(seed=0)]
+    for name, weight in models[0].named_parameters():  # so that some drafts are right
+        weight.data += 0.3 * weight.std() * torch.randn(weight.shape) * ("norm" not in name)
+    with kvkeep.attach(models[0], spec), kvkeep.attach(models[1], spec) as attachment:
+        found, accepted = written(*models)
+        assert 0.1 < accepted < 0.9
+        assert 45 < attachment.cache.fed <= 50
+    for gpt in models:
+        gpt.set_kv_cache(batch_size=1)
+    expected, _ = written(*models)
+    assert found.equal(expected)
+
+
+def test_drafts_that_an_eviction_has_used_are_refused():
+    models = [tiny_gpt(seed=0), tiny_gpt(seed=1)]
+    prompt = torch.randint(2, 96, (20,), generator=torch.Generator().manual_seed(3))
+    with (
+        kvkeep.attach(models[0]),
+        kvkeep.attach(models[1], "h2o:16"),
+        pytest.raises(kvkeep.RollbackError),
+        torch.inference_mode(),
+    ):
+        speculative(*models, prompt, 50, temperature=0.0, speculative_k=4)
+
+
+def test_a_model_placed_by_layers():
+    """By LitGPT's `sequential`, which makes each layer's cache and the mask itself."""
+    gpt = gpt_of_letters()
+    prompt = torch.randint(2, 96, (20,), generator=torch.Generator().manual_seed(3))
+    options = {"temperature": 0.0, "top_p": 0.0}
+    gpt.set_kv_cache(batch_size=1)
+    expected = generate(gpt, prompt, 50, **options)
+    gpt.clear_kv_cache()
+    gpt = sequential(gpt, torch.device("cpu"), 64, 1)
+    with kvkeep.attach(gpt):
+        assert generate(gpt, prompt, 50, **options).equal(expected)
+    assert generate(gpt, prompt, 50, **options).equal(expected)
