@@ -47,8 +47,11 @@ class Scripted:
     def __init__(self, answer):
         self.answer = answer
 
-    def forward(self, ids, cache):
+    def feed(self, ids, cache):
         cache.append(ids.shape[1])
+
+    def forward(self, ids, cache):
+        self.feed(ids, cache)
         logits = torch.zeros(1, 1, 128)
         logits[0, 0, ord(self.answer[max(0, len(cache) - 6)])] = 1
         return logits

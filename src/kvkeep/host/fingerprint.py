@@ -31,6 +31,9 @@ _Modules = Sequence[tuple[str, nn.Module]]
 
 _Tensors = Sequence[tuple[str, Tensor]]
 
+LIBRARY = "library"
+"""The part that names the model's library, unless that is transformers."""
+
 _NUMBERS = {bool, int, float, torch.dtype}
 _SAMPLE = 16  # most elements sampled from a tensor
 _COMPARED = 64  # elements of a tensor that `sampled` hashes, at least, if it has so many

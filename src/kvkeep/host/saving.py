@@ -12,9 +12,10 @@ from kvkeep.errors import CapacityError, SavedCacheError, SpecError, Unsupported
 from kvkeep.files import snapshot
 from kvkeep.files.snapshot import Saved
 from kvkeep.host.cache import ModelCache
-from kvkeep.host.fingerprint import differences
+from kvkeep.host.contract import Host
+from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
-from kvkeep.host.translation import of_another_library, translated
+from kvkeep.host.translation import translated
 from kvkeep.storage.allocate import SHORTAGE
 
 
@@ -68,18 +69,8 @@ def load(
 ) -> ModelCache:
     """Load a cache that `save` wrote; see `kvkeep.load`."""
     host, saved = host_of(model), Saved(path, verify=verify)
-    recorded, now = saved.header.fingerprint, host.fingerprint(tokenizer)
-    differing = differences(recorded, now)
-    if differing and not force:
-        elsewhere = translated(recorded, host, tokenizer)
-        if elsewhere is not None:
-            differing = elsewhere
-        elif of_another_library(recorded, now):
-            differing = [
-                f"of another library than {host.library}, whose weights have another layout, so "
-                "that it is not known whether they are the same"
-            ]
-    if differing and not force:
+    differing = [] if force else _differing(saved.header.fingerprint, host, tokenizer)
+    if differing:
         raise SavedCacheError(
             f"{path} was made with another model: {'; '.join(differing)}; load the model it was "
             "made with, or give force=True to use another model's keys and values"
@@ -96,3 +87,20 @@ def load(
         raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
     tokens(saved.tokens)
     return cache
+
+
+def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[str]:
+    """How a model differs from the one of a recorded fingerprint; empty if it does not."""
+    now = host.fingerprint(tokenizer)
+    found = differences(recorded, now)
+    if not found:
+        return []
+    elsewhere = translated(recorded, host, tokenizer)
+    if elsewhere is not None:
+        return elsewhere
+    if recorded.get(LIBRARY) != now.get(LIBRARY):
+        return [
+            f"one of another library than {host.library}, whose weights have another layout, so "
+            "that it is not known whether they are the same"
+        ]
+    return found

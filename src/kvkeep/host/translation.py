@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.errors import KVKeepError
 from kvkeep.host.contract import Host
-from kvkeep.host.fingerprint import differences
+from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
 from kvkeep.rotary import Rotary
 
@@ -51,18 +51,13 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
         return [str(error)]
 
 
-def of_another_library(saved: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether two fingerprints have other parts, which hosts of two libraries give."""
-    return bool((saved.keys() ^ now.keys()) - {"tokenizer"})
-
-
 def _kind(saved: Mapping[str, str]) -> str | None:
     """The type of the model of transformers that gave a fingerprint; None: it was none."""
     try:
         kind = json.loads(saved["config"])["model_type"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return kind if isinstance(kind, str) and "rope" in saved else None
+    return kind if isinstance(kind, str) and LIBRARY not in saved else None
 
 
 def _computed(one: Host, other: Host) -> list[str]:

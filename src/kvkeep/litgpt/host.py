@@ -27,7 +27,7 @@ from kvkeep.host import (
     packed,
 )
 from kvkeep.host.cache import DEFAULT_SPEC
-from kvkeep.host.fingerprint import fingerprint_of
+from kvkeep.host.fingerprint import LIBRARY, fingerprint_of
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.litgpt.attach import attach, attachment_of, detach
 from kvkeep.litgpt.conversion import as_transformers
@@ -118,7 +118,8 @@ class LitGPTHost(Host):
 
     def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
         described = json.dumps(asdict(self._config), sort_keys=True, default=str)
-        return fingerprint_of(self.model, {"config": described}, tokenizer, glance=glance)
+        parts = {LIBRARY: self.library, "config": described}
+        return fingerprint_of(self.model, parts, tokenizer, glance=glance)
 
     def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
         return as_transformers(self.model, kind)
