@@ -67,7 +67,7 @@ def load(
 
 def _weights(path: Path) -> Mapping[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise UnsupportedError(
             f"cannot read {path}: {' '.join(str(error).split())[:200]}; convert the checkpoint "
