@@ -46,10 +46,10 @@ def test_finetune(base, data, tmp_path):
     found = last_line(result)
     assert list(found) == [
         *("model", "cache", "steps", "tokens", "seconds", "train_loss", "eval_loss"),
-        *("untuned_loss", "tuned_loss", "adapter"),
+        *("untuned_loss", "tuned_loss", "out"),
     ]
     assert (found["model"], found["cache"]) == (str(base), "h2o:16+plain@growing")
-    assert (found["steps"], found["adapter"]) == (3, str(out))
+    assert (found["steps"], found["out"]) == (3, str(out))
     assert [one["step"] for one in found["train_loss"]] == [1, 2, 3]
     assert [one["step"] for one in found["eval_loss"]] == [2, 3]
     assert found["tuned_loss"] == found["eval_loss"][-1]["loss"]

@@ -105,7 +105,7 @@ def test_losses_of_texts_that_are_not_trained_on(data, tmp_path, tokenizer):
     adapted = PeftModel.from_pretrained(finetune_inputs.model(), tmp_path / "out").eval()
     assert result["tuned_loss"] == result["eval_loss"][-1]["loss"]
     assert result["tuned_loss"] == pytest.approx(mean_loss(adapted, held), rel=1e-4)
-    assert (result["adapter"], result["cache"]) == (
+    assert (result["out"], result["cache"]) == (
         str(tmp_path / "out"),
         "keep_all+plain@growing",
     )
@@ -256,6 +256,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(data, tmp_path, tokenizer
         ({"dropout": 1.0}, OptionError, "dropout is 1.0"),
         ({"decay": "step"}, OptionError, "decay is 'step'; give linear or cosine"),
         ({"targets": ","}, OptionError, "no targets"),
+        ({"full": True}, OptionError, "rank of LoRA, but all weights are trained; leave out the o"),
         ({"targets": "q_prj"}, OptionError, "no LoRA for targets 'q_prj'.*use all-linear"),
         ({"steps": 1, "epochs": 1}, OptionError, "give one of them"),
         ({"steps": 3, "warmup": 3}, OptionError, "there are 3 in all; use a warm-up of at most 2"),

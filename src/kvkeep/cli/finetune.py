@@ -1,4 +1,4 @@
-"""`kvkeep finetune`: train a LoRA adapter with the cache that it will be served with."""
+"""`kvkeep finetune`: train an adapter or a model with the cache that it will be served with."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def finetune(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the adapter.")
+        Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the result.")
     ],
     model: ModelName = None,
     cache: Annotated[
-        str, typer.Option(help="Cache spec, the one to serve the adapter with.")
+        str, typer.Option(help="Cache spec, the one to serve the result with.")
     ] = "h2o:1024",
     chunk: Annotated[
         int | None,
@@ -55,15 +55,27 @@ def finetune(
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a batch.")] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches in a step.")] = 1,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 16,
+    full: Annotated[
+        bool, typer.Option("--full", help="Train all weights, not an adapter.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=1, help="Rank of LoRA; default: 16.")] = None,
     alpha: Annotated[
-        int, typer.Option(min=1, help="LoRA's alpha; its scale is alpha / rank.")
-    ] = 32,
-    dropout: Annotated[float, typer.Option(min=0.0, help="Dropout of LoRA.")] = 0.0,
+        int | None,
+        typer.Option(min=1, help="LoRA's alpha; its scale is alpha / rank; default: 32."),
+    ] = None,
+    dropout: Annotated[
+        float | None, typer.Option(min=0.0, help="Dropout of LoRA; default: 0.")
+    ] = None,
     targets: Annotated[
-        str, typer.Option(help="Modules that get an adapter, comma-separated.")
-    ] = "all-linear",
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 2e-4,
+        str | None,
+        typer.Option(
+            help="Modules that get an adapter, comma-separated; default: all linear ones."
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="AdamW's learning rate; default: 2e-4, or 1e-5 with --full."),
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 0,
     decay: Annotated[
         str, typer.Option(help="How the learning rate falls to 0: linear or cosine.")
@@ -106,7 +118,7 @@ def finetune(
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Train a LoRA adapter on long texts, with the cache that it will be served with."""
+    """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
     model = model or DEFAULT_MODEL
     host_bytes = None if host_memory is None else size_in_bytes(host_memory)
     with reported(), Advancing("starting", _PACE) as advancing:
@@ -120,6 +132,7 @@ def finetune(
             length=length,
             batch=batch,
             accumulate=accumulate,
+            full=full,
             rank=rank,
             alpha=alpha,
             dropout=dropout,
@@ -137,6 +150,8 @@ def finetune(
             host_bytes=host_bytes,
             spill=None if spill is None else str(spill),
         ).checked()  # before the model is loaded
+        if full and dtype == "auto":
+            dtype = "float32"  # small updates of all weights would be lost in bfloat16
         loaded, tokenizer = load(model, dtype, device, lambda doing: advancing(doing, 0.0))
         result = run(
             loaded,
@@ -156,6 +171,6 @@ def finetune(
     if result["untuned_loss"] is not None:
         losses = f"; loss {result['untuned_loss']:.4f} before, {result['tuned_loss']:.4f} after"
     typer.echo(
-        f"{result['adapter']}: {result['steps']} steps, {result['tokens']:,} tokens, "
+        f"{result['out']}: {result['steps']} steps, {result['tokens']:,} tokens, "
         f"{result['seconds']:.0f} s{losses} ({result['cache']})"
     )

@@ -183,7 +183,7 @@ def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State,
             )
         return None
     path = out / f"checkpoint-{steps[-1]}"
-    state = _read(path, kind)
+    state = _read(path)
     if state.step != steps[-1]:
         raise _damaged(path / STATE, f"it is of step {state.step}")
     differ = [
@@ -197,6 +197,7 @@ def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State,
             f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data and "
             "options, or give another directory"
         )
+    _verify(path, kind, state)
     return state, path
 
 
@@ -243,8 +244,8 @@ def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _read(path: Path, kind: Trained) -> State:
-    """The state of a checkpoint, after verifying the checksums of all its files."""
+def _read(path: Path) -> State:
+    """The state of a checkpoint; its files are not verified yet."""
     try:
         fields = json.loads((path / STATE).read_bytes())
         checksum = fields.pop("checksum")
@@ -261,6 +262,11 @@ def _read(path: Path, kind: Trained) -> State:
         if isinstance(error, CheckpointError):
             raise
         raise _damaged(path / STATE, str(error)) from error
+    return state
+
+
+def _verify(path: Path, kind: Trained, state: State) -> None:
+    """Raise CheckpointError unless a checkpoint has all its files, with their checksums."""
     for name in {kind.weights_file, kind.mark, OPTIMIZER, *state.files}:
         try:
             same = state.files.get(name) == _checksum(path / name)
@@ -268,7 +274,6 @@ def _read(path: Path, kind: Trained) -> State:
             raise _damaged(path / name, str(error)) from error
         if not same:
             raise _damaged(path / name, "it has another checksum")
-    return state
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

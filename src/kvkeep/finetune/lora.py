@@ -30,6 +30,9 @@ class Lora(Trained):
     def prepare(self, model: Any, options: Options) -> Any:
         if adapter_layers(model):
             raise OptionError("the model has an adapter already; give its base model")
+        assert options.rank is not None
+        assert options.alpha is not None
+        assert options.dropout is not None
         config = LoraConfig(
             r=options.rank,
             lora_alpha=options.alpha,

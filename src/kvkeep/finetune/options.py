@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvkeep.errors import KVKeepError
 from kvkeep.host import Host, per_layer
@@ -12,6 +13,10 @@ from kvkeep.train.walk import CHUNK
 
 LENGTH = 8192
 DECAYS = ("linear", "cosine")
+
+_LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": "all-linear"}
+_RATES = {False: 2e-4, True: 1e-5}
+"""The default learning rates of an adapter, and of all weights."""
 
 _BESIDE = {"eval_every", "save_every", "keep", "host_bytes", "spill"}
 """Options that the trained weights do not depend on."""
@@ -31,9 +36,11 @@ class Options:
         length: most tokens of a piece; None: 8,192, or the model's context if that is less.
         batch: pieces computed together.
         accumulate: batches whose gradients are summed for one step.
-        rank, alpha, dropout: LoRA's.
-        targets: names of modules, comma-separated, or "all-linear".
+        full: whether all weights are trained; otherwise an adapter (LoRA) is.
+        rank, alpha, dropout: LoRA's; None: 16, 32 and 0.
+        targets: names of modules, comma-separated, or "all-linear"; None: the latter.
         lr: the learning rate of AdamW. It rises over the first `warmup` steps, then falls to 0.
+            None: 2e-4, or 1e-5 with `full`.
         decay: how it falls, "linear" or "cosine".
         clip: greatest norm of a step's gradients, to which they are clipped; 0: no limit.
         steps, epochs: how long to train; None for both: one epoch.
@@ -48,11 +55,12 @@ class Options:
     length: int | None = None
     batch: int = 1
     accumulate: int = 1
-    rank: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: str = "all-linear"
-    lr: float = 2e-4
+    full: bool = False
+    rank: int | None = None
+    alpha: int | None = None
+    dropout: float | None = None
+    targets: str | None = None
+    lr: float | None = None
     warmup: int = 0
     decay: str = "linear"
     clip: float = 1.0
@@ -66,7 +74,7 @@ class Options:
     spill: str | None = None
 
     def checked(self) -> Options:
-        """These options, validated, with the cache's spec in full.
+        """These options, validated, with their defaults and the cache's spec in full.
 
         Raises:
             OptionError: a value out of range, or two options that exclude each other.
@@ -86,19 +94,27 @@ class Options:
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise OptionError(f"{name} is {value}; give at least {low}")
-        if not 0 < self.lr < math.inf:
+        if self.lr is not None and not 0 < self.lr < math.inf:
             raise OptionError(f"lr is {self.lr}; give a number above 0")
-        if not 0 <= self.dropout < 1:
+        if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError(f"dropout is {self.dropout}; give at least 0 and less than 1")
         if self.decay not in DECAYS:
             raise OptionError(f"decay is {self.decay!r}; give {' or '.join(DECAYS)}")
-        if not self.named_targets:
+        given = [name for name in _LORA if getattr(self, name) is not None]
+        if self.full and given:
+            raise OptionError(
+                f"{', '.join(given)} of LoRA, but all weights are trained; leave out the "
+                f"{'option' if len(given) == 1 else 'options'}, or train an adapter"
+            )
+        lora = {} if self.full else {name: x for name, x in _LORA.items() if name not in given}
+        if self.targets is not None and not self.named_targets:
             raise OptionError("no targets; give names of modules, or all-linear")
         if self.steps is not None and self.epochs is not None:
             raise OptionError(
                 f"steps is {self.steps} and epochs is {self.epochs}; give one of them"
             )
-        return replace(self, cache=str(parse_specs(self.cache)))
+        rate = _RATES[self.full] if self.lr is None else self.lr
+        return replace(self, cache=str(parse_specs(self.cache)), lr=rate, **lora)
 
     def for_model(self, host: Host) -> Options:
         """These options, with chunk and length set.
@@ -136,6 +152,7 @@ class Options:
     @property
     def named_targets(self) -> str | list[str]:
         """`targets` in the form that PEFT takes."""
+        assert self.targets is not None
         if self.targets == "all-linear":
             return self.targets
         return [name.strip() for name in self.targets.split(",") if name.strip()]
@@ -147,6 +164,7 @@ class Options:
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         assert self.steps is not None
+        assert self.lr is not None
         if step < self.warmup:
             return self.lr * (step + 1) / (self.warmup + 1)
         done = (step - self.warmup) / (self.steps - self.warmup)

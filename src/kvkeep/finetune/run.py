@@ -1,4 +1,4 @@
-"""`finetune`: train a LoRA adapter through a cache, reproducibly and resumably."""
+"""`finetune`: train a model or a LoRA adapter through a cache, reproducibly and resumably."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvkeep.files.offload import Offload
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
 from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
+from kvkeep.finetune.full import Full
 from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.trained import Trained
@@ -38,17 +39,18 @@ def finetune(
     resume: bool = False,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
-    """Train a LoRA adapter on long texts, through the cache that the model will be served with.
+    """Train a LoRA adapter, or all weights, on long texts, through the cache that the model will be
+    served with.
 
     The loss on other texts is evaluated before and after training, through the same cache. The
     result depends only on data, options, model and machine: a run that was interrupted and resumed
     gives the same weights, on the CPU bit for bit.
 
     Args:
-        model: the base model; the adapter stays in it afterwards.
+        model: the base model; it is changed: the adapter stays in it, or its weights are trained.
         tokenizer: the model's tokenizer.
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
-        out: the directory of the adapter and of the checkpoints, `checkpoint-STEP`.
+        out: the directory of the result and of the checkpoints, `checkpoint-STEP`.
         evaluation: a file like `data`, to evaluate on.
         holdout: if there is no such file, the number of documents at the end of `data` to evaluate
             on instead of training on them; None: one if there are several. 0: no evaluation.
@@ -58,7 +60,7 @@ def finetune(
     Returns:
         `cache`, `steps`, `tokens` trained on, `seconds`, `train_loss` and `eval_loss` (a list of
         `step` and `loss`), `untuned_loss` and `tuned_loss` (None if nothing is evaluated), and
-        `adapter`, the directory. Losses are means over learned tokens.
+        `out`, the directory. Losses are means over learned tokens.
 
     Raises:
         OptionError: options that do not fit each other, the data or the model.
@@ -80,7 +82,7 @@ def finetune(
     options = options.for_data(len(train))
     matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
     matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
-    kind = Lora()
+    kind = Full(tokenizer) if options.full else Lora()
     with checkpoint.claimed(out), torch.random.fork_rng():
         if not resume:
             checkpoint.require_unused(out, kind)
@@ -98,7 +100,7 @@ def finetune(
         finally:
             run.model.eval()
         checkpoint.save_result(out, kind, run.model)
-    return {**_report(run.state, options), "adapter": str(out)}
+    return {**_report(run.state, options), "out": str(out)}
 
 
 class _Run:
@@ -118,7 +120,7 @@ class _Run:
         self._train, self._held, self._progress = train, held, progress
         self._said = "training"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self._parameters, lr=options.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self._parameters, weight_decay=0.0)
         self._offload = Offload(options.host_bytes, options.spill)
 
     def begin(self, state: State) -> None:
