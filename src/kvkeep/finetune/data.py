@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
+from kvkeep.finetune.options import OptionError, drawn
 
 IGNORED = -100
 """The label of a token that is not learned."""
@@ -78,6 +79,38 @@ def digest(texts: Iterable[Tokens]) -> str:
             found.update(len(x).to_bytes(8, "little") + x.numpy().tobytes())
     result: str = found.hexdigest()
     return result
+
+
+def divided(
+    tokenizer: Any, data: Path, evaluation: Path | None, holdout: int | None, length: int
+) -> tuple[list[Tokens], list[Tokens]]:
+    """The pieces to train on, and those to evaluate on: of another file, or the last `holdout`
+    documents, by default one if there are several.
+
+    Raises:
+        DataError: a file cannot be read, or has nothing to learn.
+        OptionError: there are not so many documents.
+    """
+    documents = read(data, tokenizer)
+    if evaluation is not None:
+        held = read(evaluation, tokenizer)
+    else:
+        kept = min(1, len(documents) - 1) if holdout is None else holdout
+        if not 0 <= kept < len(documents):
+            raise OptionError(
+                f"a holdout of {kept} documents, but {data} has {len(documents)}; use one of at "
+                f"most {len(documents) - 1}"
+            )
+        cut = len(documents) - kept
+        documents, held = documents[:cut], documents[cut:]
+    train, tested = pieces(documents, length), pieces(held, length)
+    for path, given, found in ((data, documents, train), (evaluation or data, held, tested)):
+        if given and not found:
+            raise DataError(
+                f"{path}: nothing to learn in pieces of {length} tokens; give documents "
+                "of at least 2 tokens, and a length that reaches the assistant's answers"
+            )
+    return train, tested
 
 
 def _document(line: bytes, tokenizer: Any) -> Tokens:
@@ -187,7 +220,28 @@ def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
         )
 
 
+def equalised(batches: list[Batch], count: int) -> list[Batch]:
+    """`count` batches of one shape, which learn the same: rows and columns of padding are added,
+    and batches with nothing to learn."""
+    rows = max(len(batch.ids) for batch in batches)
+    columns = max(batch.ids.shape[1] for batch in batches)
+
+    def padded(batch: Batch, learned: bool) -> Batch:
+        right = (0, columns - batch.ids.shape[1])
+        ids, mask = (torch.nn.functional.pad(x, right) for x in (batch.ids, batch.mask))
+        labels = torch.full((rows, columns), IGNORED)
+        if learned:
+            own = batch.labels
+            labels[: own.shape[0], : own.shape[1]] = own
+        # What fills the rows is text as well, since a row of padding alone has no first token.
+        fill = [0] * (rows - len(ids))
+        return Batch(torch.cat([ids, ids[fill]]), labels, torch.cat([mask, mask[fill]]))
+
+    spare = [padded(batches[0], False)] * (count - len(batches))
+    return [padded(batch, True) for batch in batches] + spare
+
+
 def order(count: int, seed: int, epoch: int) -> list[int]:
     """The order of an epoch's `count` pieces: a permutation that depends on seed and epoch."""
-    mixed = xxhash.xxh3_64_intdigest(f"{seed} {epoch}".encode()) >> 1
-    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed)).tolist()
+    generator = torch.Generator().manual_seed(drawn(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()

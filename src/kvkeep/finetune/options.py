@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import xxhash
+
 from kvkeep.errors import KVKeepError
 from kvkeep.host import Host, per_layer
 from kvkeep.spec import parse_specs
@@ -15,10 +17,27 @@ LENGTH = 8192
 DECAYS = ("linear", "cosine")
 
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": "all-linear"}
+_LEAST = {
+    "chunk": 1,
+    "least_chunk": 1,
+    "length": 2,
+    "batch": 1,
+    "accumulate": 1,
+    "rank": 1,
+    "alpha": 1,
+    "warmup": 0,
+    "clip": 0,
+    "steps": 1,
+    "epochs": 1,
+    "eval_every": 0,
+    "save_every": 0,
+    "keep": 1,
+    "context_parallel": 1,
+}
 _RATES = {False: 2e-4, True: 1e-5}
 """The default learning rates of an adapter, and of all weights."""
 
-_BESIDE = {"eval_every", "save_every", "keep", "host_bytes", "spill"}
+_BESIDE = {"eval_every", "save_every", "keep", "host_bytes", "spill", "offload", "context_parallel"}
 """Options that the trained weights do not depend on."""
 
 
@@ -33,6 +52,8 @@ class Options:
     Attributes:
         cache: what is kept while training; use the spec that the model will be served with.
         chunk: tokens computed at once; None: 1,024, or the cache's budget if that is less.
+        least_chunk: the least number of tokens computed at once: each step draws one between this
+            and `chunk`, so that the weights do not depend on one size. None: always `chunk`.
         length: most tokens of a piece; None: 8,192, or the model's context if that is less.
         batch: pieces computed together.
         accumulate: batches whose gradients are summed for one step.
@@ -47,11 +68,14 @@ class Options:
         seed: determines initial weights, the order of the pieces, and dropout.
         eval_every, save_every: steps between evaluations and checkpoints; 0: at the end only.
         keep: how many of the newest checkpoints to keep.
+        offload: whether weights, gradients and the optimizer's state are held in host memory.
+        context_parallel: how many processes share each text.
         host_bytes, spill: see `kvkeep.files.offload.Offload`; `spill` is its directory.
     """
 
     cache: str = "h2o:1024"
     chunk: int | None = None
+    least_chunk: int | None = None
     length: int | None = None
     batch: int = 1
     accumulate: int = 1
@@ -70,6 +94,8 @@ class Options:
     eval_every: int = 0
     save_every: int = 0
     keep: int = 2
+    offload: bool = False
+    context_parallel: int = 1
     host_bytes: int | None = None
     spill: str | None = None
 
@@ -80,17 +106,7 @@ class Options:
             OptionError: a value out of range, or two options that exclude each other.
             SpecError: the cache's spec does not exist.
         """
-        least = {"chunk": 1, "length": 2, "batch": 1, "accumulate": 1, "rank": 1, "warmup": 0}
-        least |= {
-            "alpha": 1,
-            "clip": 0,
-            "steps": 1,
-            "epochs": 1,
-            "eval_every": 0,
-            "save_every": 0,
-            "keep": 1,
-        }
-        for name, low in least.items():
+        for name, low in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise OptionError(f"{name} is {value}; give at least {low}")
@@ -120,10 +136,15 @@ class Options:
         """These options, with chunk and length set.
 
         Raises:
-            OptionError: pieces longer than the model's context.
+            OptionError: pieces longer than the model's context, or a least chunk above `chunk`.
         """
         specs = per_layer(self.cache, host.kinds)
         chunk = self.chunk or min(CHUNK, *(spec.policy.budget or CHUNK for spec in specs))
+        if self.least_chunk is not None and self.least_chunk > chunk:
+            raise OptionError(
+                f"chunks of at least {self.least_chunk} tokens, but of at most {chunk}; give the "
+                "smaller number first, and at most the cache's budget"
+            )
         most = host.context
         if self.length is not None and most is not None and self.length > most:
             raise OptionError(
@@ -131,6 +152,20 @@ class Options:
                 f"most {most}"
             )
         return replace(self, chunk=chunk, length=self.length or min(LENGTH, most or LENGTH))
+
+    def for_processes(self, count: int) -> Options:
+        """These options, for `count` processes with different texts.
+
+        Raises:
+            OptionError: some would never have a text.
+        """
+        if count > self.accumulate:
+            raise OptionError(
+                f"{count} processes with texts of their own, but a step has {self.accumulate} "
+                f"batches; start at most {self.accumulate}, let several share a text "
+                f"(--context-parallel), or use --accumulate {count}"
+            )
+        return self
 
     def for_data(self, count: int) -> Options:
         """These options, with the number of steps that `count` pieces take.
@@ -148,6 +183,15 @@ class Options:
                 f"at most {steps - 1}"
             )
         return replace(self, steps=steps, epochs=epochs)
+
+    def chunk_of(self, step: int) -> int:
+        """Tokens computed at once in a step, counted from 0."""
+        assert self.chunk is not None
+        if self.least_chunk is None:
+            return self.chunk
+        return self.least_chunk + drawn(self.seed, step, "chunk") % (
+            self.chunk - self.least_chunk + 1
+        )
 
     @property
     def named_targets(self) -> str | list[str]:
@@ -170,3 +214,9 @@ class Options:
         done = (step - self.warmup) / (self.steps - self.warmup)
         left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.lr * left
+
+
+def drawn(*what: int | str) -> int:
+    """A whole number of 63 bits that looks random and depends on `what` alone."""
+    found: int = xxhash.xxh3_64_intdigest(" ".join(map(str, what)).encode()) >> 1
+    return found

@@ -1,0 +1,75 @@
+"""Fine-tuning by several processes; in a module that they can import."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from kvkeep.finetune.options import Options
+from kvkeep.finetune.run import finetune
+from support import finetune_inputs
+
+OPTIONS = {
+    "cache": "h2o:16",
+    "chunk": 8,
+    "length": 40,
+    "batch": 2,
+    "accumulate": 3,
+    "lr": 1e-2,
+    "warmup": 1,
+    "clip": 0.5,
+    "steps": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "keep": 9,
+}
+
+
+def tuned(data, out, resume=False, **options):
+    """A run in double precision, in however many processes there are; its losses."""
+    model = finetune_inputs.model().double()
+    given = Options(**OPTIONS | options)
+    said = []
+    found = finetune(
+        model,
+        finetune_inputs.tokenizer(),
+        Path(data),
+        Path(out),
+        given,
+        holdout=2,
+        resume=resume,
+        progress=lambda doing, share: said.append(doing),
+    )
+    losses = [one["loss"] for name in ("train_loss", "eval_loss") for one in found[name]]
+    return [found["untuned_loss"], *losses], said
+
+
+def work(rank: int, size: int, jobs: list[dict], path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/meet",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
+    found = []
+    for job in jobs:
+        try:
+            found.append(tuned(**job))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    Path(path, f"found-{rank}").write_text(json.dumps(found))
+    os._exit(0)  # see distributed_gradient.work
+
+
+def run(size: int, jobs: list[dict], path: Path) -> list[list]:
+    """What each process finds: for each job losses and what it said, or its error."""
+    mp.spawn(work, args=(size, jobs, str(path)), nprocs=size)
+    return [json.loads((path / f"found-{rank}").read_text()) for rank in range(size)]
