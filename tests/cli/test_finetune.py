@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -107,6 +108,11 @@ def test_it_says_what_came_of_it(base, data, tmp_path):
         (("--decay", "fast"), "give linear or cosine"),
         (("--host-memory", "much"), "give a size such as"),
         (("--eval", "nowhere.jsonl"), "does not exist"),
+        (("--chunk", "9-x"), "a chunk of '9-x'; give a number, or two such as 256-1024"),
+        (("--chunk", "9-8"), "chunks of at least 9 tokens, but of at most 8"),
+        (("--full", "--rank", "4"), "rank of LoRA, but all weights are trained"),
+        (("--offload",), "nothing can be offloaded from the CPU"),
+        (("--device", "nowhere"), "no device 'nowhere' here"),
         (("--length", "1"), "greater than or equal to 2"),
         (("--steps", "1", "--length", "999"), "the model holds 256"),
         (("--holdout", "6"), "use one of at most 5"),
@@ -118,6 +124,43 @@ def test_bad_input(base, data, tmp_path, options, says):
     assert says in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+def launch(base, data, out, *options):
+    """Two processes."""
+    where = ("--model", str(base), "--out", str(out), "--device", "cpu")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "kvkeep", "finetune", str(data), *where]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([*command, *options], capture_output=True, text=True, env=env)
+
+
+@pytest.mark.slow
+def test_torchrun(base, data, tmp_path):
+    options = ("--full", "--cache", "h2o:16", "--chunk", "8-16", "--length", "32", "--steps", "2")
+    more = ("--accumulate", "2", "--json")
+    found = launch(base, data, tmp_path / "two", *options, *more)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("step 2/2, loss ") == 1
+    (line,) = found.stdout.splitlines()
+    once = last_line(run(base, data, tmp_path / "one", *options, *more))
+    for name in ("untuned_loss", "tuned_loss"):
+        assert json.loads(line)[name] == pytest.approx(once[name], rel=1e-4)
+    assert once["tuned_loss"] < once["untuned_loss"] - 1e-4
+    AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_torchrun_ends_all_processes_with_one_error(base, data, tmp_path):
+    options = ("--full", "--cache", "h2o:16", "--steps", "3", "--accumulate", "2")
+    for out, more, says in (
+        ("a", ("--lr", "1e30", "--holdout", "0"), "error: step 2: the loss is nan in chunk 0"),
+        ("b", ("--holdout", "9"), "error: a holdout of 9 documents"),
+    ):
+        found = launch(base, data, tmp_path / out, *options, *more)
+        assert found.returncode != 0
+        assert found.stderr.count("error: ") == 1
+        assert says in found.stderr
 
 
 def test_a_bad_line_is_named(base, tmp_path):

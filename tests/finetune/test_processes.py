@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +18,6 @@ def _one_thread(one_thread):
     """As in the processes."""
 
 
-@pytest.fixture
-def data(tmp_path):
-    return finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.texts(8))
-
-
 def weights(out, name):
     return load_file(out / name)
 
@@ -32,47 +29,104 @@ def close(found, expected):
 
 
 def early(out, to):
-    """What a run left that was interrupted after its second step."""
+    """What a run left that was interrupted after its first step."""
     shutil.copytree(out, to)
-    shutil.rmtree(to / "checkpoint-4")
+    shutil.rmtree(to / "checkpoint-2")
     for path in to.iterdir():
         if path.is_file():
             path.unlink()
     return to
 
 
-KINDS = {
-    "full": ({"full": True}, "model.safetensors"),
-    "lora": ({"rank": 4, "dropout": 0.2}, "adapter_model.safetensors"),
+FULL = {"full": True}, "model.safetensors"
+LORA = {"rank": 4, "dropout": 0.2}, "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """Texts, and what one process makes of them: by kind its directory and losses."""
+    place, threads = tmp_path_factory.mktemp("once"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    data = finetune_inputs.write(place / "texts.jsonl", *finetune_inputs.texts(8))
+    found = {}
+    for name, (options, _) in (("full", FULL), ("lora", LORA)):
+        found[name] = place / name, tuned(data, place / name, **options)[0]
+    torch.set_num_threads(threads)
+    return str(data), found
+
+
+FAULTS = {
+    "no loss": (1, "step 1: the loss is nan"),
+    "no file": (1, "cannot read .*texts.jsonl: No such file"),
+    "no room": (0, "cannot write .*checkpoint-1: .*No space left on device; make room"),
 }
+"""The process that fails, and the error with which all of them end."""
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_they_train_as_one_does(data, tmp_path, size):
-    once = {}
+def test_two_train_as_one_does(once, tmp_path):
+    data, alone = once
     jobs = []
-    for kind, (options, _) in KINDS.items():
-        if size == 4:
-            options |= {"accumulate": 5}
-        once[kind], _ = tuned(data, tmp_path / kind, **options)
-        early(tmp_path / kind, tmp_path / f"{kind}-on")
-        job = {"data": str(data), **options}
-        jobs.append({"out": str(tmp_path / f"{kind}-all"), **job})
-        jobs.append({"out": str(tmp_path / f"{kind}-on"), "resume": True, **job})
-    results = run(size, jobs, tmp_path)
-    for index, (kind, (options, file)) in enumerate(KINDS.items()):
-        expected = weights(tmp_path / kind, file)
-        for job in (2 * index, 2 * index + 1):
+    for name, (options, _) in (("full", FULL), ("lora", LORA)):
+        early(alone[name][0], tmp_path / f"{name}-on")
+        job = {"data": data, **options}
+        jobs.append({"out": str(tmp_path / f"{name}-all"), **job})
+        jobs.append({"out": str(tmp_path / f"{name}-on"), "resume": True, **job})
+    shared = {"out": str(tmp_path / "shared"), "context_parallel": 2, "data": data, **LORA[0]}
+    faulty = [
+        {"out": str(tmp_path / fault), "data": data, "fault": fault, "full": fault == "no room"}
+        for fault in FAULTS
+    ]
+    jobs += [shared, *faulty]
+    for job, results in zip(jobs, zip(*run(2, jobs, tmp_path), strict=True), strict=True):
+        if job in faulty:
+            failing, says = FAULTS[job["fault"]]
             for rank, found in enumerate(results):
-                losses, said = found[job]
-                assert losses == pytest.approx(once[kind], rel=1e-10)
-                assert bool(said) is (rank == 0)
-        for out in (f"{kind}-all", f"{kind}-on"):
-            close(weights(tmp_path / out, file), expected)
-        left = early(tmp_path / f"{kind}-all", tmp_path / f"{kind}-back")
+                assert re.search(says, found)
+                assert found.startswith("PeerError") is (rank != failing)
+            continue
+        name = "full" if job.get("full") else "lora"
+        for rank, (losses, said) in enumerate(results):
+            assert losses == pytest.approx(alone[name][1], rel=1e-10)
+            assert bool(said) is (rank == 0)
+        file = FULL[1] if name == "full" else LORA[1]
+        close(weights(Path(job["out"]), file), weights(alone[name][0], file))
+    assert not list(tmp_path.glob("no room/*"))
+    for name, (options, file) in (("full", FULL), ("lora", LORA)):
+        left = early(tmp_path / f"{name}-all", tmp_path / f"{name}-back")
         losses, said = tuned(data, left, resume=True, **options)
-        assert said[0] == "resuming after step 2"
-        assert losses == pytest.approx(once[kind], rel=1e-10)
-        close(weights(left, file), expected)
-        moments = "checkpoint-4/optimizer.safetensors"
-        close(weights(left, moments), weights(tmp_path / kind, moments))
+        assert said[0] == "resuming after step 1"
+        assert losses == pytest.approx(alone[name][1], rel=1e-10)
+        close(weights(left, file), weights(alone[name][0], file))
+        moments = "checkpoint-2/optimizer.safetensors"
+        close(weights(left, moments), weights(alone[name][0], moments))
+
+
+@pytest.mark.slow
+def test_four_train_as_one_does(once, tmp_path):
+    """Three batches would leave one idle: two share each text. And a step of as many batches."""
+    data, alone = once
+    more = {"data": data, "accumulate": 4, "full": True}
+    expected, _ = tuned(out=tmp_path / "one", **more)
+    early(alone["full"][0], tmp_path / "on")
+    jobs = [
+        {"out": str(tmp_path / "shared"), "context_parallel": 2, "data": data, "full": True},
+        {
+            "out": str(tmp_path / "on"),
+            "resume": True,
+            "context_parallel": 2,
+            "data": data,
+            **FULL[0],
+        },
+        {"out": str(tmp_path / "all"), **more},
+        {"out": str(tmp_path / "few"), "data": data},
+        {"out": str(tmp_path / "odd"), "data": data, "context_parallel": 3},
+    ]
+    shared, resumed, every, few, odd = run(4, jobs, tmp_path)[3]
+    assert shared[0] == pytest.approx(alone["full"][1], rel=1e-10)
+    assert resumed[0] == pytest.approx(alone["full"][1], rel=1e-10)
+    assert every[0] == pytest.approx(expected, rel=1e-10)
+    assert "4 processes with texts of their own, but a step has 3 batches" in few
+    assert "3 processes for each text, but there are 4" in odd
+    for out in ("shared", "on"):
+        close(weights(tmp_path / out, FULL[1]), weights(alone["full"][0], FULL[1]))
+    close(weights(tmp_path / "all", FULL[1]), weights(tmp_path / "one", FULL[1]))

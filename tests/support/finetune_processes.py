@@ -7,10 +7,14 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import kvkeep.finetune.run
+from kvkeep.errors import KVKeepError, LossError
+from kvkeep.files import tensor_file
 from kvkeep.finetune.options import Options
 from kvkeep.finetune.run import finetune
 from support import finetune_inputs
@@ -24,10 +28,9 @@ OPTIONS = {
     "lr": 1e-2,
     "warmup": 1,
     "clip": 0.5,
-    "steps": 4,
-    "eval_every": 2,
-    "save_every": 2,
-    "keep": 9,
+    "steps": 2,
+    "eval_every": 1,
+    "save_every": 1,
 }
 
 
@@ -50,6 +53,39 @@ def tuned(data, out, resume=False, **options):
     return [found["untuned_loss"], *losses], said
 
 
+def no_loss(patch, rank):
+    """The loss is not finite in the second process."""
+
+    def failing(*args, **options):
+        raise LossError("the loss is nan")
+
+    if rank == 1:
+        patch.setattr(kvkeep.finetune.run, "backward", failing)
+
+
+def no_file(patch, rank):
+    """The second process does not see the texts."""
+
+    def failing(path):
+        raise FileNotFoundError(2, "No such file")
+
+    if rank == 1:
+        patch.setattr(Path, "read_bytes", failing)
+
+
+def no_room(patch, rank):
+    """The disk is full while weights are written."""
+
+    def full(path, tensors, metadata, *, sync, whole):
+        whole(tensors[tensor_file.order(tensors)[0]])
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(tensor_file, "write", full)
+
+
+FAULTS = {"no loss": no_loss, "no file": no_file, "no room": no_room}
+
+
 def work(rank: int, size: int, jobs: list[dict], path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -61,10 +97,14 @@ def work(rank: int, size: int, jobs: list[dict], path: str) -> None:
     )
     found = []
     for job in jobs:
-        try:
-            found.append(tuned(**job))
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+        fault = job.pop("fault", None)
+        with pytest.MonkeyPatch.context() as patch:
+            if fault is not None:
+                FAULTS[fault](patch, rank)
+            try:
+                found.append(tuned(**job))
+            except KVKeepError as error:
+                found.append(f"{type(error).__name__}: {error}")
     Path(path, f"found-{rank}").write_text(json.dumps(found))
     os._exit(0)  # see distributed_gradient.work
 

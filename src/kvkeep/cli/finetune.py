@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,9 +43,10 @@ def finetune(
         str, typer.Option(help="Cache spec, the one to serve the result with.")
     ] = "h2o:1024",
     chunk: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1, help="Tokens in each chunk; default: 1024, or the budget if that is less."
+            help="Tokens in each chunk; default: 1024, or the budget if that is less. 256-1024: "
+            "each step draws a number."
         ),
     ] = None,
     length: Annotated[
@@ -114,6 +120,15 @@ def finetune(
             exists=True, file_okay=False, help="Directory for the inputs that exceed --host-memory."
         ),
     ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload", help="Hold weights, gradients and the optimizer in host memory (FSDP2)."
+        ),
+    ] = False,
+    context_parallel: Annotated[
+        int, typer.Option(min=1, help="Processes that share each text, under torchrun.")
+    ] = 1,
     dtype: ModelDtype = "auto",
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     json: JsonFlag = False,
@@ -121,49 +136,67 @@ def finetune(
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
     model = model or DEFAULT_MODEL
     host_bytes = None if host_memory is None else size_in_bytes(host_memory)
-    with reported(), Advancing("starting", _PACE) as advancing:
-        from kvkeep.finetune.options import Options
-        from kvkeep.finetune.run import finetune as run
-        from kvkeep.hf.models import load
+    least_chunk, chunk_size = _chunks(chunk)
+    leads = os.environ.get("RANK", "0") == "0"
+    with _ended():
+        with reported(), Advancing("starting", _PACE, shown=leads) as advancing:
+            from kvkeep.finetune.options import Options
+            from kvkeep.finetune.processes import launched
+            from kvkeep.finetune.run import finetune as run
+            from kvkeep.hf.models import device_named, load
 
-        options = Options(
-            cache=cache,
-            chunk=chunk,
-            length=length,
-            batch=batch,
-            accumulate=accumulate,
-            full=full,
-            rank=rank,
-            alpha=alpha,
-            dropout=dropout,
-            targets=targets,
-            lr=lr,
-            warmup=warmup,
-            decay=decay,
-            clip=clip,
-            steps=steps,
-            epochs=epochs,
-            seed=seed,
-            eval_every=eval_every,
-            save_every=save_every,
-            keep=keep,
-            host_bytes=host_bytes,
-            spill=None if spill is None else str(spill),
-        ).checked()  # before the model is loaded
-        if full and dtype == "auto":
-            dtype = "float32"  # small updates of all weights would be lost in bfloat16
-        loaded, tokenizer = load(model, dtype, device, lambda doing: advancing(doing, 0.0))
-        result = run(
-            loaded,
-            tokenizer,
-            data,
-            out,
-            options,
-            evaluation=evaluation,
-            holdout=holdout,
-            resume=resume,
-            progress=advancing,
-        )
+            options = Options(
+                cache=cache,
+                chunk=chunk_size,
+                least_chunk=least_chunk,
+                length=length,
+                batch=batch,
+                accumulate=accumulate,
+                full=full,
+                rank=rank,
+                alpha=alpha,
+                dropout=dropout,
+                targets=targets,
+                lr=lr,
+                warmup=warmup,
+                decay=decay,
+                clip=clip,
+                steps=steps,
+                epochs=epochs,
+                seed=seed,
+                eval_every=eval_every,
+                save_every=save_every,
+                keep=keep,
+                offload=offload,
+                context_parallel=context_parallel,
+                host_bytes=host_bytes,
+                spill=None if spill is None else str(spill),
+            )
+            with launched(device_named(device), offload=offload) as place:
+                options = options.checked()  # before the model is loaded
+                loaded, tokenizer = load(
+                    model,
+                    _dtype(dtype, full, offload and place.type != "cpu"),
+                    "cpu" if full or offload else str(place),  # the shards are moved afterwards
+                    lambda doing: advancing(doing, 0.0),
+                )
+                result = run(
+                    loaded,
+                    tokenizer,
+                    data,
+                    out,
+                    options,
+                    evaluation=evaluation,
+                    holdout=holdout,
+                    resume=resume,
+                    device=place,
+                    progress=advancing,
+                )
+        if leads:
+            _print(model, result, json)
+
+
+def _print(model: str, result: dict[str, Any], json: bool) -> None:
     if json:
         print_json({"model": model, **result})
         return
@@ -174,3 +207,41 @@ def finetune(
         f"{result['out']}: {result['steps']} steps, {result['tokens']:,} tokens, "
         f"{result['seconds']:.0f} s{losses} ({result['cache']})"
     )
+
+
+def _dtype(name: str, full: bool, offload: bool) -> str:
+    """The dtype to load a model in, on the CPU if it will be sharded."""
+    if name == "auto" and full:
+        return "float32"  # small updates of all weights would be lost in bfloat16
+    return "bfloat16" if name == "auto" and offload else name
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """A context at whose end a process of torchrun exits at once. Its group is not freed: Python
+    would wait for gloo's thread, and that thread, if it still holds a tensor, for Python's lock."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    code = 1
+    try:
+        yield
+        code = 0
+    except typer.Exit as error:
+        code = error.exit_code
+    except SystemExit as error:
+        code = int(error.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _chunks(text: str | None) -> tuple[int | None, int | None]:
+    """The least number of tokens in a chunk, if it is drawn, and the greatest."""
+    if text is None:
+        return None, None
+    found = re.fullmatch(r"(?:([1-9][0-9]*)-)?([1-9][0-9]*)", text.strip())
+    if found is None:
+        raise typer.BadParameter(f"a chunk of {text!r}; give a number, or two such as 256-1024")
+    return None if found[1] is None else int(found[1]), int(found[2])

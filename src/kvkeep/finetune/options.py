@@ -129,6 +129,11 @@ class Options:
             raise OptionError(
                 f"steps is {self.steps} and epochs is {self.epochs}; give one of them"
             )
+        if self.offload and self.context_parallel > 1:
+            raise OptionError(
+                "processes that share a text hand over slots where the weights lie, but offloaded "
+                "weights are not on the device; give either offload or context_parallel"
+            )
         rate = _RATES[self.full] if self.lr is None else self.lr
         return replace(self, cache=str(parse_specs(self.cache)), lr=rate, **lora)
 

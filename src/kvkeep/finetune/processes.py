@@ -37,9 +37,11 @@ class Processes:
     Args:
         device: where this process computes.
         context: how many processes share each text (context parallelism).
+        offload: whether a sharded model is held in host memory.
 
     Raises:
-        OptionError: the number of processes is not a multiple of `context`.
+        OptionError: the number of processes is not a multiple of `context`, or nothing can be
+            offloaded.
 
     Attributes:
         count: how many batches are computed at the same time.
@@ -47,15 +49,25 @@ class Processes:
         sharded: whether FSDP2 shards the model; see `shard`.
     """
 
-    def __init__(self, device: torch.device, context: int = 1) -> None:
+    def __init__(self, device: torch.device, context: int = 1, *, offload: bool = False) -> None:
         here = dist.is_initialized()
+        if offload and device.type == "cpu":
+            raise OptionError(
+                "nothing can be offloaded from the CPU, whose memory holds everything already; "
+                "leave out --offload"
+            )
+        if offload and not here:
+            raise OptionError(
+                "offloading is FSDP2's, which needs torch.distributed; call init_process_group "
+                "first, if only for one process"
+            )
         size, self._rank = (dist.get_world_size(), dist.get_rank()) if here else (1, 0)
         if size % context:
             raise OptionError(
                 f"{context} processes for each text, but there are {size}; start a multiple of "
                 f"{context} with torchrun, or choose another --context-parallel"
             )
-        self.device, self.sharded = device, False
+        self.device, self.sharded, self._offload = device, False, offload
         self._size, self.count, self._place = size, size // context, self._rank // context
         self._data: Any = None  # the processes with other texts
         self.group: dist.ProcessGroup | None = None
@@ -85,13 +97,10 @@ class Processes:
             if self._place < len(some):
                 yield start + self._place, some[self._place]
 
-    def shard(self, model: Any, *, offload: bool) -> None:
-        """Shard a model's parameters by FSDP2, layer by layer.
-
-        Args:
-            offload: keep parameters, gradients and optimizer state in host memory.
-        """
-        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    def shard(self, model: Any) -> None:
+        """Shard a model's parameters by FSDP2, layer by layer. Their gradients and the optimizer's
+        state are sharded alike, and lie where the parameters lie."""
+        policy = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         probe = torch.zeros(1, 1, dtype=torch.int64, device=host_of(model).device)
         with host_of(model).layerwise(probe, None) as decoder:
             parts = [*decoder.layers, decoder.model]
@@ -203,32 +212,35 @@ def fill(x: Tensor, file: Any, name: str) -> None:
 
 
 @contextmanager
-def launched(device: str | None, *, offload: bool = False) -> Iterator[torch.device]:
+def launched(device: torch.device, *, offload: bool = False) -> Iterator[torch.device]:
     """Join the processes that torchrun started, if it did; yields this process's device.
 
     If one fails, it alone reports why; the others exit quietly, and torchrun ends those that wait
     for it.
 
     Args:
-        device: a torch device; None: the accelerator if there is one, otherwise the CPU.
+        device: where to compute; of several accelerators, each process takes its own.
         offload: FSDP2 is needed, which takes a group of processes, if only of one.
     """
-    place = torch.device(device or torch.accelerator.current_accelerator(True) or "cpu")
     several = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not several and not offload:
-        yield place
+        yield device
         return
     backend = "gloo"
-    if place.type != "cpu":
-        place = torch.device(place.type, place.index or int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(place)
-        backend = f"cpu:gloo,{place.type}:{dist.get_default_backend_for_device(place)}"
+    if device.type != "cpu":
+        if several or device.index is None:
+            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     alone: Any = dist.HashStore  # type: ignore[attr-defined]
     store, rank, size = next(rendezvous("env://")) if several else (alone(), 0, 1)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield place
+        yield device
     except Exception:
         if store.add("kvkeep/failed", 1) > 1:
             raise SystemExit(2) from None
         raise
+    finally:
+        if not several:
+            dist.destroy_process_group()

@@ -82,7 +82,8 @@ def finetune(
     """
     host = host_of(model)
     options = options.checked()
-    processes = Processes(device or host.device, options.context_parallel)
+    place = device or host.device
+    processes = Processes(place, options.context_parallel, offload=options.offload)
     with processes.together():
         options = options.for_model(host).for_processes(processes.count)
         if evaluation is not None and holdout is not None:
@@ -105,7 +106,9 @@ def finetune(
             torch.manual_seed(options.seed)
             tuned = kind.prepare(model, options)
             if options.offload or (options.full and processes.count > 1):
-                processes.shard(tuned, offload=options.offload)
+                processes.shard(tuned)
+            else:
+                tuned.to(place)
             run = _Run(kind, tuned, options, processes, train, held, progress)
             if found is not None:
                 checkpoint.restore(found[1], kind, run.model, run.optimizer)

@@ -197,7 +197,7 @@ def load(
         MissingPackageError: the model is a GGUF file, and what reads those is not installed.
     """
     torch_dtype = None if dtype == "auto" else dtype_named(dtype)
-    place = _device(device)
+    place = device_named(device)
     if torch_dtype is None:
         torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     if name is not None and adapter_files.is_adapter(name):
@@ -298,7 +298,12 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The torch device of a name; None: the accelerator if there is one, otherwise the CPU.
+
+    Raises:
+        ModelError: there is no such device here.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
