@@ -71,6 +71,10 @@ def test_two_train_as_one_does(once, tmp_path):
         job = {"data": data, **options}
         jobs.append({"out": str(tmp_path / f"{name}-all"), **job})
         jobs.append({"out": str(tmp_path / f"{name}-on"), "resume": True, **job})
+    lines = finetune_inputs.write(tmp_path / "labels.jsonl", *finetune_inputs.labelled())
+    classes = {"data": str(lines), "full": True, "task": "classify", "length": 60}
+    alone["classes"] = tmp_path / "classes-1", tuned(out=tmp_path / "classes-1", **classes)[0]
+    jobs.append({"out": str(tmp_path / "classes-2"), **classes})
     shared = {"out": str(tmp_path / "shared"), "context_parallel": 2, "data": data, **LORA[0]}
     faulty = [
         {"out": str(tmp_path / fault), "data": data, "fault": fault, "full": fault == "no room"}
@@ -84,11 +88,11 @@ def test_two_train_as_one_does(once, tmp_path):
                 assert re.search(says, found)
                 assert found.startswith("PeerError") is (rank != failing)
             continue
-        name = "full" if job.get("full") else "lora"
+        name = "classes" if "task" in job else "full" if job.get("full") else "lora"
         for rank, (losses, said) in enumerate(results):
             assert losses == pytest.approx(alone[name][1], rel=1e-10)
             assert bool(said) is (rank == 0)
-        file = FULL[1] if name == "full" else LORA[1]
+        file = LORA[1] if name == "lora" else FULL[1]
         close(weights(Path(job["out"]), file), weights(alone[name][0], file))
     assert not list(tmp_path.glob("no room/*"))
     for name, (options, file) in (("full", FULL), ("lora", LORA)):

@@ -36,7 +36,9 @@ OPTIONS = {
 
 def tuned(data, out, resume=False, **options):
     """A run in double precision, in however many processes there are; its losses."""
-    model = finetune_inputs.model().double()
+    classify = options.get("task") == "classify"
+    model = finetune_inputs.classifier() if classify else finetune_inputs.model()
+    model = model.double()
     given = Options(**OPTIONS | options)
     said = []
     found = finetune(
@@ -50,6 +52,7 @@ def tuned(data, out, resume=False, **options):
         progress=lambda doing, share: said.append(doing),
     )
     losses = [one["loss"] for name in ("train_loss", "eval_loss") for one in found[name]]
+    losses += [one["accuracy"] for one in found["eval_loss"] if classify]
     return [found["untuned_loss"], *losses], said
 
 

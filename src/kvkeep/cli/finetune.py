@@ -32,13 +32,15 @@ def finetune(
         typer.Argument(
             exists=True,
             dir_okay=False,
-            help='JSON Lines, UTF-8: {"text": ...} or {"messages": [...]} on each line.',
+            help='JSON Lines, UTF-8: {"text": ...} or {"messages": [...]} on each line; '
+            'to classify: {"text": ..., "label": ...}.',
         ),
     ],
     out: Annotated[
         Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the result.")
     ],
     model: ModelName = None,
+    task: Annotated[str, typer.Option(help="What is learned: text, or classify.")] = "text",
     cache: Annotated[
         str, typer.Option(help="Cache spec, the one to serve the result with.")
     ] = "h2o:1024",
@@ -140,12 +142,16 @@ def finetune(
     leads = os.environ.get("RANK", "0") == "0"
     with _ended():
         with reported(), Advancing("starting", _PACE, shown=leads) as advancing:
+            import torch
+
+            from kvkeep.finetune.classify import labels_of
             from kvkeep.finetune.options import Options
             from kvkeep.finetune.processes import launched
             from kvkeep.finetune.run import finetune as run
             from kvkeep.hf.models import device_named, load
 
             options = Options(
+                task=task,
                 cache=cache,
                 chunk=chunk_size,
                 least_chunk=least_chunk,
@@ -174,11 +180,14 @@ def finetune(
             )
             with launched(device_named(device), offload=offload) as place:
                 options = options.checked()  # before the model is loaded
+                labels = labels_of(data) if task == "classify" else None
+                torch.manual_seed(seed)  # a new head for classes is drawn
                 loaded, tokenizer = load(
                     model,
                     _dtype(dtype, full, offload and place.type != "cpu"),
                     "cpu" if full or offload else str(place),  # the shards are moved afterwards
                     lambda doing: advancing(doing, 0.0),
+                    labels=labels,
                 )
                 result = run(
                     loaded,
@@ -203,6 +212,9 @@ def _print(model: str, result: dict[str, Any], json: bool) -> None:
     losses = ""
     if result["untuned_loss"] is not None:
         losses = f"; loss {result['untuned_loss']:.4f} before, {result['tuned_loss']:.4f} after"
+    if result.get("untuned_accuracy") is not None:
+        before, after = result["untuned_accuracy"], result["tuned_accuracy"]
+        losses += f"; accuracy {before:.1%} before, {after:.1%} after"
     typer.echo(
         f"{result['out']}: {result['steps']} steps, {result['tokens']:,} tokens, "
         f"{result['seconds']:.0f} s{losses} ({result['cache']})"

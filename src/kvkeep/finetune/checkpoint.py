@@ -49,7 +49,8 @@ class State:
     """The state of a run, besides its weights.
 
     `options` are everything that the weights depend on. `train_loss` has one loss for each step;
-    `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on.
+    `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on;
+    `eval_accuracy` maps them to the share of texts that got their class, if there are classes.
     """
 
     options: dict[str, str | int | float | None]
@@ -59,6 +60,7 @@ class State:
     seconds: float = 0.0
     train_loss: list[float] = field(default_factory=list)
     eval_loss: dict[str, float] = field(default_factory=dict)
+    eval_accuracy: dict[str, float] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
-from kvkeep.finetune.options import OptionError, drawn
+from kvkeep.finetune.options import drawn
 
 IGNORED = -100
 """The label of a token that is not learned."""
+
+
+Made = TypeVar("Made")
 
 
 class DataError(KVKeepError, ValueError):
@@ -42,6 +45,16 @@ def read(path: Path, tokenizer: Any) -> list[Tokens]:
     Raises:
         DataError: the file cannot be read or is empty, or a line has another form.
     """
+    return objects(path, lambda given: _document(given, tokenizer))
+
+
+def objects(path: Path, made: Callable[[dict[str, Any]], Made]) -> list[Made]:
+    """What is made of the object on each line of a JSON Lines file.
+
+    Raises:
+        DataError: the file cannot be read or is empty, or a line is no object; and what `made`
+            raises, with the number of the line.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -55,7 +68,7 @@ def read(path: Path, tokenizer: Any) -> list[Tokens]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_document(line, tokenizer))
+            found.append(made(_object(line)))
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from error.__cause__
     return found
@@ -81,55 +94,35 @@ def digest(texts: Iterable[Tokens]) -> str:
     return result
 
 
-def divided(
-    tokenizer: Any, data: Path, evaluation: Path | None, holdout: int | None, length: int
-) -> tuple[list[Tokens], list[Tokens]]:
-    """The pieces to train on, and those to evaluate on: of another file, or the last `holdout`
-    documents, by default one if there are several.
-
-    Raises:
-        DataError: a file cannot be read, or has nothing to learn.
-        OptionError: there are not so many documents.
-    """
-    documents = read(data, tokenizer)
-    if evaluation is not None:
-        held = read(evaluation, tokenizer)
-    else:
-        kept = min(1, len(documents) - 1) if holdout is None else holdout
-        if not 0 <= kept < len(documents):
-            raise OptionError(
-                f"a holdout of {kept} documents, but {data} has {len(documents)}; use one of at "
-                f"most {len(documents) - 1}"
-            )
-        cut = len(documents) - kept
-        documents, held = documents[:cut], documents[cut:]
-    train, tested = pieces(documents, length), pieces(held, length)
-    for path, given, found in ((data, documents, train), (evaluation or data, held, tested)):
-        if given and not found:
-            raise DataError(
-                f"{path}: nothing to learn in pieces of {length} tokens; give documents "
-                "of at least 2 tokens, and a length that reaches the assistant's answers"
-            )
-    return train, tested
-
-
-def _document(line: bytes, tokenizer: Any) -> Tokens:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         given = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
             f'not JSON ({error}); write one object, such as {{"text": "..."}}, on each line'
         ) from error
-    if not isinstance(given, dict) or ("text" in given) == ("messages" in given):
-        kind = f"an object of {sorted(given)}" if isinstance(given, dict) else f"{given!r:.40}"
-        raise DataError(f'{kind}; give an object with either "text" or "messages"')
+    if not isinstance(given, dict):
+        raise DataError(f'{given!r:.40}; give an object, such as {{"text": "..."}}')
+    return given
+
+
+def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
+    if ("text" in given) == ("messages" in given):
+        raise DataError(
+            f'an object of {sorted(given)}; give an object with either "text" or "messages"'
+        )
     if "text" in given:
-        ids = _ids(tokenizer, _text(given["text"], '"text"'), special=True)
+        ids = encoded(tokenizer, text_of(given["text"], '"text"'), special=True)
         return Tokens(ids, ids)
     return _conversation(tokenizer, _messages(given["messages"]))
 
 
-def _text(value: Any, name: str) -> str:
+def text_of(value: Any, name: str) -> str:
+    """A field of a line, if it is text that is not empty.
+
+    Raises:
+        DataError: it is anything else.
+    """
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{name} is {value!r:.40}; give text that is not empty")
     try:
@@ -151,7 +144,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise DataError(f'{name} is {message!r:.40}; give {{"role": ..., "content": ...}}')
         for field in ("role", "content"):
-            _text(message.get(field), f'"{field}" of {name}')
+            text_of(message.get(field), f'"{field}" of {name}')
     if all(message["role"] != "assistant" for message in value):
         raise DataError("no message of the assistant, so nothing to learn; add one")
     return value
@@ -188,10 +181,12 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = Fal
             f"the model's chat template refuses the first {len(messages)} messages: "
             f"{' '.join(str(error).split())}; change them"
         ) from error
-    return _ids(tokenizer, text, special=False)
+    return encoded(tokenizer, text, special=False)
 
 
-def _ids(tokenizer: Any, text: str, *, special: bool) -> Tensor:
+def encoded(tokenizer: Any, text: str, *, special: bool) -> Tensor:
+    """The token ids of a text, (n,); `special`: with the tokens that the tokenizer puts around
+    texts."""
     # verbose=False: no warning about a text longer than the model's context; it will be cut.
     ids = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
     return torch.tensor(ids, dtype=torch.int64)

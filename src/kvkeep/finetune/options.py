@@ -14,6 +14,7 @@ from kvkeep.spec import parse_specs
 from kvkeep.train.walk import CHUNK
 
 LENGTH = 8192
+TASKS = ("text", "classify")
 DECAYS = ("linear", "cosine")
 
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": "all-linear"}
@@ -50,6 +51,7 @@ class Options:
     """How to fine-tune.
 
     Attributes:
+        task: what is learned, "text" (the next token) or "classify".
         cache: what is kept while training; use the spec that the model will be served with.
         chunk: tokens computed at once; None: 1,024, or the cache's budget if that is less.
         least_chunk: the least number of tokens computed at once: each step draws one between this
@@ -73,6 +75,7 @@ class Options:
         host_bytes, spill: see `kvkeep.files.offload.Offload`; `spill` is its directory.
     """
 
+    task: str = "text"
     cache: str = "h2o:1024"
     chunk: int | None = None
     least_chunk: int | None = None
@@ -114,6 +117,8 @@ class Options:
             raise OptionError(f"lr is {self.lr}; give a number above 0")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError(f"dropout is {self.dropout}; give at least 0 and less than 1")
+        if self.task not in TASKS:
+            raise OptionError(f"task is {self.task!r}; give {' or '.join(TASKS)}")
         if self.decay not in DECAYS:
             raise OptionError(f"decay is {self.decay!r}; give {' or '.join(DECAYS)}")
         given = [name for name in _LORA if getattr(self, name) is not None]

@@ -130,6 +130,14 @@ class Processes:
         dist.all_reduce(found, group=self._data.get_group())
         return float(found)
 
+    def sum_of_all(self, number: int) -> int:
+        """The sum of a number over all processes."""
+        if self._size == 1:
+            return number
+        found = torch.tensor(number, device=self.device)
+        dist.all_reduce(found)
+        return int(found)
+
     def told(self, number: int) -> int:
         """The leading process's number."""
         if self._size == 1:

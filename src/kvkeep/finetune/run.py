@@ -15,11 +15,13 @@ from kvkeep.errors import LossError
 from kvkeep.files.offload import Offload
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
-from kvkeep.finetune.data import Batch, Tokens, batched, digest, divided, order
+from kvkeep.finetune.classify import Classes
+from kvkeep.finetune.data import Batch, Tokens, batched, digest, order
 from kvkeep.finetune.full import Full
 from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import OptionError, Options, drawn
 from kvkeep.finetune.processes import Processes, whole
+from kvkeep.finetune.task import NextToken, Task, divided
 from kvkeep.finetune.trained import Trained
 from kvkeep.host import host_of
 from kvkeep.train import backward, loss
@@ -69,7 +71,9 @@ def finetune(
     Returns:
         `cache`, `steps`, `tokens` trained on, `seconds`, `train_loss` and `eval_loss` (a list of
         `step` and `loss`), `untuned_loss` and `tuned_loss` (None if nothing is evaluated), and
-        `out`, the directory. Losses are means over learned tokens.
+        `out`, the directory. Losses are means over learned tokens. For classes also
+        `untuned_accuracy` and `tuned_accuracy`, and an `accuracy` in `eval_loss`; losses are then
+        means over texts.
 
     Raises:
         OptionError: options that do not fit each other, the data or the model.
@@ -94,7 +98,10 @@ def finetune(
                 "float32"
             )
         assert options.length is not None
-        train, held = divided(tokenizer, data, evaluation, holdout, options.length)
+        task = (Classes if options.task == "classify" else NextToken)(
+            model, tokenizer, options.length
+        )
+        train, held = divided(task, data, evaluation, holdout)
         options = options.for_data(len(train))
         matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
         matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
@@ -109,7 +116,7 @@ def finetune(
                 processes.shard(tuned)
             else:
                 tuned.to(place)
-            run = _Run(kind, tuned, options, processes, train, held, progress)
+            run = _Run(kind, task, tuned, options, processes, train, held, progress)
             if found is not None:
                 checkpoint.restore(found[1], kind, run.model, run.optimizer)
         if found is None:
@@ -159,6 +166,7 @@ class _Run:
     def __init__(
         self,
         kind: Trained,
+        task: Task,
         model: Any,
         options: Options,
         processes: Processes,
@@ -166,7 +174,7 @@ class _Run:
         held: list[Tokens],
         progress: Progress,
     ) -> None:
-        self._kind, self.model, self._options = kind, model, options
+        self._kind, self._task, self.model, self._options = kind, task, model, options
         self._processes = processes
         self._train, self._held, self._progress = train, held, progress
         self._said = "training"
@@ -263,9 +271,16 @@ class _Run:
         self.model.eval()
         step = self.state.step
         when = f"evaluation after step {step}"
+        if self._task.right is not None:
+            self._task.right = 0
         total = self._summed(loss, self._held, when, chunk=self._options.chunk)
         self.state.eval_loss[str(step)] = total
-        self._say(f"evaluated after step {step}, loss {total:.4f}")
+        said = f"evaluated after step {step}, loss {total:.4f}"
+        if self._task.right is not None:
+            share = self._processes.sum_of_all(self._task.right) / len(self._held)
+            self.state.eval_accuracy[str(step)] = share
+            said += f", accuracy {share:.1%}"
+        self._say(said)
 
     def _summed(
         self, compute: Callable[..., Tensor], texts: list[Tokens], when: str, **way: Any
@@ -273,7 +288,7 @@ class _Run:
         """The mean loss of the learned tokens of texts, computed by `backward` or `loss`; a
         LossError begins with `when`."""
         total, step, options = 0.0, self.state.step, self._options
-        items = sum(text.learned for text in texts)
+        items = self._task.items(texts)
         batches = list(batched(texts, options.batch))
         # With a sharded model, no process can wait for the others before it raises.
         with nullcontext() if self._processes.sharded else self._processes.together():
@@ -292,17 +307,15 @@ class _Run:
         self, compute: Callable[..., Tensor], batch: Batch, items: int, **way: Any
     ) -> float:
         """The loss of a batch."""
-        ids, labels, mask = batch
-        device, processes = self._processes.device, self._processes
+        processes = self._processes
         found = compute(
             self.model,
-            ids.to(device),
-            labels,
+            batch.ids.to(processes.device),
             cache=self._options.cache,
-            attention_mask=mask.to(device),
-            num_items=items,
+            attention_mask=batch.mask.to(processes.device),
             offload=self._offload,
             group=processes.group,
+            **self._task.loss(self.model, batch, items, everywhere=processes.sharded),
             **way,
         )
         return float(found)
@@ -323,13 +336,17 @@ class _Run:
 
 def _report(state: State, options: Options) -> dict[str, Any]:
     evaluated = [{"step": int(step), "loss": x} for step, x in state.eval_loss.items()]
-    return {
+    for one, share in zip(evaluated, state.eval_accuracy.values(), strict=False):
+        one["accuracy"] = share
+    report = {
         "cache": options.cache,
         "steps": state.step,
         "tokens": state.tokens,
         "seconds": state.seconds,
         "train_loss": [{"step": n, "loss": x} for n, x in enumerate(state.train_loss, 1)],
         "eval_loss": [one for one in evaluated if one["step"]],
-        "untuned_loss": evaluated[0]["loss"] if evaluated else None,
-        "tuned_loss": evaluated[-1]["loss"] if evaluated else None,
     }
+    for name in ("loss", "accuracy") if options.task == "classify" else ("loss",):
+        report[f"untuned_{name}"] = evaluated[0][name] if evaluated else None
+        report[f"tuned_{name}"] = evaluated[-1][name] if evaluated else None
+    return report
