@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from kvkeep import train
 from kvkeep.cli import app
 from kvkeep.finetune.data import read
+from kvkeep.hf.models import load
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,31 @@ def test_bad_input(base, data, tmp_path, options, says):
     assert says in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_classes(base, tmp_path):
+    data = finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.labelled())
+    options = ("--task", "classify", "--cache", "h2o:16", "--holdout", "4", "--seed", "3")
+    more = ("--steps", "2", "--rank", "4")
+    result = run(base, data, tmp_path / "out", *options, *more, "--json")
+    found = last_line(result)
+    assert "evaluated after step 2, loss " in result.stderr
+    assert f", accuracy {found['tuned_accuracy']:.1%}" in result.stderr
+    torch.rand(1)
+    again = run(base, data, tmp_path / "out", *options, *more, "--resume")
+    assert "; accuracy " in again.stdout  # the head that is drawn is that of the first run
+    model, _ = load(str(base), labels=["down", "up"])
+    assert (model.config.id2label, model.config.pad_token_id) == ({0: "down", 1: "up"}, 0)
+    PeftModel.from_pretrained(model, tmp_path / "out")
+
+    whole = run(base, data, tmp_path / "whole", *options, "--steps", "1", "--full")
+    assert whole.exit_code == 0, whole.output
+    kept, _ = load(str(tmp_path / "whole"), labels=["some", "other", "names"])
+    assert kept.config.id2label == {0: "down", 1: "up"}
+    same = finetune_inputs.write(tmp_path / "same.jsonl", *finetune_inputs.labelled()[::2])
+    refused = run(base, same, tmp_path / "c", *options)
+    assert refused.exit_code == 2
+    assert "all 6 texts have the label 'down'; give texts of at least two" in refused.stderr
 
 
 def launch(base, data, out, *options):

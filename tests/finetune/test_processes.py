@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,11 @@ import torch
 from safetensors.torch import load_file
 from support import finetune_inputs
 from support.finetune_processes import run, tuned
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import kvkeep.finetune.run
+from kvkeep.finetune import processes
+from kvkeep.finetune.processes import Processes
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +109,27 @@ def test_two_train_as_one_does(once, tmp_path):
         close(weights(left, file), weights(alone[name][0], file))
         moments = "checkpoint-2/optimizer.safetensors"
         close(weights(left, moments), weights(alone[name][0], moments))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("full", FULL), ("lora", LORA)])
+def test_one_process_with_its_shards_in_host_memory(once, tmp_path, monkeypatch, name, kind):
+    """All of --offload but the copies to an accelerator, which is not there."""
+    data, alone = once
+
+    def here(device, context, *, offload):
+        found = Processes(device, context)
+        found._offload = offload
+        return found
+
+    monkeypatch.setattr(kvkeep.finetune.run, "Processes", here)
+    unpinned = functools.partial(CPUOffloadPolicy, pin_memory=False)
+    monkeypatch.setattr(processes, "CPUOffloadPolicy", unpinned)
+    early(alone[name][0], tmp_path / "out")
+    with processes.launched(torch.device("cpu"), offload=True):
+        losses, _ = tuned(data, tmp_path / "out", resume=True, offload=True, **kind[0])
+    assert not torch.distributed.is_initialized()
+    assert losses == pytest.approx(alone[name][1], rel=1e-10)
+    close(weights(tmp_path / "out", kind[1]), weights(alone[name][0], kind[1]))
 
 
 @pytest.mark.slow

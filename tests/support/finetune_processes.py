@@ -37,7 +37,8 @@ OPTIONS = {
 def tuned(data, out, resume=False, **options):
     """A run in double precision, in however many processes there are; its losses."""
     classify = options.get("task") == "classify"
-    model = finetune_inputs.classifier() if classify else finetune_inputs.model()
+    tied = {"tie_word_embeddings": bool(options.get("full"))}
+    model = finetune_inputs.classifier() if classify else finetune_inputs.model(**tied)
     model = model.double()
     given = Options(**OPTIONS | options)
     said = []
