@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ def load(
     progress: Callable[[str], None] = lambda _: None,
     *,
     adapter: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> tuple[GPT, Any]:
     """Load the model in a checkpoint directory of LitGPT, and its tokenizer. Nothing is unpickled
     but tensors.
@@ -35,13 +36,19 @@ def load(
         dtype: "auto" (that of the checkpoint) or the name of a torch dtype.
         device: a torch device; None: the accelerator if there is one, otherwise the CPU.
         adapter: the directory of an adapter that `kvkeep finetune` wrote.
+        labels: must be None, since LitGPT has no models with a head for classes.
 
     Returns:
         The model, in evaluation, and transformers' tokenizer.
 
     Raises:
-        UnsupportedError: a file is missing or damaged, or the dtype does not exist.
+        UnsupportedError: a file is missing or damaged, the dtype does not exist, or there are
+            labels.
     """
+    if labels is not None:
+        raise UnsupportedError(
+            "LitGPT has no models with a head for classes; classify with --host transformers"
+        )
     directory = Path(name or "")
     kind = None if dtype == "auto" else getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
