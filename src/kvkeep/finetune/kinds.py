@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.trained import Trained
 from kvkeep.host import Host
 
-_PEFT = "kvkeep.finetune.lora", "Lora"
-_OF = {"LitGPT": ("kvkeep.finetune.litgpt_lora", "LitGPTLora")}
-"""A library's name -> the module and name of its `Trained`, where it is not PEFT's."""
+_OWN = {"LitGPT": ("kvkeep.finetune.litgpt_lora", "LitGPTLora")}
+"""A library with adapters of its own -> the module and name of their `Trained`."""
 
 
 def lora_of(host: Host) -> Trained:
-    """LoRA for a model."""
-    module, name = _OF.get(host.library, _PEFT)
+    """LoRA for a model: of its library, or PEFT's."""
+    if host.library not in _OWN:
+        return Lora()
+    module, name = _OWN[host.library]
     found: Trained = getattr(import_module(module), name)()
     return found
