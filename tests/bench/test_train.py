@@ -90,6 +90,18 @@ def test_rows(model):
     json.dumps(result)
 
 
+@pytest.mark.usefixtures("_here")
+def test_rows_of_litgpt(model):
+    pytest.importorskip("litgpt")
+    options = {"tokens": (48,), "cache": "h2o:16", "chunk": 16}
+    result = train.run(model, host="litgpt", **options)
+    assert result["host"] == "litgpt"
+    assert [row["method"] for row in result["rows"]] == list(train.METHODS)
+    require_complete(result["rows"])
+    with pytest.raises(kvkeep.SpecError, match="no host 'jax'"):
+        train.run(model, host="jax", **options)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_full_attention_is_compared_with_backprop(model):

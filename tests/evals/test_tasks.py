@@ -26,8 +26,11 @@ class Scripted:
     def end_tokens(self):
         return {4}
 
-    def forward(self, ids, cache):
+    def feed(self, ids, cache):
         cache.append(ids.shape[1])
+
+    def forward(self, ids, cache):
+        self.feed(ids, cache)
         logits = torch.zeros(1, 1, 128)
         logits[0, 0, ord(self.answer[max(0, len(cache) - self.chunks)])] = 1
         return logits

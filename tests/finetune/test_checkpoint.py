@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import finetune_inputs
 
 from kvkeep.files import tensor_file
@@ -51,9 +51,9 @@ from kvkeep.files import tensor_file
 
 whole, saved = tensor_file.write, []
 
-def killed(path, *content, sync):
+def killed(path, *content, **how):
     saved.append(path)
-    whole(path, *content, sync=sync)
+    whole(path, *content, **how)
     if len(saved) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -115,7 +115,7 @@ def checkpoints(out):
 
 def same(result, other):
     """The figures of two runs, except for time and place."""
-    beside = {"seconds", "adapter"}
+    beside = {"seconds", "out"}
     return {k: v for k, v in result.items() if k not in beside} == {
         k: v for k, v in other.items() if k not in beside
     }
@@ -135,19 +135,6 @@ def test_an_interrupted_run_gives_the_same_weights(data, tmp_path, whole):
         assert (tmp_path / name).read_bytes() == (expected / name).read_bytes()
     last = f"checkpoint-{STEPS}/optimizer.safetensors"
     assert (tmp_path / last).read_bytes() == (expected / last).read_bytes()
-
-
-def test_dropout_goes_on_where_it_was(data, tmp_path, whole):
-    """Else the test above would show less."""
-    stopped(data, tmp_path)
-    file = tmp_path / "checkpoint-4/optimizer.safetensors"
-    tensors = load_file(file)
-    torch.manual_seed(3)
-    tensors["random"] = torch.get_rng_state()
-    save_file(tensors, file)
-    reseal(file)
-    run(data, tmp_path, resume=True)
-    assert (tmp_path / FILES[0]).read_bytes() != (whole[0] / FILES[0]).read_bytes()
 
 
 def test_a_run_that_is_killed_while_it_writes_a_checkpoint(data, tmp_path, whole):
@@ -262,7 +249,7 @@ def test_what_may_change(data, tmp_path, whole):
 
 
 def state_of(out):
-    return checkpoint._read(out / f"checkpoint-{STEPS}", Lora())
+    return checkpoint._read(out / f"checkpoint-{STEPS}")
 
 
 def truncate(path):
@@ -320,7 +307,7 @@ def early(data, tmp_path_factory):
         ),
         (checkpoint.STATE, change(step="4"), "step is '4'"),
         (checkpoint.STATE, change(step=2), "it is of step 2"),
-        (checkpoint.STATE, change(version=2), "of version 2, this kvkeep reads version 1"),
+        (checkpoint.STATE, change(version=1), "of version 1, this kvkeep reads version 2"),
     ],
 )
 def test_damage_is_named(data, early, tmp_path, name, damage, says):
@@ -335,7 +322,7 @@ def test_damage_is_named(data, early, tmp_path, name, damage, says):
 
 @pytest.mark.parametrize(
     ("name", "tensors"),
-    [(FILES[0], {"x": torch.zeros(1)}), ("optimizer.safetensors", {"random": torch.zeros(1)})],
+    [(FILES[0], {"x": torch.zeros(1)}), ("optimizer.safetensors", {"x.step": torch.zeros(())})],
 )
 def test_a_checkpoint_of_something_else(data, early, tmp_path, name, tensors):
     out = tmp_path / "out"
@@ -381,11 +368,11 @@ def test_one_process_at_a_time(data, tmp_path):
 def test_a_disk_that_is_full(data, tmp_path, monkeypatch, whole):
     saved, write = [], tensor_file.write
 
-    def full(path, *content, sync):
+    def full(path, *content, **how):
         saved.append(path)
         if len(saved) == 4:
             raise OSError(28, "No space left on device")
-        write(path, *content, sync=sync)
+        write(path, *content, **how)
 
     monkeypatch.setattr(tensor_file, "write", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-4: .*No space left"):

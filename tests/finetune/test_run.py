@@ -14,6 +14,7 @@ from kvkeep import train
 from kvkeep.errors import LossError, ShapeError, SpecError
 from kvkeep.finetune.data import DataError, batched, order, pieces, read
 from kvkeep.finetune.options import OptionError, Options
+from kvkeep.finetune.processes import Processes
 from kvkeep.finetune.run import finetune
 from kvkeep.host import host_of
 
@@ -105,7 +106,7 @@ def test_losses_of_texts_that_are_not_trained_on(data, tmp_path, tokenizer):
     adapted = PeftModel.from_pretrained(finetune_inputs.model(), tmp_path / "out").eval()
     assert result["tuned_loss"] == result["eval_loss"][-1]["loss"]
     assert result["tuned_loss"] == pytest.approx(mean_loss(adapted, held), rel=1e-4)
-    assert (result["adapter"], result["cache"]) == (
+    assert (result["out"], result["cache"]) == (
         str(tmp_path / "out"),
         "keep_all+plain@growing",
     )
@@ -151,6 +152,39 @@ def test_dropout_is_drawn_from_the_seed(data, tmp_path, tokenizer):
         assert torch.get_rng_state().equal(state)
     assert found["some"] == found["again"]
     assert found["none"] != found["some"] != found["other"]
+
+
+def test_what_each_batch_draws(data, tmp_path, tokenizer, monkeypatch):
+    """Random numbers depend on step and batch, not on what was drawn before."""
+    drawn, whole = [], kvkeep.finetune.run.backward
+
+    def recording(*args, **options):
+        drawn.append((torch.initial_seed(), options["chunk"]))
+        torch.rand(len(drawn))
+        return whole(*args, **options)
+
+    monkeypatch.setattr(kvkeep.finetune.run, "backward", recording)
+    options = {"steps": 6, "accumulate": 2, "cache": "h2o:16", "chunk": 14, "least_chunk": 5}
+    options |= {"length": 16, "holdout": 0, "targets": "q_proj"}
+    tuned(data, tmp_path / "a", tokenizer, **options)
+    seeds, chunks = zip(*drawn, strict=True)
+    assert len(set(seeds)) == 12
+    assert chunks[::2] == chunks[1::2]
+    assert len(set(chunks)) > 3
+    assert set(chunks) <= set(range(5, 15))
+    first = drawn.copy()
+    drawn.clear()
+    tuned(data, tmp_path / "b", tokenizer, **options)
+    assert drawn == first
+    with pytest.raises(OptionError, match="at least 17 tokens, but of at most 16"):
+        tuned(data, tmp_path / "c", tokenizer, cache="h2o:16", least_chunk=17)
+
+
+def test_offloading_is_refused_where_nothing_can_be_offloaded(data, tmp_path, tokenizer):
+    with pytest.raises(OptionError, match="nothing can be offloaded from the CPU"):
+        tuned(data, tmp_path / "out", tokenizer, offload=True)
+    with pytest.raises(OptionError, match=r"needs torch\.distributed; call init_process_group"):
+        Processes(torch.device("meta"), offload=True)
 
 
 def test_evaluation_has_no_dropout(data, tmp_path, tokenizer):
@@ -256,8 +290,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(data, tmp_path, tokenizer
         ({"dropout": 1.0}, OptionError, "dropout is 1.0"),
         ({"decay": "step"}, OptionError, "decay is 'step'; give linear or cosine"),
         ({"targets": ","}, OptionError, "no targets"),
+        ({"full": True}, OptionError, "rank of LoRA, but all weights are trained; leave out the o"),
         ({"targets": "q_prj"}, OptionError, "no LoRA for targets 'q_prj'.*use all-linear"),
         ({"steps": 1, "epochs": 1}, OptionError, "give one of them"),
+        ({"offload": True, "context_parallel": 2}, OptionError, "give either offload or context"),
+        ({"context_parallel": 2}, OptionError, "2 processes for each text, but there are 1"),
         ({"steps": 3, "warmup": 3}, OptionError, "there are 3 in all; use a warm-up of at most 2"),
         ({"length": 300}, OptionError, "the model holds 256"),
         ({"length": 9, "cache": "windw:8"}, SpecError, "did you mean 'window'"),

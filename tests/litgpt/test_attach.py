@@ -86,6 +86,7 @@ def test_litgpts_own_generate():
         )
 
 
+@pytest.mark.slow  # loads a model of 135 million weights
 @torch.no_grad()
 def test_a_real_checkpoint(smollm2):
     """The same greedy text by transformers, and by LitGPT without a cache, with its own, and with

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from litgpt import lora
 from support.tiny_litgpt import FAMILIES, tiny_gpt
 
 import kvkeep
@@ -12,7 +11,6 @@ from kvkeep.blocks.prefill import prefill
 from kvkeep.errors import SavedCacheError
 from kvkeep.host import Piece, host_of
 from kvkeep.store import PrefixStore
-from kvkeep.train import backward
 
 
 def ids(n=20, seed=3):
@@ -108,38 +106,6 @@ def test_a_text_is_compressed(gpt):
     assert after(gpt, cache, ids(4)).isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek"])
-def test_gradients_are_those_of_autograd(family):
-    gpt, text = tiny_gpt(family), ids(40)[None]
-    logits = gpt(text)[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-    loss.backward()
-    expected = [p.grad.clone() for p in gpt.parameters()]
-    gpt.zero_grad()
-    found = backward(gpt, text, text, chunk=8)
-    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
-    for parameter, gradient in zip(gpt.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_of_lora():
-    options = {"lora_r": 4, "lora_query": True, "lora_value": True, "lora_projection": True}
-    gpt, text = tiny_gpt(kind=lora.GPT, **options), ids(40)[None]
-    lora.mark_only_lora_as_trainable(gpt)
-    for name, x in gpt.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(x, std=0.1)
-    logits = gpt(text)[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
-    trained = [p for p in gpt.parameters() if p.requires_grad]
-    expected = [p.grad.clone() for p in trained]
-    gpt.zero_grad()
-    backward(gpt, text, text, chunk=8)
-    assert len(trained) > 6
-    for parameter, gradient in zip(trained, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
-
-
 def test_a_saved_cache(gpt, tmp_path):
     text, tail, fed = ids(30), ids(6, 4), []
     kvkeep.detach(gpt)
@@ -153,31 +119,3 @@ def test_a_saved_cache(gpt, tmp_path):
     kvkeep.attach(gpt)
     with pytest.raises(SavedCacheError, match="weights differ"):
         kvkeep.load(tmp_path / "a.kv", tiny_gpt(seed=1))
-
-
-@torch.no_grad()
-def test_a_cache_of_transformers(smollm2, tmp_path):
-    """Loaded into the same weights in LitGPT, it goes on with the same text."""
-    from kvkeep.bench.litgpt_systems import converted
-
-    model, tokenizer = smollm2
-    gpt = converted(model)
-    prompt = tokenizer(
-        "The capital of France is Paris. Its river is", return_tensors="pt"
-    ).input_ids
-    with kvkeep.attach(model):
-        cache = kvkeep.Cache(model)
-        expected = model.generate(
-            prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, min_new_tokens=8
-        )
-        cache.rewind(prompt.shape[1] - 1)
-        cache.save(tmp_path / "a.kv")
-    with pytest.raises(SavedCacheError, match="made with another model"):
-        kvkeep.load(tmp_path / "a.kv", gpt)
-    with kvkeep.attach(gpt) as attachment:
-        attachment.cache = kvkeep.load(tmp_path / "a.kv", gpt, force=True)
-        fed, at = prompt, prompt.shape[1] - 1
-        for _ in range(8):
-            logits = gpt(fed[:, -1:], torch.tensor([at]))
-            fed, at = torch.cat([fed, logits[:, -1:].argmax(-1)], dim=1), at + 1
-    assert fed.equal(expected)

@@ -743,6 +743,42 @@ FAULTS = (
         "return length, 0",
         "hf/test_window.py hf/test_attach.py hf/test_generate.py hf/test_families.py",
     ),
+    # LitGPT
+    Fault(
+        "litgpt-mask-stays-behind",
+        "litgpt/attach.py",
+        "if gpt.mask_cache.device != at.device:",
+        "if gpt.mask_cache is None:",
+        "litgpt/test_devices.py",
+    ),
+    Fault(
+        "litgpt-feed-computes-logits",
+        "litgpt/host.py",
+        "        self._fed(ids, cache, position)",
+        "        self.forward(ids, cache, position=position)",
+        "litgpt/test_train.py",
+    ),
+    Fault(
+        "litgpt-frequencies-not-compared",
+        "host/translation.py",
+        "torch.allclose(x, y, most, 0)",
+        "torch.allclose(x, x, most, 0)",
+        "litgpt/test_translation.py",
+    ),
+    Fault(
+        "litgpt-keys-not-compared",
+        "host/translation.py",
+        "or not float((x - y).norm()) <= most * float(y.norm())",
+        "or not float(y.norm()) >= 0",
+        "litgpt/test_translation.py",
+    ),
+    Fault(
+        "litgpt-lora-trains-everything",
+        "litgpt/lora.py",
+        "    lora.mark_only_lora_as_trainable(found)",
+        "    found.requires_grad_(True)",
+        "litgpt/test_finetune.py",
+    ),
 )
 
 

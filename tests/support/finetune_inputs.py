@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from support import tiny_models
 
@@ -40,6 +41,29 @@ def model(family="llama", **overrides):
     return tiny_models.tiny(
         family, **{"vocab_size": 98, "max_position_embeddings": 256} | overrides
     )
+
+
+def classifier(labels=("down", "up"), **overrides):
+    """A model with a head for classes."""
+    config = model(**overrides).config
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {name: index for index, name in enumerate(labels)}
+    config.pad_token_id = 2  # a newline
+    torch.manual_seed(5)
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def labelled(count=12):
+    """Lines of texts that rise or fall, with their labels."""
+    texts = [" ".join(map(str, range(n, n + 6 + n % 5))) for n in range(1, count + 1)]
+    lines = []
+    for n, text in enumerate(texts):
+        label = "up" if n % 2 else "down"
+        given = text if n % 2 else text[::-1]
+        lines.append(
+            json.dumps({"text": f"{label[0]} {given} {label[0]}", "label": label}).encode()
+        )
+    return lines
 
 
 def write(path, *documents):

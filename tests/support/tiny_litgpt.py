@@ -68,3 +68,31 @@ def tiny_gpt(family: str = "llama", seed: int = 0, kind: type[GPT] = GPT, **opti
             if "qkv" in name or "q_b" in name:
                 x.data *= 2
     return gpt.eval()
+
+
+def translated(model, copy_weights, **options) -> GPT:
+    """A LitGPT model with the weights of a tiny transformers model, by LitGPT's own conversion."""
+    config, weights = model.config, {}
+    settings = Config(
+        block_size=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        padded_vocab_size=config.vocab_size,
+        n_layer=config.num_hidden_layers,
+        n_head=config.num_attention_heads,
+        n_query_groups=config.num_key_value_heads,
+        n_embd=config.hidden_size,
+        head_size=config.head_dim,
+        rotary_percentage=1.0,
+        rope_base=config.rope_parameters["rope_theta"],
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        norm_eps=config.rms_norm_eps,
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=config.intermediate_size,
+        **options,
+    )
+    copy_weights(settings, {}, weights, dict(model.state_dict()))
+    gpt = GPT(settings)
+    gpt.load_state_dict(weights)
+    return gpt.eval()

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from kvkeep.bench.systems import (
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved, spread, timer_for
 from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
 
 if TYPE_CHECKING:  # LitGPT may not be installed
@@ -46,9 +46,6 @@ TOLERANCE = 0.1
 bfloat16 can explain; also the largest difference of tied logits, in standard deviations."""
 
 STEPS_COMPARED = 6  # enough that a CUDA graph replays the last ones
-
-
-HOSTS = ("transformers", LITGPT)
 
 
 def run(
@@ -108,8 +105,7 @@ def run(
     place = device_named(device)
     on_cpu = place.type == "cpu"
     contexts = contexts or ((2048, 8192, 32768, 131072) if model in RANDOM else (128, 2048, 7936))
-    if host not in HOSTS:
-        raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
+    require_host(host)
     others: Sequence[str] = OTHERS
     all_ways: Sequence[str] = WAYS
     defaults: tuple[Sequence[str], Sequence[str]]
@@ -133,8 +129,6 @@ def run(
             raise SpecError(f"no way {way!r} to run a step; there is {', '.join(all_ways)}")
     if host == LITGPT and model in RANDOM:
         raise UnsupportedError(f"{model} has no tokenizer; with LitGPT give a model that has one")
-    if host == LITGPT and find_spec("litgpt") is None:
-        raise UnsupportedError("litgpt is not installed; docs/litgpt.md says how it is")
     limits = Limits(place, seconds)
     loaded, tokenizer = model_named(model, dtype, place)
     if LLAMA_CPP in against:

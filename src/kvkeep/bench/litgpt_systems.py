@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from litgpt import GPT, Config
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint as checkpointed
 from transformers import PreTrainedModel
 
 from kvkeep.bench.decode_loop import bytes_per_token
@@ -61,6 +64,18 @@ def converted(model: PreTrainedModel) -> GPT:
     gpt.load_state_dict(weights, assign=True)
     gpt.cos, gpt.sin = gpt.rope_cache(device=model.device)
     return gpt.eval().requires_grad_(False)
+
+
+def next_token_loss(gpt: GPT, ids: Tensor) -> Tensor:
+    """The mean loss of each token of ids (1, T) from those before it."""
+    logits = gpt(ids)[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def checkpoint(gpt: GPT) -> None:
+    """Let a model keep each layer's input only, and compute the rest again in the backward."""
+    for block in gpt.transformer.h:
+        block.forward = partial(checkpointed, block.forward, use_reentrant=False)
 
 
 class LitGPTSystems:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -27,12 +28,14 @@ from kvkeep.bench.resident import (
     resident,
     together,
 )
+from kvkeep.bench.systems import LITGPT
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.unrolled import unrolled
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.files.offload import Offload
-from kvkeep.hf.config import decoder_config
 from kvkeep.hf.models import load
+from kvkeep.host import host_of
+from kvkeep.host.registry import require_host
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
 
@@ -44,6 +47,7 @@ _WARM_UP = 64
 def run(
     model: str = "smollm2-135m",
     *,
+    host: str = "transformers",
     tokens: Sequence[int] = (2048, 4096, 8192),
     methods: Sequence[str] = METHODS,
     cache: str = "h2o:1024",
@@ -58,8 +62,11 @@ def run(
 
     Args:
         model: a name from `kvkeep models`, a directory, or a hub name; run in float32.
+        host: the library that runs the model: "transformers", or "litgpt", with copies of the same
+            weights (a Llama).
         tokens: lengths of the text.
-        methods: "kvkeep", "backprop", "checkpointing" (transformers').
+        methods: "kvkeep", "backprop", "checkpointing" (transformers'; with LitGPT torch's, of each
+            layer).
         cache, chunk: see `kvkeep.train.backward`.
         check: compare the gradients with another method's.
         processes: how many share a text, for kvkeep's method, which is measured with each of these
@@ -77,9 +84,10 @@ def run(
         most.
 
     Raises:
-        SpecError: a method or cache does not exist.
+        SpecError: a method, host or cache does not exist.
         ShapeError: a text has fewer than two tokens, or no process computes.
-        UnsupportedError: the system is not Linux, whose counters this reads.
+        UnsupportedError: the system is not Linux, whose counters this reads, or LitGPT is not
+            installed.
     """
     for method in methods:
         if method not in METHODS:
@@ -88,17 +96,19 @@ def run(
         raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
     if not processes or min(processes) < 1:
         raise ShapeError(f"{list(processes)} processes; give numbers of at least 1")
+    require_host(host)
     parse_specs(cache)
     require_counters()
     ways = [(one, n) for one in methods for n in (processes if one == KVKEEP else (1,))]
     rows = []
     for length in tokens:
         with TemporaryDirectory() as folder:
-            job = _Job(model, length, cache, chunk, memory, folder, check)
+            job = _Job(model, host, length, cache, chunk, memory, folder, check)
             rows += _rows(job, ways, progress or (lambda _: None))
     return {
         "benchmark": "train",
         "model": model,
+        "host": host,
         "dtype": "float32",
         "cache": str(parse_specs(cache)),
         "chunk": chunk,
@@ -111,6 +121,7 @@ class _Job(NamedTuple):
     """The parameters of one length, for every method."""
 
     model: str
+    host: str
     tokens: int
     cache: str
     chunk: int
@@ -178,12 +189,10 @@ def _if_they_fit(calls: Sequence[Callable[[], Any]]) -> list[Any] | None:
 
 
 def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any] | None:
-    model, tokenizer = _loaded(job.model)
+    model, tokenizer = _loaded(job)
     group = _met(job, rank, processes) if processes > 1 else None
     if method == CHECKPOINTING:
-        # Newer versions of transformers have renamed this method.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        _checkpoint(model, job.host)
     text = tokens_of_text(tokenizer, max(job.tokens, _WARM_UP))
     short = job._replace(chunk=min(job.chunk, _WARM_UP // 2))
     _differentiate(method, model, text[:, :_WARM_UP], short, group)  # warm-up, not counted
@@ -220,11 +229,9 @@ def _met(job: _Job, rank: int, processes: int) -> dist.ProcessGroup | None:
 def _reference(job: _Job, processes: int) -> bool:
     """Compute and save kvkeep's gradients by plain autograd, with the evictions that so many
     processes recorded, whose chunks follow each other; returns whether they fit in memory."""
-    model, tokenizer = _loaded(job.model)
+    model, tokenizer = _loaded(job)
     ids = tokens_of_text(tokenizer, job.tokens)
-    decisions: list[list[Tensor]] = [
-        [] for _ in range(decoder_config(model.config).num_hidden_layers)
-    ]
+    decisions: list[list[Tensor]] = [[] for _ in host_of(model).kinds]
     for rank in range(processes):
         calls = load_file(job.decisions(rank, processes))
         for name in sorted(calls, key=lambda name: int(name.partition(".")[2])):
@@ -245,7 +252,10 @@ def _differentiate(
 ) -> tuple[int, Any]:
     """Compute the gradients; returns the bytes that were offloaded and the evictions."""
     if method != KVKEEP:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if job.host == LITGPT:
+            _litgpt().next_token_loss(model, ids).backward()
+        else:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         return 0, []
     decisions: list[list[Tensor]] = []
     offload = Offload(0)
@@ -262,9 +272,26 @@ def _differentiate(
     return offload.peak_bytes, decisions
 
 
-def _loaded(name: str) -> tuple[Any, Any]:
+def _litgpt() -> Any:
+    """What is measured of LitGPT, which may not be installed."""
+    return import_module("kvkeep.bench.litgpt_systems")
+
+
+def _checkpoint(model: Any, host: str) -> None:
+    """Let a model keep each layer's input only, and compute the rest again."""
+    if host == LITGPT:
+        _litgpt().checkpoint(model)
+        return
+    # Newer versions of transformers have renamed this method.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _loaded(job: _Job) -> tuple[Any, Any]:
     """A model in training mode without dropout, and its tokenizer."""
-    model, tokenizer = load(name, "float32", "cpu")
+    model, tokenizer = load(job.model, "float32", "cpu")
+    if job.host == LITGPT:
+        model = _litgpt().converted(model).requires_grad_(True)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -413,6 +413,9 @@ def reuse(
 @bench.command()
 def train(
     model: Model = "smollm2-135m",
+    host: Annotated[
+        str, typer.Option(help="Library that runs the model: transformers, or litgpt.")
+    ] = "transformers",
     tokens: Annotated[
         str, typer.Option(help="Lengths of the text, comma-separated.")
     ] = "2048,4096,8192",
@@ -440,6 +443,7 @@ def train(
 
         result = run(
             model,
+            host=host,
             tokens=lengths,
             methods=chosen,
             cache=cache,

@@ -105,9 +105,11 @@ class Advancing:
 
     Args:
         over: seconds over which speed is averaged to estimate the remaining time.
+        shown: whether anything is shown.
     """
 
-    def __init__(self, doing: str, over: float = 30.0) -> None:
+    def __init__(self, doing: str, over: float = 30.0, *, shown: bool = True) -> None:
+        self._shown = shown
         self._console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -117,7 +119,7 @@ class Advancing:
             console=self._console,
             speed_estimate_period=over,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=not (shown and self._console.is_terminal),
         )
         self._task = self._bar.add_task(doing, total=1.0)
         self._doing = doing
@@ -131,7 +133,7 @@ class Advancing:
 
     def __call__(self, doing: str, share: float) -> None:
         self._bar.update(self._task, description=doing, completed=share)
-        if doing != self._doing and not self._console.is_terminal:
+        if self._shown and doing != self._doing and not self._console.is_terminal:
             self._console.print(f"{share:4.0%} {doing} ...", style="dim", highlight=False)
         self._doing = doing
 

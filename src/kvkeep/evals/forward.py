@@ -20,9 +20,12 @@ STEP_COST = 16
 def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
     """Feed ids (B, n), at once or in chunks of `chunk` tokens; returns the logits (B, V) after the
     last token."""
-    for piece in torch.split(ids, chunk or ids.shape[1], dim=1):
-        logits = host.forward(piece, cache)[:, -1]
+    *before, last = torch.split(ids, chunk or ids.shape[1], dim=1)
+    for piece in before:
+        host.feed(piece, cache)
         tick(max(STEP_COST, piece.numel()))
+    logits = host.forward(last, cache)[:, -1]
+    tick(max(STEP_COST, last.numel()))
     return logits
 
 

@@ -9,7 +9,7 @@ the checksum of the header. Nothing is unpickled.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -143,12 +143,12 @@ class Saved:
             )
         return tokens.clone()
 
-    def restore_to(self, cache: Cache, device: torch.device | None = None) -> None:
+    def restore_to(self, cache: Cache, devices: Sequence[torch.device] | None = None) -> None:
         """Replace the contents of a cache, which must have the same specs.
 
         Args:
             cache: the cache to restore.
-            device: where its tensors go; None: the CPU.
+            devices: where each layer's tensors go; None: the CPU.
 
         Raises:
             SavedCacheError: the file does not fit the cache; nothing was changed.
@@ -169,8 +169,10 @@ class Saved:
                 zip(cache.layers, self.header.layers, strict=True)
             )
         ]
-        for layer in cache.layers:
-            layer.restore(states.pop(0).to(device or torch.device("cpu")))
+        for layer, device in zip(
+            cache.layers, devices or [torch.device("cpu")] * len(states), strict=True
+        ):
+            layer.restore(states.pop(0).to(device))
         cache.routed = self.header.routed
 
     @contextmanager

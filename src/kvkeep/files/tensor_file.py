@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,10 +155,17 @@ def write(
     *,
     sync: bool,
     private: bool = False,
+    whole: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
-    """Write a file atomically; see `whole_file`."""
+    """Write a file atomically; see `whole_file`.
+
+    Args:
+        whole: called for each tensor in the order of `order` when its bytes are written; returns
+            the tensor with those bytes, of the same shape and dtype. For tensors that are sharded
+            over processes.
+    """
     with whole_file(path, sync=sync, private=private) as file:
-        for piece in _file(tensors, metadata):
+        for piece in _file(tensors, metadata, whole):
             write_all(file.fileno(), piece)
 
 
@@ -170,27 +177,29 @@ def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
 def size(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
     """Bytes of the file that `write` would write, header included."""
     content = sum(x.numel() * x.element_size() for x in tensors.values())
-    return len(_header(tensors, _order(tensors), metadata)) + content
+    return len(_header(tensors, order(tensors), metadata)) + content
 
 
 def _file(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    whole: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Iterator[bytes | memoryview[int]]:
-    order = _order(tensors)
-    yield _header(tensors, order, metadata)
-    for name in order:
-        yield from _pieces(tensors[name])
+    names = order(tensors)
+    yield _header(tensors, names, metadata)
+    for name in names:
+        yield from _pieces(whole(tensors[name]))
 
 
-def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+def order(tensors: Mapping[str, Tensor]) -> list[str]:
     """The order of tensors in a file: large elements first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
-def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[str, str]) -> bytes:
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     start = 0
-    for name in order:
+    for name in names:
         x = tensors[name]
         stop = start + x.numel() * x.element_size()
         fields[name] = {

@@ -1,4 +1,7 @@
-"""Checkpoints of a run: written atomically, verified before use, and never unpickled."""
+"""Checkpoints of a run: written atomically, verified before use, and never unpickled.
+
+They hold whole tensors, whatever the number of processes, so a run may go on with another number.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,24 +19,25 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from kvkeep.errors import KVKeepError
-from kvkeep.files import tensor_file
 from kvkeep.files.atomic import PARTIAL, sync_to_disk
 from kvkeep.files.headers import typed
+from kvkeep.finetune.processes import Processes, fill
 from kvkeep.finetune.trained import Trained
 from kvkeep.host.fingerprint import differences
 
-VERSION = 1
+VERSION = 2
 OPTIMIZER = "optimizer.safetensors"
 STATE = "kvkeep_finetune.json"
 
 MODEL = "model's "
 """In the options of a run, the prefix of the names that are parts of the model's fingerprint."""
 
-_RANDOM = "random"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
-_STATES = ("step", "exp_avg", "exp_avg_sq")
+_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter."""
 
 
 class CheckpointError(KVKeepError, ValueError):
@@ -45,7 +49,8 @@ class State:
     """The state of a run, besides its weights.
 
     `options` are everything that the weights depend on. `train_loss` has one loss for each step;
-    `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on.
+    `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on;
+    `eval_accuracy` maps them to the share of texts that got their class, if there are classes.
     """
 
     options: dict[str, str | int | float | None]
@@ -55,6 +60,7 @@ class State:
     seconds: float = 0.0
     train_loss: list[float] = field(default_factory=list)
     eval_loss: dict[str, float] = field(default_factory=dict)
+    eval_accuracy: dict[str, float] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -113,59 +119,91 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: State,
     keep: int,
+    processes: Processes,
 ) -> None:
     """Write a checkpoint of a run, and delete all but the newest `keep`.
 
     Raises:
         CheckpointError: it cannot be written; the other checkpoints are unchanged.
     """
-    tensors = {_RANDOM: torch.get_rng_state()}
-    for name, parameter in _trained(model):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = value
     target = out / f"checkpoint-{state.step}"
-    try:
-        with _partial(out) as work:
-            _write(work, kind, model)
-            tensor_file.write(work / OPTIMIZER, tensors, {}, sync=False)
-            state.files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
-            (work / STATE).write_text(_sealed(asdict(state)))
-            for path in work.iterdir():
-                sync_to_disk(path)
-            sync_to_disk(work)
-            work.rename(target)
-            sync_to_disk(out)
+    tensors = {
+        f"{name}.{key}": value
+        for name, parameter in _trained(model)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+    def finish(work: Path) -> None:
+        state.files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
+        (work / STATE).write_text(_sealed(asdict(state)))
+        for path in work.iterdir():
+            sync_to_disk(path)
+        sync_to_disk(work)
+        work.rename(target)
+        sync_to_disk(out)
         for old in steps_in(out)[:-keep]:
-            with _partial(out) as work:  # renamed first: no incomplete one has the name
-                (out / f"checkpoint-{old}").rename(work / "old")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot write {target}: {error}; make room, and resume with --resume"
-        ) from error
+            gone = out / f".{old}{PARTIAL}"  # renamed first: no incomplete one has the name
+            (out / f"checkpoint-{old}").rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    _write(out, str(target), kind, model, processes, {OPTIMIZER: tensors}, finish)
 
 
-def save_result(out: Path, kind: Trained, model: Any) -> None:
+def save_result(out: Path, kind: Trained, model: Any, processes: Processes) -> None:
     """Write the result of a run; the file by which it is recognised is written last.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    try:
-        with _partial(out) as work:
-            _write(work, kind, model)
-            for path in sorted(work.iterdir(), key=lambda path: path.name == kind.mark):
-                sync_to_disk(path)
-                path.replace(out / path.name)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot write the {kind.noun} to {out}: {error}; make room, and resume with --resume"
-        ) from error
+
+    def finish(work: Path) -> None:
+        for path in sorted(work.iterdir(), key=lambda path: path.name == kind.mark):
+            sync_to_disk(path)
+            path.replace(out / path.name)
+
+    _write(out, f"the {kind.noun} to {out}", kind, model, processes, {}, finish)
 
 
-def _write(directory: Path, kind: Trained, model: Any) -> None:
-    kind.describe(model, directory)
-    path = directory / kind.weights_file
-    tensor_file.write(path, kind.weights(model), {"format": "pt"}, sync=False)
+def _write(
+    out: Path,
+    what: str,
+    kind: Trained,
+    model: Any,
+    processes: Processes,
+    others: Mapping[str, Mapping[str, Tensor]],
+    finish: Callable[[Path], None],
+) -> None:
+    """Write what a run trains, and other tensors by file, to a temporary directory inside the
+    run's; then the leading process calls `finish` with it. It is removed at the end.
+
+    Raises:
+        CheckpointError: `what` cannot be written.
+    """
+
+    @contextmanager
+    def step() -> Iterator[None]:
+        with processes.together():
+            try:
+                yield
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"cannot write {what}: {error}; make room, and resume with --resume"
+                ) from error
+
+    with ExitStack() as stack:
+        work = out
+        with step():
+            if processes.leads:
+                work = stack.enter_context(_partial(out))
+                kind.describe(model, work)
+        with step():
+            processes.write(work / kind.weights_file, kind.weights(model), {"format": "pt"})
+        for name, tensors in others.items():
+            with step():
+                processes.write(work / name, tensors, {})
+        with step():
+            if processes.leads:
+                finish(work)
 
 
 def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State, Path] | None:
@@ -183,7 +221,7 @@ def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State,
             )
         return None
     path = out / f"checkpoint-{steps[-1]}"
-    state = _read(path, kind)
+    state = _read(path)
     if state.step != steps[-1]:
         raise _damaged(path / STATE, f"it is of step {state.step}")
     differ = [
@@ -197,7 +235,18 @@ def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State,
             f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data and "
             "options, or give another directory"
         )
+    _verify(path, kind, state)
     return state, path
+
+
+def at(out: Path, step: int) -> tuple[State, Path]:
+    """The checkpoint of a step, which another process has verified.
+
+    Raises:
+        CheckpointError: it cannot be read here.
+    """
+    path = out / f"checkpoint-{step}"
+    return _read(path), path
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
@@ -207,35 +256,33 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def restore(path: Path, kind: Trained, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights, optimizer state and the state of the random number generator.
+    """Load weights and optimizer state. Of what is sharded, each process reads its own part.
 
     Raises:
         CheckpointError: the checkpoint is of something else, or damaged; nothing was changed.
     """
     weights, trained = kind.weights(model), _trained(model)
     with _opened(path / kind.weights_file) as held, _opened(path / OPTIMIZER) as tensors:
-        inside, names = list(held.keys()), set(tensors.keys())
-        shapes = {name: tuple(held.get_slice(name).get_shape()) for name in inside}
-        if shapes != {name: tuple(x.shape) for name, x in weights.items()}:
+        if _shapes(held) != {name: tuple(x.shape) for name, x in weights.items()}:
             raise _damaged(path / kind.weights_file, f"it is of another {kind.noun}")
-        states = {
-            index: {key: tensors.get_tensor(f"{name}.{key}") for key in _STATES}
-            for index, (name, _) in enumerate(trained)
-            if f"{name}.{_STATES[0]}" in names  # without it, it never had a gradient
-        }
-        random = tensors.get_tensor(_RANDOM)
-        for index, found in states.items():
-            if any(found[key].shape != trained[index][1].shape for key in _STATES[1:]):
-                raise _damaged(path / OPTIMIZER, f"{trained[index][0]} has another shape")
-        try:
-            torch.set_rng_state(random)
-        except (RuntimeError, TypeError) as error:
-            raise _damaged(path / OPTIMIZER, str(error)) from error
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(held.get_tensor(name))
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+        shapes = _shapes(tensors)
+        known = [(name, p) for name, p in trained if f"{name}.{_STEP}" in shapes]
+        expected: dict[str, tuple[int, ...]]
+        expected = {f"{name}.{_STEP}": () for name, _ in known}  # without it, it had no gradient
+        expected |= {f"{name}.{key}": tuple(p.shape) for name, p in known for key in _MOMENTS}
+        if shapes != expected:
+            raise _damaged(path / OPTIMIZER, f"it is of another {kind.noun}")
+        for name, weight in weights.items():
+            fill(weight, held, name)
+        for name, parameter in known:
+            state = {key: torch.zeros_like(parameter) for key in _MOMENTS}
+            for key, x in state.items():
+                fill(x, tensors, f"{name}.{key}")
+            optimizer.state[parameter] = {_STEP: tensors.get_tensor(f"{name}.{_STEP}"), **state}
+
+
+def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
 
 def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -243,8 +290,8 @@ def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _read(path: Path, kind: Trained) -> State:
-    """The state of a checkpoint, after verifying the checksums of all its files."""
+def _read(path: Path) -> State:
+    """The state of a checkpoint; its files are not verified yet."""
     try:
         fields = json.loads((path / STATE).read_bytes())
         checksum = fields.pop("checksum")
@@ -261,6 +308,11 @@ def _read(path: Path, kind: Trained) -> State:
         if isinstance(error, CheckpointError):
             raise
         raise _damaged(path / STATE, str(error)) from error
+    return state
+
+
+def _verify(path: Path, kind: Trained, state: State) -> None:
+    """Raise CheckpointError unless a checkpoint has all its files, with their checksums."""
     for name in {kind.weights_file, kind.mark, OPTIMIZER, *state.files}:
         try:
             same = state.files.get(name) == _checksum(path / name)
@@ -268,7 +320,6 @@ def _read(path: Path, kind: Trained) -> State:
             raise _damaged(path / name, str(error)) from error
         if not same:
             raise _damaged(path / name, "it has another checksum")
-    return state
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

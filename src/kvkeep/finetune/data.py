@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
+from kvkeep.finetune.options import drawn
 
 IGNORED = -100
 """The label of a token that is not learned."""
+
+
+Made = TypeVar("Made")
 
 
 class DataError(KVKeepError, ValueError):
@@ -41,6 +45,16 @@ def read(path: Path, tokenizer: Any) -> list[Tokens]:
     Raises:
         DataError: the file cannot be read or is empty, or a line has another form.
     """
+    return objects(path, lambda given: _document(given, tokenizer))
+
+
+def objects(path: Path, made: Callable[[dict[str, Any]], Made]) -> list[Made]:
+    """What is made of the object on each line of a JSON Lines file.
+
+    Raises:
+        DataError: the file cannot be read or is empty, or a line is no object; and what `made`
+            raises, with the number of the line.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -54,7 +68,7 @@ def read(path: Path, tokenizer: Any) -> list[Tokens]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_document(line, tokenizer))
+            found.append(made(_object(line)))
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from error.__cause__
     return found
@@ -80,23 +94,35 @@ def digest(texts: Iterable[Tokens]) -> str:
     return result
 
 
-def _document(line: bytes, tokenizer: Any) -> Tokens:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         given = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
             f'not JSON ({error}); write one object, such as {{"text": "..."}}, on each line'
         ) from error
-    if not isinstance(given, dict) or ("text" in given) == ("messages" in given):
-        kind = f"an object of {sorted(given)}" if isinstance(given, dict) else f"{given!r:.40}"
-        raise DataError(f'{kind}; give an object with either "text" or "messages"')
+    if not isinstance(given, dict):
+        raise DataError(f'{given!r:.40}; give an object, such as {{"text": "..."}}')
+    return given
+
+
+def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
+    if ("text" in given) == ("messages" in given):
+        raise DataError(
+            f'an object of {sorted(given)}; give an object with either "text" or "messages"'
+        )
     if "text" in given:
-        ids = _ids(tokenizer, _text(given["text"], '"text"'), special=True)
+        ids = encoded(tokenizer, text_of(given["text"], '"text"'), special=True)
         return Tokens(ids, ids)
     return _conversation(tokenizer, _messages(given["messages"]))
 
 
-def _text(value: Any, name: str) -> str:
+def text_of(value: Any, name: str) -> str:
+    """A field of a line, if it is text that is not empty.
+
+    Raises:
+        DataError: it is anything else.
+    """
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{name} is {value!r:.40}; give text that is not empty")
     try:
@@ -118,7 +144,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise DataError(f'{name} is {message!r:.40}; give {{"role": ..., "content": ...}}')
         for field in ("role", "content"):
-            _text(message.get(field), f'"{field}" of {name}')
+            text_of(message.get(field), f'"{field}" of {name}')
     if all(message["role"] != "assistant" for message in value):
         raise DataError("no message of the assistant, so nothing to learn; add one")
     return value
@@ -155,10 +181,12 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = Fal
             f"the model's chat template refuses the first {len(messages)} messages: "
             f"{' '.join(str(error).split())}; change them"
         ) from error
-    return _ids(tokenizer, text, special=False)
+    return encoded(tokenizer, text, special=False)
 
 
-def _ids(tokenizer: Any, text: str, *, special: bool) -> Tensor:
+def encoded(tokenizer: Any, text: str, *, special: bool) -> Tensor:
+    """The token ids of a text, (n,); `special`: with the tokens that the tokenizer puts around
+    texts."""
     # verbose=False: no warning about a text longer than the model's context; it will be cut.
     ids = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
     return torch.tensor(ids, dtype=torch.int64)
@@ -187,7 +215,28 @@ def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
         )
 
 
+def equalised(batches: list[Batch], count: int) -> list[Batch]:
+    """`count` batches of one shape, which learn the same: rows and columns of padding are added,
+    and batches with nothing to learn."""
+    rows = max(len(batch.ids) for batch in batches)
+    columns = max(batch.ids.shape[1] for batch in batches)
+
+    def padded(batch: Batch, learned: bool) -> Batch:
+        right = (0, columns - batch.ids.shape[1])
+        ids, mask = (torch.nn.functional.pad(x, right) for x in (batch.ids, batch.mask))
+        labels = torch.full((rows, columns), IGNORED)
+        if learned:
+            own = batch.labels
+            labels[: own.shape[0], : own.shape[1]] = own
+        # What fills the rows is text as well, since a row of padding alone has no first token.
+        fill = [0] * (rows - len(ids))
+        return Batch(torch.cat([ids, ids[fill]]), labels, torch.cat([mask, mask[fill]]))
+
+    spare = [padded(batches[0], False)] * (count - len(batches))
+    return [padded(batch, True) for batch in batches] + spare
+
+
 def order(count: int, seed: int, epoch: int) -> list[int]:
     """The order of an epoch's `count` pieces: a permutation that depends on seed and epoch."""
-    mixed = xxhash.xxh3_64_intdigest(f"{seed} {epoch}".encode()) >> 1
-    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed)).tolist()
+    generator = torch.Generator().manual_seed(drawn(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()

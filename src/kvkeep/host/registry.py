@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.contract import Host
 
 _KNOWN = {
@@ -18,6 +19,9 @@ _KNOWN = {
 }
 """The module of a library's base class for models -> the library's name, and the module and name of
 the host's class."""
+
+HOSTS = {"transformers": "kvkeep.hf.models", "litgpt": "kvkeep.litgpt.checkpoint"}
+"""The libraries whose models can be loaded -> the module with `load`."""
 
 _registered: dict[type, Callable[[Any], Host]] = {}
 
@@ -59,10 +63,31 @@ def host_of(model: Any) -> Host:
     )
 
 
-def load_model(name: str | None, dtype: str = "auto", **options: Any) -> tuple[Any, Any]:
-    """Load a model and its tokenizer by name; see `kvkeep.hf.models.load`."""
-    loaded: tuple[Any, Any] = import_module("kvkeep.hf.models").load(name, dtype, **options)
+def require_host(host: str) -> None:
+    """Raise SpecError if there is no such library, UnsupportedError if it is not installed."""
+    if host not in HOSTS:
+        raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
+    if find_spec(host) is None:
+        raise UnsupportedError(f"{host} is not installed; docs/{host}.md says how it is")
+
+
+def load_model(
+    name: str | None, dtype: str = "auto", *, host: str = "transformers", **options: Any
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer.
+
+    Args:
+        name, dtype, options: see `kvkeep.hf.models.load` and `kvkeep.litgpt.checkpoint.load`.
+        host: the library of the model, of `HOSTS`.
+    """
+    require_host(host)
+    loaded: tuple[Any, Any] = import_module(HOSTS[host]).load(name, dtype, **options)
     return loaded
+
+
+def load_tokenizer(directory: str) -> Any:
+    """The tokenizer in a directory, as transformers loads it."""
+    return import_module("kvkeep.hf.models").load_tokenizer(directory)
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:

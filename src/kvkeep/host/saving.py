@@ -12,8 +12,10 @@ from kvkeep.errors import CapacityError, SavedCacheError, SpecError, Unsupported
 from kvkeep.files import snapshot
 from kvkeep.files.snapshot import Saved
 from kvkeep.host.cache import ModelCache
-from kvkeep.host.fingerprint import differences
+from kvkeep.host.contract import Host
+from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
+from kvkeep.host.translation import translated
 from kvkeep.storage.allocate import SHORTAGE
 
 
@@ -67,8 +69,8 @@ def load(
 ) -> ModelCache:
     """Load a cache that `save` wrote; see `kvkeep.load`."""
     host, saved = host_of(model), Saved(path, verify=verify)
-    differing = differences(saved.header.fingerprint, host.fingerprint(tokenizer))
-    if differing and not force:
+    differing = [] if force else _differing(saved.header.fingerprint, host, tokenizer)
+    if differing:
         raise SavedCacheError(
             f"{path} was made with another model: {'; '.join(differing)}; load the model it was "
             "made with, or give force=True to use another model's keys and values"
@@ -78,10 +80,27 @@ def load(
         raise SavedCacheError(f"{path} holds {layers} layers, the model has {expected}")
     try:
         cache = host.new_cache(saved.header.specs, capacity=saved.header.capacity)
-        saved.restore_to(cache, next(model.parameters()).device)
+        saved.restore_to(cache, host.devices())
     except SavedCacheError:
         raise
     except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
         raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
     tokens(saved.tokens)
     return cache
+
+
+def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[str]:
+    """How a model differs from the one of a recorded fingerprint; empty if it does not."""
+    now = host.fingerprint(tokenizer)
+    found = differences(recorded, now)
+    if not found:
+        return []
+    elsewhere = translated(recorded, host, tokenizer)
+    if elsewhere is not None:
+        return elsewhere
+    if recorded.get(LIBRARY) != now.get(LIBRARY):
+        return [
+            f"one of another library than {host.library}, whose weights have another layout, so "
+            "that it is not known whether they are the same"
+        ]
+    return found

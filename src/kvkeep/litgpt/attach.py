@@ -83,9 +83,7 @@ def attach(gpt: GPT, spec: Specs, *, linears: bool = False) -> Attachment:
     attachment = Attachment(gpt, spec, cache, count, hooks, gpt.mask_cache)
     gpt.__dict__[_ATTRIBUTE] = attachment
     gpt.__dict__["set_kv_cache"] = gpt.__dict__["clear_kv_cache"] = partial(_renew, attachment)
-    # One element, for whatever LitGPT selects of it: kvkeep's attention uses no mask.
-    length = gpt.config.block_size
-    gpt.mask_cache = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, length, 1)
+    gpt.mask_cache = _no_mask(gpt, gpt.cos.device)
     return attachment
 
 
@@ -114,6 +112,12 @@ def attachment_of(gpt: GPT) -> Attachment | None:
     return found
 
 
+def _no_mask(gpt: GPT, device: torch.device) -> Tensor:
+    """Stands for a mask in LitGPT's forward: one element, as kvkeep's attention uses none."""
+    one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    return one.expand(1, 1, gpt.config.block_size, 1)
+
+
 def _renew(attachment: Attachment, *args: object, **options: object) -> None:
     """Begin a new cache; `set_kv_cache` and `clear_kv_cache` of an attached model do only this."""
     attachment.cache = host_of(attachment.model).new_cache(attachment.spec)
@@ -134,6 +138,8 @@ def _begin(
     attachment = attachment_of(gpt)
     assert attachment is not None
     position = _placed(attachment, ids, at)
+    if gpt.mask_cache.device != at.device:  # the model was moved
+        gpt.mask_cache = _no_mask(gpt, at.device)
     attachment.cache.begin(ids.shape[1])
     gpt.__dict__[_ENTERED] = FORWARD.set(Forward(attachment.cache.layers, position))
     given["input_pos"], given["input_pos_maxp1"] = at.clamp(min=0), None

@@ -15,6 +15,7 @@ from litgpt.model import (
     CausalSelfAttention,
     KVCache,
     MultiheadLatentAttention,
+    batched_index_select,
     do_softcapping,
 )
 from torch import Tensor, nn
@@ -183,7 +184,7 @@ def embedded(gpt: GPT, ids: Tensor) -> Tensor:
 def block(gpt: GPT, index: int, x: Tensor, position: Tensor) -> Tensor:
     """Run one layer on x (B, n, width) at positions (n,) or (B, n), within a `running` forward."""
     place = position.to(gpt.cos.device).long().clamp(min=0)
-    cos, sin = (table[place] for table in (gpt.cos, gpt.sin))
+    cos, sin = (batched_index_select(table, 0, place) for table in (gpt.cos, gpt.sin))
     if position.dim() == 1:
         cos, sin = cos[None], sin[None]
     which = gpt.config.rope_indices

@@ -27,9 +27,10 @@ from kvkeep.host import (
     packed,
 )
 from kvkeep.host.cache import DEFAULT_SPEC
-from kvkeep.host.fingerprint import fingerprint_of
+from kvkeep.host.fingerprint import LIBRARY, fingerprint_of
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.litgpt.attach import attach, attachment_of, detach
+from kvkeep.litgpt.conversion import as_transformers
 from kvkeep.litgpt.decoder import (
     NARROWED,
     Forward,
@@ -83,8 +84,7 @@ class LitGPTHost(Host):
             one = Geometry(1, config.n_head, config.qk_head_dim, config.v_head_dim, dtype)
         else:
             one = Geometry(1, config.n_query_groups, config.head_size, config.head_size, dtype)
-        devices = [next(layer.parameters()).device for layer in self.model.transformer.h]
-        return [one._replace(device=device) for device in devices]
+        return [one._replace(device=device) for device in self.devices()]
 
     def rotaries(self) -> list[Rotary | None]:
         config, table = self._config, self.model.cos
@@ -113,9 +113,16 @@ class LitGPTHost(Host):
         device: torch.device = self.model.transformer.wte.weight.device
         return device
 
+    def devices(self) -> list[torch.device]:
+        return [next(layer.parameters()).device for layer in self.model.transformer.h]
+
     def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
         described = json.dumps(asdict(self._config), sort_keys=True, default=str)
-        return fingerprint_of(self.model, {"config": described}, tokenizer, glance=glance)
+        parts = {LIBRARY: self.library, "config": described}
+        return fingerprint_of(self.model, parts, tokenizer, glance=glance)
+
+    def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
+        return as_transformers(self.model, kind)
 
     # -- attention through a cache ----------------------------------------------------------
 

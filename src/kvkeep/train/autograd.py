@@ -16,6 +16,11 @@ def accumulate(ends: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
         torch.autograd.backward(ends, gradients)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a module over processes."""
+    return isinstance(module, FSDPModule)
+
+
 def reduces(module: nn.Module, on: bool, *, recurse: bool = True) -> None:
     """Set whether a backward through an FSDP2 module reduces its gradients over the processes that
     share it, or leaves that to a later backward. Other modules are unchanged."""

@@ -98,12 +98,14 @@ def backward(
     way = cache, chunk, attention_mask, on_layer, offload
     with _walk(model, input_ids, *way, chain=chain) as (decoder, walk, store):
         found = head_for(decoder, labels, loss_weights, num_items, head)
+        own = list(head.parameters()) if isinstance(head, nn.Module) else []
+        # The shards of FSDP2's parameters, before any are gathered.
+        trained, outside = [*decoder.model.parameters(), *own], [*decoder.outside_layers, *own]
         walk.forward()
         if decisions is not None:
             decisions += walk.decisions
-        own = list(head.parameters()) if isinstance(head, nn.Module) else []
-        with chain.summed([*decoder.model.parameters(), *own]):
-            with restored_on_failure([*decoder.outside_layers, *own]), chain.failing_together():
+        with chain.summed(trained):
+            with restored_on_failure(outside), chain.failing_together():
                 loss, gradients = loss_and_gradients(
                     decoder, found, walk.chunks, walk.outputs, store, scale
                 )

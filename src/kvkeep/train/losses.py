@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvkeep.errors import LossError, ShapeError
 from kvkeep.files.offload import Kept, Offload
 from kvkeep.host.layerwise import Layerwise
-from kvkeep.train.autograd import accumulate, reduces
+from kvkeep.train.autograd import accumulate, is_sharded, reduces
 
 HiddenLoss = Callable[[Tensor, slice], Tensor | None]
 """A caller's own loss: hidden states (B, n, width) after the final norm, and their columns -> the
@@ -87,12 +87,14 @@ class TokenHead:
             )
         self._total = total.to(device)
         self._decoder = decoder
+        # Processes that share a model's weights compute the same pieces, or they wait for others.
+        self._all = is_sharded(decoder.model)
         self._tokens = max(1, _LOGITS // (shape[0] * decoder.vocabulary))
 
     def pieces(self, columns: slice) -> Iterator[slice]:
         for start in range(columns.start, columns.stop, self._tokens):
             piece = slice(start, min(start + self._tokens, columns.stop))
-            if bool(self._weights[:, piece].any()):
+            if self._all or bool(self._weights[:, piece].any()):
                 yield piece
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor:

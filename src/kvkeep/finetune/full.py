@@ -1,0 +1,61 @@
+"""All of a model's weights are trained; the result is a model directory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvkeep.finetune.options import OptionError, Options
+from kvkeep.finetune.trained import Trained
+from kvkeep.host.adapters import adapter_layers
+
+
+class Full(Trained):
+    """A whole model, in the files from which transformers loads it.
+
+    Args:
+        tokenizer: the model's tokenizer, which is saved beside it.
+    """
+
+    noun = "model"
+    weights_file = "model.safetensors"
+    mark = "config.json"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prepare(self, model: Any, options: Options) -> Any:
+        if adapter_layers(model):
+            raise OptionError("the model has an adapter; give its base model, or merge it first")
+        if not hasattr(getattr(model, "config", None), "save_pretrained"):
+            raise OptionError(
+                f"{type(model).__name__} has no config that can be saved, so the result would be "
+                "no model directory; train an adapter"
+            )
+        odd = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+        if odd or getattr(model.config, "quantization_config", None) is not None:
+            raise OptionError(
+                f"{type(model).__name__} has quantized weights, which have no gradients; train an "
+                "adapter, or load the model without quantization"
+            )
+        # Sharding changes the class of the model, so its name is taken now.
+        self._config = copy.deepcopy(model.config)
+        self._config.architectures = [type(model).__name__]
+        self._config.dtype = next(model.parameters()).dtype
+        return model.requires_grad_(True)
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        once: dict[int, tuple[str, Tensor]] = {}
+        for name, x in model.state_dict(keep_vars=True).items():
+            once.setdefault(id(x), (name, x))  # weights that are tied have several names
+        return dict(once.values())
+
+    def describe(self, model: Any, directory: Path) -> None:
+        self._config.save_pretrained(directory)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(directory)
+        self._tokenizer.save_pretrained(directory)

@@ -1,0 +1,254 @@
+"""The processes of a run: what each computes, what they share, and how they end together.
+
+A step's batches are divided among the processes. Each process has the whole model and gradients are
+summed, or FSDP2 shards weights, gradients and optimizer state over the processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, Shard
+
+from kvkeep.errors import KVKeepError
+from kvkeep.files import tensor_file
+from kvkeep.finetune.data import Batch, equalised
+from kvkeep.finetune.options import OptionError
+from kvkeep.host import host_of
+
+
+class PeerError(KVKeepError):
+    """The error of another process, by which all of them end."""
+
+
+class Processes:
+    """This process and the others of `torch.distributed`, if it is initialised.
+
+    Args:
+        device: where this process computes.
+        context: how many processes share each text (context parallelism).
+        offload: whether a sharded model is held in host memory.
+
+    Raises:
+        OptionError: the number of processes is not a multiple of `context`, or nothing can be
+            offloaded.
+
+    Attributes:
+        count: how many batches are computed at the same time.
+        group: the processes that share this process's texts; None: it is alone.
+        sharded: whether FSDP2 shards the model; see `shard`.
+    """
+
+    def __init__(self, device: torch.device, context: int = 1, *, offload: bool = False) -> None:
+        here = dist.is_initialized()
+        if offload and device.type == "cpu":
+            raise OptionError(
+                "nothing can be offloaded from the CPU, whose memory holds everything already; "
+                "leave out --offload"
+            )
+        if offload and not here:
+            raise OptionError(
+                "offloading is FSDP2's, which needs torch.distributed; call init_process_group "
+                "first, if only for one process"
+            )
+        size, self._rank = (dist.get_world_size(), dist.get_rank()) if here else (1, 0)
+        if size % context:
+            raise OptionError(
+                f"{context} processes for each text, but there are {size}; start a multiple of "
+                f"{context} with torchrun, or choose another --context-parallel"
+            )
+        self.device, self.sharded, self._offload = device, False, offload
+        self._size, self.count, self._place = size, size // context, self._rank // context
+        self._data: Any = None  # the processes with other texts
+        self.group: dist.ProcessGroup | None = None
+        if here:
+            mesh = init_device_mesh(
+                device.type, (self.count, context), mesh_dim_names=("data", "context")
+            )
+            self._data = mesh["data"]
+            self.group = mesh.get_group("context") if context > 1 else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that reports and writes files."""
+        return not self._rank
+
+    def share(self, batches: list[Batch]) -> Iterator[tuple[int, Batch]]:
+        """The batches that this process computes, with their indices.
+
+        All processes of a sharded model must gather its layers equally often. So batches that are
+        computed at the same time have the same shape, and a process may get one with nothing to
+        learn.
+        """
+        for start in range(0, len(batches), self.count):
+            some = batches[start : start + self.count]
+            if self.sharded:
+                some = equalised(some, self.count)
+            if self._place < len(some):
+                yield start + self._place, some[self._place]
+
+    def shard(self, model: Any) -> None:
+        """Shard a model's parameters by FSDP2, layer by layer. Their gradients and the optimizer's
+        state are sharded alike, and lie where the parameters lie."""
+        policy = CPUOffloadPolicy() if self._offload else OffloadPolicy()
+        probe = torch.zeros(1, 1, dtype=torch.int64, device=host_of(model).device)
+        with host_of(model).layerwise(probe, None) as decoder:
+            parts = [*decoder.layers, decoder.model]
+        for part in parts:
+            fully_shard(part, mesh=self._data, offload_policy=policy)
+        self.sharded = True
+
+    @property
+    def scale(self) -> float:
+        """The factor of a process's gradients by which their sum is that of all texts: FSDP2
+        averages them."""
+        return float(self.count) if self.sharded else 1.0
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of a model that is not sharded over the processes."""
+        if self.sharded or self.count == 1:
+            return
+        for p in parameters:  # in all processes, whether or not they have a gradient
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, group=self._data.get_group())
+
+    def sum(self, number: float) -> float:
+        """The sum of a number over the processes with other texts."""
+        if self.count == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, group=self._data.get_group())
+        return float(found)
+
+    def sum_of_all(self, number: int) -> int:
+        """The sum of a number over all processes."""
+        if self._size == 1:
+            return number
+        found = torch.tensor(number, device=self.device)
+        dist.all_reduce(found)
+        return int(found)
+
+    def told(self, number: int) -> int:
+        """The leading process's number."""
+        if self._size == 1:
+            return number
+        found = torch.tensor(number, device=self.device)
+        dist.broadcast(found, 0)
+        return int(found)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context that all processes leave alike: if one raises, all raise.
+
+        Raises:
+            PeerError: another process raised, with the text of its error.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if self._size > 1:
+            failed = torch.zeros(self._size, dtype=torch.int64, device=self.device)
+            text = b"" if error is None else (str(error) or type(error).__name__).encode()
+            failed[self._rank] = len(text)
+            dist.all_reduce(failed)
+            for rank in failed.nonzero().flatten().tolist()[:1]:
+                empty = bytes(int(failed[rank]))
+                said = torch.frombuffer(
+                    bytearray(text if rank == self._rank else empty), dtype=torch.uint8
+                )
+                said = said.to(self.device)
+                dist.broadcast(said, rank)
+                if error is None:
+                    raise PeerError(bytes(said.tolist()).decode())
+        if error is not None:
+            raise error
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write a safetensors file: all processes make each tensor whole, the leading one writes
+        it. One whole tensor is in memory at a time.
+
+        torch.distributed.checkpoint is not used, because it unpickles its metadata.
+
+        Raises:
+            OSError: it cannot be written; in the leading process only.
+        """
+        left = iter(tensor_file.order(tensors))
+
+        def one(x: Tensor) -> Tensor:
+            next(left)
+            return whole(x)
+
+        try:
+            if self.leads:
+                tensor_file.write(path, tensors, metadata, sync=False, whole=one)
+        finally:
+            for name in left:  # also if it could not be written, for the others do not know
+                whole(tensors[name])
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor of which each process holds a part, in each process; others are unchanged."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def fill(x: Tensor, file: Any, name: str) -> None:
+    """Set a tensor to one of a safetensors file (`safe_open`). Of a tensor that is sharded, only
+    this process's part is read."""
+    with torch.no_grad():
+        if not isinstance(x, DTensor):
+            x.copy_(file.get_tensor(name))
+            return
+        (placement,) = x.placements
+        assert placement == Shard(0)  # as torch.chunk divides it
+        most = -(-x.shape[0] // x.device_mesh.size())
+        own = x.to_local()
+        start = min(x.device_mesh.get_local_rank() * most, x.shape[0])
+        if len(own):
+            own.copy_(file.get_slice(name)[start : start + len(own)])
+
+
+@contextmanager
+def launched(device: torch.device, *, offload: bool = False) -> Iterator[torch.device]:
+    """Join the processes that torchrun started, if it did; yields this process's device.
+
+    If one fails, it alone reports why; the others exit quietly, and torchrun ends those that wait
+    for it.
+
+    Args:
+        device: where to compute; of several accelerators, each process takes its own.
+        offload: FSDP2 is needed, which takes a group of processes, if only of one.
+    """
+    several = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not several and not offload:
+        yield device
+        return
+    backend = "gloo"
+    if device.type != "cpu":
+        if several or device.index is None:
+            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    alone: Any = dist.HashStore  # type: ignore[attr-defined]
+    store, rank, size = next(rendezvous("env://")) if several else (alone(), 0, 1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        yield device
+    except Exception:
+        if store.add("kvkeep/failed", 1) > 1:
+            raise SystemExit(2) from None
+        raise
+    finally:
+        if not several:
+            dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""A model of transformers, built again from its fingerprint and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.hf.fingerprint import relevant_fields
+
+
+def rebuilt(
+    fingerprint: Mapping[str, str], weights: Mapping[str, Tensor], *, layers: int, positions: int
+) -> PreTrainedModel:
+    """A model with the type and config of the one that gave a fingerprint. The weights are shared,
+    not copied.
+
+    Args:
+        fingerprint: of a causal model, from anywhere. It is only read for the type and numbers of a
+            config; what is built must be compared with it.
+        weights: by the names of a state dict.
+        layers: the number of layers that it must have, so that no file decides how many are built.
+        positions: the context length.
+
+    Raises:
+        UnsupportedError: the config does not fit the weights, or cannot be built.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(fingerprint["config"])
+        if fields.get("num_hidden_layers") != layers:
+            raise ValueError(f"it has {fields.get('num_hidden_layers')} layers, not {layers}")
+        usual = relevant_fields(AutoConfig.for_model(fields["model_type"]))
+        config = AutoConfig.for_model(
+            **{name: value for name, value in fields.items() if name in usual},
+            rope_parameters=json.loads(fingerprint["rope"]),
+            max_position_embeddings=positions,
+        )
+        model = _filled(config, weights)
+        # Other fields name what transformers would load or choose, so it must not see them before.
+        for name in fields.keys() - usual.keys():
+            if name.startswith("_") or hasattr(model.config, name):
+                raise ValueError(f"it sets {name}")
+            setattr(model.config, name, fields[name])
+    except Exception as error:  # a config may have any fields
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedError(f"its config cannot be built: {reason}") from error
+    return model
+
+
+def _filled(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in kind(config).state_dict().items()}
+    given = {name: x.shape for name, x in weights.items()}
+    if given != {name: shape for name, shape in shapes.items() if name in given}:
+        raise ValueError("the weights have other names or shapes")
+    if missing := shapes.keys() - given.keys() - {"lm_head.weight"}:  # that one may be tied
+        raise ValueError(f"there are no weights {sorted(missing)[:3]}")
+    dtype = next(iter(weights.values())).dtype
+    with _without_progress():
+        model: PreTrainedModel = kind.from_pretrained(
+            None, config=config, state_dict=dict(weights), dtype=dtype
+        )
+    model.eval()
+    return model
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,95 @@
+"""Whether a cache of a transformers model was made with the weights of another library's model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import KVKeepError
+from kvkeep.host.contract import Host
+from kvkeep.host.fingerprint import LIBRARY, differences
+from kvkeep.host.registry import host_of
+from kvkeep.rotary import Rotary
+
+_TOKENS = 16
+"""Tokens whose keys and values are compared."""
+
+_CLOSE = 1e-3
+_CLOSE_IN_HALF = 0.05
+"""Largest relative differences of what two libraries compute, by rounding."""
+
+
+def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> list[str] | None:
+    """How a model differs from the model of transformers that gave a fingerprint, although their
+    weights are laid out otherwise.
+
+    The model of transformers is built again: with the config in the fingerprint, and the host's
+    weights, which are shared. It is the same if its whole fingerprint is the recorded one, if its
+    windows and rotary frequencies are those of the host's model, and if both compute the same keys
+    and values of a few tokens.
+
+    Returns:
+        The differences; empty if there are none. None if the fingerprint is not of a model of
+        transformers, or if the host does not know its layout.
+    """
+    kind = _kind(saved)
+    weights = None if kind is None else host.as_transformers(kind)
+    if weights is None:
+        return None
+    try:
+        build = import_module("kvkeep.hf.rebuilt").rebuilt
+        model = build(saved, weights, layers=len(host.kinds), positions=host.context or 1 << 20)
+        other = host_of(model)
+        return differences(saved, other.fingerprint(tokenizer)) or _computed(host, other)
+    except KVKeepError as error:
+        return [str(error)]
+
+
+def _kind(saved: Mapping[str, str]) -> str | None:
+    """The type of the model of transformers that gave a fingerprint; None: it was none."""
+    try:
+        kind = json.loads(saved["config"])["model_type"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return kind if isinstance(kind, str) and LIBRARY not in saved else None
+
+
+def _computed(one: Host, other: Host) -> list[str]:
+    """What two models compute differently."""
+    if [kind.window for kind in one.kinds] != [kind.window for kind in other.kinds]:
+        return ["its layers have other windows"]
+    half = one.geometries()[0].dtype.itemsize < torch.float32.itemsize
+    most = _CLOSE_IN_HALF if half else _CLOSE
+    turns = zip(one.rotaries(), other.rotaries(), strict=True)
+    if not all(_same_rotary(mine, theirs, most) for mine, theirs in turns):
+        return ["it rotates keys otherwise"]
+    pairs = zip(_keys_and_values(one), _keys_and_values(other), strict=True)
+    for index, (of_one, of_other) in enumerate(pairs):
+        for name, x, y in zip(("keys", "values"), of_one, of_other, strict=True):
+            if x.shape != y.shape or not float((x - y).norm()) <= most * float(y.norm()):
+                return [f"it computes other {name} in layer {index}"]
+    return []
+
+
+def _same_rotary(one: Rotary | None, other: Rotary | None, most: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    x, y = one.inv_freq.cpu().float(), other.inv_freq.cpu().float()
+    close = x.shape == y.shape and torch.allclose(x, y, most, 0)
+    return close and one.interleaved == other.interleaved
+
+
+@torch.no_grad()
+def _keys_and_values(host: Host) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values, (1, H, n, D), of each layer for a few tokens."""
+    with nullcontext() if host.attached else host.attach():
+        cache = host.new_cache()
+        host.feed(torch.arange(_TOKENS, device=host.device)[None] % host.vocabulary, cache)
+    found = [held for layer in cache.layers if (held := layer.held()) is not None]
+    return [(held.keys.cpu(), held.values.cpu()) for held in found]

@@ -1,0 +1,156 @@
+"""LitGPT's LoRA on a model in memory, and the files of an adapter that LitGPT reads too.
+
+LitGPT keeps an adapter as a pickle, `lit_model.pth.lora`. kvkeep reads a safetensors file beside it
+instead; the pickle is written for LitGPT's own commands.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from litgpt import Config, lora
+from litgpt.model import GPT
+from litgpt.utils import save_config
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedError
+
+ADAPTER = "lit_model.lora.safetensors"
+CONFIG, PICKLE, SETTINGS = "model_config.yaml", "lit_model.pth.lora", "hyperparameters.yaml"
+TOKENIZER = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
+TARGETS = ("query", "key", "value", "projection", "mlp", "head")
+"""What LitGPT can adapt: the parts of an attention's first layer, its last one, the layers of the
+feed-forward part, and the language model head."""
+
+_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", *(f"lora_{name}" for name in TARGETS))
+
+
+def adapted(
+    gpt: GPT, *, rank: int, alpha: int, dropout: float = 0.0, targets: list[str] | None = None
+) -> lora.GPT:
+    """A model with an adapter that changes nothing yet. It shares the weights of `gpt`, which are
+    frozen; the adapter has their dtype.
+
+    Args:
+        targets: of `TARGETS`; None: all but the head.
+
+    Raises:
+        UnsupportedError: there is no such target, or the model has an adapter already.
+    """
+    chosen = list(TARGETS[:-1]) if targets is None else targets
+    if unknown := set(chosen) - set(TARGETS):
+        raise UnsupportedError(
+            f"LitGPT has no LoRA for {', '.join(sorted(unknown))}; use {', '.join(TARGETS)}"
+        )
+    if type(gpt) is not GPT:
+        raise UnsupportedError(
+            f"the model is a {type(gpt).__module__}.{type(gpt).__name__}; give a litgpt.model.GPT"
+        )
+    settings: dict[str, Any] = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    return _with_adapter(gpt, settings | {f"lora_{name}": name in chosen for name in TARGETS})
+
+
+def adapter_weights(gpt: lora.GPT) -> dict[str, Tensor]:
+    """The adapter's tensors, by LitGPT's names. They share the model's memory."""
+    named = gpt.state_dict(keep_vars=True)
+    return {name: x for name, x in named.items() if lora.lora_filter(name, x)}
+
+
+def describe_adapter(gpt: lora.GPT, directory: Path) -> None:
+    """Write all but `ADAPTER`: the config and the settings, LitGPT's own file of the adapter, and
+    the tokenizer of the checkpoint that the model was loaded from. So the directory is one that
+    `litgpt merge_lora` takes."""
+    base: Path | None = getattr(gpt, "checkpoint_dir", None)
+    plain = {name: x for name, x in asdict(gpt.config).items() if name not in _SETTINGS}
+    save_config(Config(**plain), directory)
+    if base is not None:
+        for file in (base / name for name in TOKENIZER):
+            if file.exists():
+                shutil.copy(file, directory / file.name)
+    weights = {name: x.detach().cpu() for name, x in adapter_weights(gpt).items()}
+    torch.save({"model": weights}, directory / PICKLE)
+    settings = {name: getattr(gpt.config, name) for name in _SETTINGS}
+    settings["checkpoint_dir"] = "" if base is None else str(base)
+    (directory / SETTINGS).write_text(json.dumps(settings, indent=2))  # JSON is YAML
+
+
+def with_adapter(gpt: GPT, directory: Path) -> lora.GPT:
+    """A model with an adapter that `kvkeep finetune` wrote; the weights of `gpt` are shared.
+
+    Raises:
+        UnsupportedError: the files are missing or damaged, or are of another model.
+    """
+    try:
+        given = json.loads((directory / SETTINGS).read_text())
+        settings = {name: given[name] for name in _SETTINGS}
+        weights = load_file(directory / ADAPTER)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise UnsupportedError(
+            f"cannot read the adapter in {directory}: {' '.join(str(error).split())[:200]}"
+        ) from error
+    _require_settings(settings, directory)
+    found = _with_adapter(gpt, settings)
+    own = adapter_weights(found)
+    _require_same(weights, own, directory)
+    with torch.no_grad():
+        for name, x in own.items():
+            x.copy_(weights[name])
+    return found.eval()
+
+
+def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
+    config = lora.Config(**asdict(gpt.config), **settings)
+    with torch.device("meta"):
+        found = lora.GPT(config)
+    found.load_state_dict(gpt.state_dict(keep_vars=True), strict=False, assign=True)
+    for module in found.modules():
+        fresh = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
+        for name in fresh:
+            p = torch.empty_like(module._parameters[name], device=gpt.lm_head.weight.device)
+            module._parameters[name] = torch.nn.Parameter(p.to(gpt.lm_head.weight.dtype))
+        if fresh:
+            module.reset_parameters()
+    found.max_seq_length = gpt.max_seq_length
+    found.cos, found.sin = gpt.cos, gpt.sin
+    found.checkpoint_dir = getattr(gpt, "checkpoint_dir", None)
+    lora.mark_only_lora_as_trainable(found)
+    return found.train(gpt.training)
+
+
+def _require_settings(settings: Mapping[str, Any], directory: Path) -> None:
+    """Raise UnsupportedError if the settings of an adapter, from a file, are not what they may
+    be."""
+    limits: dict[str, tuple[type, float]] = dict.fromkeys(_SETTINGS, (bool, 1.0))
+    limits.update(lora_r=(int, 1 << 16), lora_alpha=(int, 1 << 31), lora_dropout=(float, 1.0))
+    for name, (kind, most) in limits.items():
+        value = settings[name]
+        fits = type(value) is kind  # a truth value is no number
+        if not fits or not 0 <= value <= most:
+            raise UnsupportedError(
+                f"{directory / SETTINGS}: {name} is {value!r:.40}, not a {kind.__name__} of at "
+                f"most {most}"
+            )
+
+
+def _require_same(found: Mapping[str, Tensor], own: Mapping[str, Tensor], directory: Path) -> None:
+    """Raise UnsupportedError if tensors have other names or shapes than a model's adapter."""
+    shapes = [{name: tuple(x.shape) for name, x in one.items()} for one in (found, own)]
+    if shapes[0] != shapes[1]:
+        odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))[:3]
+        raise UnsupportedError(
+            f"the adapter in {directory} is for another model: {', '.join(odd)} differ"
+        )
