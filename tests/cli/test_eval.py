@@ -154,6 +154,7 @@ def test_bar():
         (("eval", "--tasks", "longbench,sum"), "no task 'sum'; there is needle, multi-key"),
         (("eval", "--samples-file", __file__), "exists; give another name, or --overwrite"),
         (("eval", "--samples-file", "nowhere/x"), "there is no directory nowhere"),
+        (("eval", "--no-retrieval", "--samples-file", "x"), "without tasks would stay empty"),
         (("eval", "--against", "vllm"), "there is kvpress"),
         (("eval", "--against", "kvpress"), "needs --kvpress DIR"),
         (("eval", "--against", "kvpress", "--kvpress", "nowhere"), "no environment in nowhere"),

@@ -70,7 +70,7 @@ def test_a_character_of_several_tokens_is_kept_whole():
 SPECS = [
     "window:16",
     "window:12,sinks=4+int8",
-    "window:30%,least=8",
+    "window:30%,least=3",
     "h2o:16",
     "h2o:30%,least=3",
     "snapkv:30%,least=12,recent=8,window=4",

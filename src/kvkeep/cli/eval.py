@@ -124,6 +124,8 @@ def evaluate(
         raise typer.BadParameter(f"--against {against}: there is kvpress")
     if against and kvpress is None:
         raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
+    if samples_file is not None and not (retrieval and listed(tasks, ",")):
+        raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
     model = model_for(model, adapter)
     contexts = whole_numbers(context)
     with reported(), Advancing("starting") as advancing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from io import FileIO
@@ -27,8 +28,9 @@ def row_of(
     """An answer as a row.
 
     Args:
-        sample: the prompt's number among those of the task at this context. Equal numbers are equal
-            prompts for every spec, and for every model and adapter with the same tokenizer.
+        sample: the prompt's number among those of the task at this context. In runs that ask for
+            as many samples of the same texts, equal numbers are equal prompts for every spec, and
+            for every model and adapter with the same tokenizer.
     """
     return {
         "spec": spec,
@@ -85,6 +87,8 @@ def written(
 def _check(file: Path, overwrite: bool) -> None:
     if not file.parent.is_dir():
         raise SamplesError(f"no samples in {file}: there is no directory {file.parent}; make it")
+    if not os.access(file.parent, os.W_OK):
+        raise SamplesError(f"no samples in {file}: {file.parent} cannot be written to; choose another")
     if file.is_dir() or (file.exists() and not overwrite):
         raise SamplesError(f"{file} exists; give another name, or --overwrite to replace the file")
 

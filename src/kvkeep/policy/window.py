@@ -79,8 +79,11 @@ class Window(Policy):
         return replace(self, size=tokens if isinstance(tokens, Share) else tokens - self.protected)
 
     def keeping(self, stop: int) -> Policy:
-        wider = replace(self, keep_from=0, keep_to=self.protection.until(stop))
-        return wider if self.budget is None else wider.with_budget(self.budget)
+        to = self.protection.until(stop)
+        added = Protection(0, self.sinks, 0, to).fixed - self.protected
+        if isinstance(self.size, Share):  # room for them also while few tokens have been fed
+            return replace(self, keep_from=0, keep_to=to, least=self.least + added)
+        return replace(self, size=self.size - added, keep_from=0, keep_to=to)
 
     def within(self, window: int) -> Policy:
         fits = not isinstance(self.size, Share) and self.size < window
