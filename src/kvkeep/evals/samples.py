@@ -88,7 +88,7 @@ def _check(file: Path, overwrite: bool) -> None:
     if not file.parent.is_dir():
         raise SamplesError(f"no samples in {file}: there is no directory {file.parent}; make it")
     if not os.access(file.parent, os.W_OK):
-        raise SamplesError(f"no samples in {file}: {file.parent} cannot be written to; choose another")
+        raise SamplesError(f"no samples in {file}: {file.parent} cannot be written to; use another")
     if file.is_dir() or (file.exists() and not overwrite):
         raise SamplesError(f"{file} exists; give another name, or --overwrite to replace the file")
 
