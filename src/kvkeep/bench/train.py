@@ -194,7 +194,8 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
     if method == CHECKPOINTING:
         _checkpoint(model, job.host)
     text = tokens_of_text(tokenizer, max(job.tokens, _WARM_UP))
-    short = job._replace(chunk=min(job.chunk, _WARM_UP // 2))
+    # Each process has a chunk, so that the weights of each are in memory before it is measured.
+    short = job._replace(chunk=min(job.chunk, max(1, _WARM_UP // (2 * processes))))
     _differentiate(method, model, text[:, :_WARM_UP], short, group)  # warm-up, not counted
     model.zero_grad(set_to_none=True)
     before = resident()
