@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from kvkeep.errors import LossError
+from kvkeep.errors import KVKeepError, ShapeError
+from kvkeep.files.offload import Offload
 from kvkeep.train import backward, loss
 from support.autograd_gradients import adapted, gradients, model_of, texts
 
@@ -24,7 +26,15 @@ SPECS = {
     "heads of different lengths": "adakv(snapkv:8,window=4)",
     "blocks": "keep_all+kivi:4",
 }
-CASES = [*SPECS, "padding", "windows and a head", "dropout", "fewer chunks", "accumulated"]
+CASES = [
+    *SPECS,
+    "padding",
+    "the last layer",
+    "windows and a head",
+    "dropout",
+    "fewer chunks",
+    "accumulated",
+]
 
 
 def found(case: str, group: dist.ProcessGroup | None):
@@ -39,6 +49,8 @@ def found(case: str, group: dist.ProcessGroup | None):
     if case == "dropout":
         model = adapted(model, lora_dropout=0.3).train()
         torch.manual_seed(7 if group is None else 7 + dist.get_rank(group))
+    if case == "the last layer":
+        model.requires_grad_(False).model.layers[-1].requires_grad_(True)
     if case == "fewer chunks":
         chunk, spec = TOKENS, "keep_all"
     way = {"cache": spec, "chunk": chunk, "attention_mask": mask, "head": head, "group": group}
@@ -60,19 +72,29 @@ class Head(torch.nn.Module):
         return (hidden @ self.weight).square().sum()
 
 
-def refused(group: dist.ProcessGroup) -> list[str]:
-    """What is raised in each process when one chunk's loss is not finite; no gradient changes."""
+def refused(group: dist.ProcessGroup) -> str:
+    """What is raised in this process when one chunk's loss is not finite; no gradient changes."""
     model = model_of("llama")
     ids, labels, _ = texts(2, TOKENS)
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     weights = torch.ones(ids.shape)
     weights[0, -1] = torch.nan  # in the last process's chunks
-    try:
-        backward(model, ids, labels, chunk=CHUNK, loss_weights=weights, num_items=1.0, group=group)
-    except LossError as error:
-        assert bool((gradients(model)[-10:] == 1).all())
-        return [str(error)]
-    return []
+    way = {"chunk": CHUNK, "num_items": 1.0, "group": group}
+    with pytest.raises(KVKeepError, match="the loss is nan in chunk") as raised:
+        backward(model, ids, labels, loss_weights=weights, **way)
+    assert bool((gradients(model)[-10:] == 1).all())
+    with pytest.raises(ShapeError, match="were given different ones"):
+        backward(model, ids + dist.get_rank(group), labels, **way)
+    return type(raised.value).__name__
+
+
+def kept(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
+    """The first columns of the chunks that a process computes, and the bytes that it keeps."""
+    ids, labels, _ = texts(2, TOKENS)
+    seen, offload = [], Offload()
+    way = {"cache": "h2o:8", "chunk": CHUNK, "group": group, "offload": offload}
+    backward(model_of("llama"), ids, labels, on_layer=lambda i, x, at: seen.append(at.start), **way)
+    return sorted(set(seen)), offload.peak_bytes
 
 
 def work(rank: int, processes: int, path: str) -> None:
@@ -86,7 +108,7 @@ def work(rank: int, processes: int, path: str) -> None:
     )
     group = dist.group.WORLD
     results = {case: found(case, group) for case in CASES}
-    torch.save((results, refused(group)), f"{path}/{rank}.pt")
+    torch.save((results, refused(group), kept(group)), f"{path}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # see distributed_gradient.py
 

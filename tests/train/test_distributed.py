@@ -10,15 +10,9 @@ from support.distributed_gradient import CHUNK, SPEC, batch, model_of, run
 from kvkeep.train import backward
 
 
-@pytest.mark.parametrize(
-    ("way", "tied"),
-    [
-        ("fsdp2", True),
-        pytest.param("ddp", False, marks=pytest.mark.slow),
-        pytest.param("fsdp2", False, marks=pytest.mark.slow),
-        pytest.param("ddp", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # by default, tests/finetune/test_processes.py trains so
+@pytest.mark.parametrize("way", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("tied", [True, False])
 def test_two_processes_find_the_gradients_of_one(way, tied, tmp_path):
     value, (once, twice) = run(way, tied, str(tmp_path))
     model = model_of(tied)

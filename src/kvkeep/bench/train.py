@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -206,9 +207,11 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
             offloaded, decisions = _differentiate(method, model, text[:, : job.tokens], job, group)
             seconds = time.perf_counter() - start
     except Exception as error:
-        if is_out_of_memory(error):
-            return None
-        raise
+        if not is_out_of_memory(error):
+            raise
+        if group is not None:
+            os._exit(1)  # or the others would wait for this process
+        return None
     most = peak() - before
     if job.check:
         if not rank:

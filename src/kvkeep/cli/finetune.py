@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,6 +254,8 @@ def _ended() -> Iterator[None]:
         code = error.exit_code
     except SystemExit as error:
         code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()  # Python would print it after the end
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -24,6 +24,11 @@ class LitGPTLora(Trained):
         assert options.rank is not None
         assert options.alpha is not None
         targets = options.named_targets
+        if options.offload:
+            raise OptionError(
+                "LitGPT's file of an adapter cannot be written from shards; leave out --offload, or "
+                "train with --host transformers"
+            )
         try:
             return adapted(
                 model,

@@ -11,7 +11,7 @@ import xxhash
 from kvkeep.errors import KVKeepError
 from kvkeep.host import Host, per_layer
 from kvkeep.spec import parse_specs
-from kvkeep.train.walk import CHUNK
+from kvkeep.train.walk import fitting
 
 LENGTH = 8192
 TASKS = ("text", "classify")
@@ -147,9 +147,9 @@ class Options:
 
         Raises:
             OptionError: pieces longer than the model's context, or a least chunk above `chunk`.
+            ShapeError: a chunk above the cache's budget.
         """
-        specs = per_layer(self.cache, host.kinds)
-        chunk = self.chunk or min(CHUNK, *(spec.policy.budget or CHUNK for spec in specs))
+        chunk = fitting(self.chunk, per_layer(self.cache, host.kinds))
         if self.least_chunk is not None and self.least_chunk > chunk:
             raise OptionError(
                 f"chunks of at least {self.least_chunk} tokens, but of at most {chunk}; give the "

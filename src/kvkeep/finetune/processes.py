@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Shard
 
-from kvkeep.errors import KVKeepError
 from kvkeep.files import tensor_file
 from kvkeep.finetune.data import Batch, equalised
 from kvkeep.finetune.options import OptionError
 from kvkeep.host import host_of
-
-
-class PeerError(KVKeepError):
-    """The error of another process, by which all of them end."""
+from kvkeep.train.together import together
 
 
 class Processes:
@@ -146,34 +142,9 @@ class Processes:
         dist.broadcast(found, 0)
         return int(found)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context that all processes leave alike: if one raises, all raise.
-
-        Raises:
-            PeerError: another process raised, with the text of its error.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        if self._size > 1:
-            failed = torch.zeros(self._size, dtype=torch.int64, device=self.device)
-            text = b"" if error is None else (str(error) or type(error).__name__).encode()
-            failed[self._rank] = len(text)
-            dist.all_reduce(failed)
-            for rank in failed.nonzero().flatten().tolist()[:1]:
-                empty = bytes(int(failed[rank]))
-                said = torch.frombuffer(
-                    bytearray(text if rank == self._rank else empty), dtype=torch.uint8
-                )
-                said = said.to(self.device)
-                dist.broadcast(said, rank)
-                if error is None:
-                    raise PeerError(bytes(said.tolist()).decode())
-        if error is not None:
-            raise error
+    def together(self) -> AbstractContextManager[None]:
+        """A context that all processes leave alike; see `kvkeep.train.together`."""
+        return together(dist.group.WORLD if self._size > 1 else None, self.device)
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write a safetensors file: all processes make each tensor whole, the leading one writes

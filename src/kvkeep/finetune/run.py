@@ -53,7 +53,7 @@ def finetune(
     Where `torch.distributed` is initialised, all its processes must call this function with the
     same arguments. They divide each step's batches, and the result is the same up to rounding. All
     of them must see the files; the first one writes and reports. If one raises an error while it
-    computes with a sharded model, it must exit, because the others wait for it.
+    computes with a sharded model or a shared text, it must exit, because the others wait for it.
 
     Args:
         model: the base model; it is changed: the adapter stays in it, or its weights are trained.
@@ -290,8 +290,9 @@ class _Run:
         total, step, options = 0.0, self.state.step, self._options
         items = self._task.items(texts)
         batches = list(batched(texts, options.batch))
-        # With a sharded model, no process can wait for the others before it raises.
-        with nullcontext() if self._processes.sharded else self._processes.together():
+        # While processes compute together, one that fails cannot wait for the others.
+        joint = self._processes.sharded or self._processes.group is not None
+        with nullcontext() if joint else self._processes.together():
             for index, batch in self._processes.share(batches):
                 if compute is backward:
                     self._say(self._said, index / len(batches))

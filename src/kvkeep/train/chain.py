@@ -9,15 +9,17 @@ same time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kvkeep.errors import LossError, StateError
+from kvkeep.errors import ShapeError, StateError
 from kvkeep.train.messages import Message, empty
+from kvkeep.train.together import together
 
 Group = dist.ProcessGroup
 
@@ -28,12 +30,15 @@ class Chain:
     Args:
         group: the processes that share a text; None: this process has all of it.
         model: its device is where tensors lie.
+        input_ids: the text, (B, T).
 
     Raises:
-        StateError: this process is not in the group, or FSDP2 shards the model over its processes.
+        StateError: this process is not in the group; or the model lies on several devices, or is
+            sharded by FSDP2 over the group.
+        ShapeError: the processes were given different texts.
     """
 
-    def __init__(self, group: Group | None, model: nn.Module) -> None:
+    def __init__(self, group: Group | None, model: nn.Module, input_ids: Tensor) -> None:
         self._group = group
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -47,6 +52,19 @@ class Chain:
         self._carrier = torch.device("cpu") if gloo else self.device
         if group is not None:
             _require_whole(model, set(self._ranks))
+            self._require_same(input_ids)
+
+    def _require_same(self, input_ids: Tensor) -> None:
+        # NCCL also wants all processes of a group to take part in its first exchange.
+        text = f"{tuple(input_ids.shape)} ".encode() + input_ids.cpu().numpy().tobytes()
+        own = torch.tensor([xxhash.xxh3_64_intdigest(text) >> 1], device=self._carrier)
+        each = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(each, own, group=self._group)
+        if any(bool(x != own) for x in each):
+            raise ShapeError(
+                f"the processes that share a text were given different ones, this one "
+                f"{tuple(input_ids.shape)}; give all of them the same texts, in the same order"
+            )
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -125,24 +143,9 @@ class Chain:
         dist.broadcast(found, self._ranks[0], self._group)
         return int(found)
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """A context in which an error of one process ends all of them."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        failed = torch.tensor([0 if error is None else 1], device=self._carrier)
-        if self._group is not None:
-            dist.all_reduce(failed, group=self._group)
-        if error is not None:
-            raise error
-        if int(failed):
-            raise LossError(
-                "another process that shares the text found no loss, and its error says why: no "
-                "gradient and no optimizer was changed"
-            )
+    def together(self) -> AbstractContextManager[None]:
+        """A context that all processes leave alike; see `together`."""
+        return together(self._group, self._carrier)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a number over the processes, float64 if there are several."""
@@ -182,6 +185,12 @@ class Chain:
 
 
 def _require_whole(model: nn.Module, ranks: set[int]) -> None:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise StateError(
+            f"the model lies on {len(devices)} devices, but a process that shares a text holds "
+            "what it receives on one; move the model to one device, or give no group"
+        )
     for p in model.parameters():
         if isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1:
             raise StateError(

@@ -79,24 +79,26 @@ def backward(
         group: processes that share these texts (context parallelism), each of which calls this
             function with the same arguments. A process computes some chunks, keeps their layer
             inputs only, and calls `on_layer` and `head` for them only. All get the whole loss and
-            the whole gradient.
+            the whole gradient. If one raises an error while it computes the loss, all raise; if it
+            raises another error, it must exit, because the others wait for it.
 
     Returns:
         The loss, detached.
 
     Raises:
-        ShapeError: texts, labels, chunk and budget do not match each other.
+        ShapeError: texts, labels, chunk and budget do not match each other, or the processes of a
+            group have different texts.
         SpecError: the spec does not exist or does not fit the model.
-        LossError: the loss is not finite; no gradient was changed.
+        LossError: the loss is not finite; no gradient was changed. Other processes of a group raise
+            PeerError.
         StateError: gradient checkpointing or inference mode is on, attention has dropout, or the
             model is sharded over the group.
         UnsupportedError: the model cannot be run layer by layer.
     """
     if torch.is_inference_mode_enabled():
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
-    chain = Chain(group, model)
     way = cache, chunk, attention_mask, on_layer, offload
-    with _walk(model, input_ids, *way, chain=chain) as (decoder, walk, store):
+    with _walk(model, input_ids, *way, group=group) as (decoder, walk, store):
         found = head_for(decoder, labels, loss_weights, num_items, head)
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
         # The shards of FSDP2's parameters, before any are gathered.
@@ -104,8 +106,8 @@ def backward(
         walk.forward()
         if decisions is not None:
             decisions += walk.decisions
-        with chain.summed(trained):
-            with restored_on_failure(outside), chain.failing_together():
+        with walk.chain.summed(trained):
+            with restored_on_failure(outside), walk.chain.together():
                 loss, gradients = loss_and_gradients(
                     decoder, found, walk.chunks, walk.outputs, store, scale
                 )
@@ -115,7 +117,7 @@ def backward(
                 error.add_note("some gradients were changed; call zero_grad() before you continue")
                 raise
     average(model)
-    return chain.sum(loss)
+    return walk.chain.sum(loss)
 
 
 def loss(
@@ -130,13 +132,12 @@ def loss(
     **way: Unpack[Way],
 ) -> Tensor:
     """The loss that `backward` would return, without computing gradients."""
-    chain = Chain(group, model)
-    with _walk(model, input_ids, **way, chain=chain) as (decoder, walk, store):
+    with _walk(model, input_ids, **way, group=group) as (decoder, walk, store):
         found = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward(trained=False)
-        with chain.failing_together():
+        with walk.chain.together():
             own = loss_and_gradients(decoder, found, walk.chunks, walk.outputs, store, None)[0]
-        return chain.sum(own)
+        return walk.chain.sum(own)
 
 
 def hidden_states(model: Any, input_ids: Tensor, **way: Unpack[Way]) -> Tensor:
@@ -158,7 +159,7 @@ def _walk(
     on_layer: OnLayer | None = None,
     offload: Offload | None = None,
     *,
-    chain: Chain | None = None,
+    group: Group | None = None,
 ) -> Iterator[tuple[Layerwise, Walk, Offload]]:
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
         raise ShapeError(
@@ -170,7 +171,7 @@ def _walk(
             "give one number for each token"
         )
     host, store = host_of(model), offload or Offload()
-    chain = chain or Chain(None, model)
+    chain = Chain(group, model, input_ids)
     try:
         with host.layerwise(input_ids, attention_mask) as decoder:
             yield decoder, Walk(host, decoder, cache, chunk, store, chain, on_layer), store

@@ -43,7 +43,7 @@ class Walk:
     So one layer's cache is held at a time. Each layer's input for each chunk is kept in `store`,
     the positions that its policy evicted in host memory; everything else is computed again. With
     several processes (`chain`), each has some of the chunks, and `chunks` and `outputs` are its
-    own.
+    own; in the backward, one with n behind it holds the slots of up to n + 1 layers.
 
     After `forward`, `decisions` are each layer's evictions, call by call, for `replaying`.
 
@@ -64,9 +64,9 @@ class Walk:
     ) -> None:
         self._decoder, self._store, self._on_layer = decoder, store, on_layer
         tokens, specs = decoder.input_ids.shape[1], per_layer(spec, host.kinds)
-        n = _fitting(chunk, specs)
+        n = fitting(chunk, specs)
         chunks = [slice(a, min(a + n, tokens)) for a in range(0, tokens, n)]
-        self._chain, own, self._all = chain, chain.share(len(chunks)), len(chunks)
+        self.chain, own, self._all = chain, chain.share(len(chunks)), len(chunks)
         self._numbers, self.chunks = list(own), [chunks[c] for c in own]
         self._caches = host.new_cache([one.differentiable() for one in specs]).layers
         self._calls: list[Any] = []
@@ -76,7 +76,8 @@ class Walk:
         self.decisions: Decisions = []
         draws = any(part.training for part in decoder.model.modules())
         self._seed = chain.agreed(int(torch.randint(2**31, ()))) if draws else None
-        self._devices = {p.device for p in decoder.model.parameters() if not p.is_cpu}
+        devices = {p.device for p in decoder.model.parameters()} | {decoder.input_ids.device}
+        self._devices = {device for device in devices if device.type != "cpu"}
 
     def forward(self, *, trained: bool = True) -> None:
         """Compute the last layer's outputs. With `trained`, keep what `backward` needs."""
@@ -94,10 +95,10 @@ class Walk:
 
     def _layer_forward(self, index: int, cache: LayerCache, states: list[Kept]) -> list[Kept]:
         """A layer's inputs -> its outputs, by chunk."""
-        if not self._chain.first:
+        if not self.chain.first:
             before = self._decoder.history(self.chunks[0].start)
             cache.evicted = []  # while evictions are recorded, rows are not parted
-            cache.restore(layer_state(self._chain.from_previous(), before))
+            cache.restore(layer_state(self.chain.from_previous(), before))
         evicted: list[list[Tensor]] = [[]]  # before the first chunk, then after each
         after = []
         for c, columns in enumerate(self.chunks):
@@ -111,8 +112,8 @@ class Walk:
             evicted.append([x.cpu() for x in step.after])
             if index < self._first:
                 self._store.drop(states[c])
-        if self._chain.behind:
-            self._chain.to_next(of_layer(cache.state()))
+        if self.chain.behind:
+            self.chain.to_next(of_layer(cache.state()))
         cache.reset()
         self.decisions.append([x for calls in evicted for x in calls])
         if index >= self._first:
@@ -143,10 +144,10 @@ class Walk:
         When the caller goes on, the slots must be those before these chunks, with their gradients.
 
         Slots are computed from the first process to the last, gradients from the last to the first.
-        So a process that has n behind it computes the slots of n layers ahead; otherwise it would
-        let them wait in each layer.
+        So a process that has n behind it computes the slots of n layers ahead. Without this, every
+        layer would wait for a whole pass along the chain.
         """
-        chain = self._chain
+        chain = self.chain
         indices = range(len(self._caches) - 1, self._first - 1, -1)
         to_come = 0 if chain.first else len(indices)  # messages of the process before
         arrived, waiting, ahead = deque[Message](), iter(indices), deque[Slots]()
@@ -183,7 +184,7 @@ class Walk:
         cache, inputs = self._caches[index], self._inputs.pop()
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
-        if self._chain.behind:
+        if self.chain.behind:
             slots.absorb(*given)
             own = slots.pop()
         for c in reversed(range(len(self.chunks))):
@@ -218,7 +219,7 @@ class Walk:
             slots = slots_from(before, self._store, cache)
             slots.evict(evicted[0])
         inputs = self._inputs[index - self._first]
-        for c in range(len(self.chunks) - (not self._chain.behind)):
+        for c in range(len(self.chunks) - (not self.chain.behind)):
             try:
                 with torch.no_grad():
                     self._layer(index, c, self._store.get(inputs[c]), Capture(cache))
@@ -261,7 +262,7 @@ class Walk:
             yield
 
 
-def _fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
+def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
     """Tokens per chunk: `chunk`, or by default 1,024 or the smallest budget if that is less.
 
     Raises:
