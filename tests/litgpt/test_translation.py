@@ -111,6 +111,12 @@ def faster(gpt):
     gpt.cos, gpt.sin = gpt.rope_cache()
 
 
+def turned(gpt):
+    """Only the table differs, and little."""
+    angle = torch.atan2(gpt.sin, gpt.cos) * (1 + 1e-5)
+    gpt.cos, gpt.sin = angle.cos(), angle.sin()
+
+
 def coarser(gpt):
     gpt.transformer.h[2].norm_1.eps = 0.1
 
@@ -129,10 +135,11 @@ def sharper(gpt):
     ("change", "reason"),
     [
         (nudge, "weights differ"),
-        (faster, "rotates keys otherwise"),
+        (faster, "its rope_parameters is"),
+        (turned, "rotates keys otherwise"),
         (coarser, "other keys in layer 2"),
         (wider, "other windows"),
-        (sharper, "other keys in layer 1"),
+        (sharper, "another library than LitGPT"),
     ],
 )
 def test_another_model_of_the_same_shape_is_refused(change, reason, tmp_path):
@@ -141,6 +148,26 @@ def test_another_model_of_the_same_shape_is_refused(change, reason, tmp_path):
     continued(model, tmp_path / "a.kv", ids())
     kvkeep.load(tmp_path / "a.kv", gpt)
     change(gpt)
+    with pytest.raises(SavedCacheError, match=reason):
+        kvkeep.load(tmp_path / "a.kv", gpt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10009.0}},
+            "its rope_parameters is .*10009",
+        ),
+        ({"rms_norm_eps": 1.001e-6}, "its rms_norm_eps is 1.001e-06, not 1e-06"),
+    ],
+)
+def test_numbers_that_hardly_change_a_key_are_compared_exactly(options, reason, dtype, tmp_path):
+    model, _ = pair(dtype=dtype, **options)
+    gpt = pair(dtype=dtype)[1]
+    gpt.load_state_dict(pair(dtype=dtype, **options)[1].state_dict())
+    continued(model, tmp_path / "a.kv", ids())
     with pytest.raises(SavedCacheError, match=reason):
         kvkeep.load(tmp_path / "a.kv", gpt)
 
@@ -186,7 +213,7 @@ def test_a_hostile_config_builds_nothing(monkeypatch):
     """What a file says of a model is compared with the weights before a module is built."""
     model, gpt = pair()
     found = host_of(model).fingerprint()
-    weights, fields = host_of(gpt).as_transformers("llama"), json.loads(found["config"])
+    weights, fields = host_of(gpt).as_transformers("llama")[0], json.loads(found["config"])
     build = partial(rebuilt, weights=weights, layers=3, positions=128)
     assert (
         build(found)
