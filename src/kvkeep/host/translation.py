@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, OutOfMemoryError
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
@@ -54,8 +54,13 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
         model = build(saved, weights, layers=len(host.kinds), positions=host.context or 1 << 20)
         other = host_of(model)
         return differences(saved, other.fingerprint(tokenizer)) or _computed(host, other)
+    except (OutOfMemoryError, torch.OutOfMemoryError, MemoryError):
+        raise
     except KVKeepError as error:
         return [str(error)]
+    except Exception as error:  # what the model of a file computes may fail in any way
+        reason = " ".join(str(error).split())[:200]
+        return [f"its model cannot compute: {type(error).__name__}: {reason}"]
 
 
 def _kind(saved: Mapping[str, str]) -> str | None:
@@ -74,7 +79,7 @@ def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[s
     except (KeyError, TypeError, ValueError, RecursionError):
         return ["its config cannot be read"]
     return [
-        f"its {name} is {recorded.get(name)!r:.120}, not {value!r:.120}"
+        f"its {name} is {recorded.get(name)!r:.200}, not {value!r}"
         for name, value in fields.items()
         if recorded.get(name) != value
     ]

@@ -1,5 +1,5 @@
-"""A LitGPT model as transformers lays it out: its weights, by LitGPT's own conversion, and the config
-fields that follow from LitGPT's config."""
+"""A LitGPT model as transformers lays it out: its weights, by LitGPT's own conversion, and the
+fields of transformers' config that follow from LitGPT's."""
 
 from __future__ import annotations
 
