@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from litgpt import Config
 from litgpt.scripts.merge_lora import merge_lora
 from litgpt.utils import save_config
 from safetensors.torch import load_file, save_file
@@ -16,9 +17,10 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import app
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.run import finetune
+from kvkeep.litgpt import lora
 from kvkeep.litgpt.checkpoint import load
 from kvkeep.litgpt.lora import ADAPTER, SETTINGS, adapted, adapter_weights, with_adapter
 
@@ -59,22 +61,43 @@ def test_a_checkpoint_directory(folder):
     with torch.no_grad():
         assert gpt(ids()).equal(own(ids()))
         assert tokenizer.decode(tokenizer("How?").input_ids) == "How?"
-        half, _ = load(str(folder), "bfloat16", "cpu")
+        half, _ = load(str(folder), "bf16", "cpu")
         assert half.lm_head.weight.dtype == torch.bfloat16
+        assert half.cos.equal(gpt.cos)  # in float32
         torch.testing.assert_close(half(ids()).float(), own(ids()), rtol=0.2, atol=0.2)
+
+
+def sets(name, value):
+    """Change one field of a checkpoint's config."""
+
+    def changed(directory):
+        config = Config.from_file(directory / "model_config.yaml")
+        setattr(config, name, value)
+        save_config(config, directory)
+
+    return changed
 
 
 def test_what_is_no_checkpoint_is_refused(folder, tmp_path):
     with pytest.raises(UnsupportedError, match=r"no model_config\.yaml and no lit_model\.pth"):
         load(str(tmp_path))
-    with pytest.raises(UnsupportedError, match="no dtype 'fp5'"):
-        load(str(folder), "fp5")
+    shutil.copytree(folder, unread := tmp_path / "unread")
+    (unread / "lit_model.pth").write_bytes(b"PK")  # all of these are found before it is read
+    for options, reason in (
+        ({"dtype": "float8_e4m3fn"}, "no dtype 'float8_e4m3fn'"),
+        ({"device": "tpu7"}, "no device 'tpu7'"),
+        ({"adapter": str(tmp_path)}, "cannot read the adapter"),
+    ):
+        with pytest.raises(KVKeepError, match=reason):
+            load(str(unread), **options)
     for changed, reason in (
         (lambda x: torch.save({"a": object}, x / "lit_model.pth"), "cannot read"),
         (lambda x: (x / "lit_model.pth").write_bytes(b"PK" * 99), "cannot read"),
         (lambda x: torch.save({"a": 1}, x / "lit_model.pth"), "no state dict of tensors"),
         (lambda x: torch.save({"a": torch.ones(1)}, x / "lit_model.pth"), "there are 0 layers"),
         (lambda x: (x / "model_config.yaml").write_text("odd: 1"), "does not describe"),
+        (sets("block_size", 1 << 40), "block_size is"),
+        (sets("rotary_percentage", 1e9), "rotated dimensions of 8"),
         (lambda x: (x / "model_config.yaml").write_text("- !!python/object:os.x"), "not describe"),
     ):
         shutil.copytree(folder, broken := tmp_path / "broken")
@@ -171,7 +194,7 @@ def test_a_resumed_run_gives_the_same_weights(folder, data, tmp_path):
     assert all(found[name].equal(expected[name]) for name in found)
 
 
-def test_odd_adapters_are_refused(folder, tmp_path):
+def test_odd_adapters_are_refused(folder, tmp_path, monkeypatch):
     gpt, _ = load(str(folder), device="cpu")
     out, found = tmp_path / "out", adapted(gpt, rank=4, alpha=8, dropout=0.5)
     out.mkdir()
@@ -191,6 +214,10 @@ def test_odd_adapters_are_refused(folder, tmp_path):
         (out / SETTINGS).write_text(json.dumps(settings | wrong))
         with pytest.raises(UnsupportedError, match=reason):
             with_adapter(gpt, out)
+    (out / SETTINGS).write_text(json.dumps(settings | {"lora_r": 1 << 16}))
+    monkeypatch.setattr(lora, "_with_adapter", None)  # allocates
+    with pytest.raises(UnsupportedError, match="for another model"):
+        with_adapter(gpt, out)
 
 
 def test_bad_options(folder, data, tmp_path):

@@ -7,7 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama, copy_weights_qwen_3
+from litgpt.scripts.convert_hf_checkpoint import (
+    copy_weights_hf_llama,
+    copy_weights_qwen_2_5,
+    copy_weights_qwen_3,
+)
 from support.tiny_litgpt import tiny_gpt, translated
 from support.tiny_models import tiny
 
@@ -23,6 +27,7 @@ OF = {
         copy_weights_hf_llama,
         {"sliding_window_size": 8, "sliding_window_indices": [1, 1, 1]},
     ),
+    "qwen2": (copy_weights_qwen_2_5, {"attn_bias": True}),
     "qwen3": (copy_weights_qwen_3, {"norm_qk": True}),
 }
 NEW = 12
@@ -70,6 +75,7 @@ def resumed(gpt, path, prompt):
         ("llama", "keep_all"),
         ("llama", "h2o:12+int8"),
         ("mistral", "keep_all"),
+        ("qwen2", "keep_all"),
         ("qwen3", "keep_all"),
     ],
 )
@@ -78,6 +84,26 @@ def test_goes_on_with_the_same_text(family, spec, tmp_path):
     expected = continued(model, tmp_path / "a.kv", ids(), spec)
     assert resumed(gpt, tmp_path / "a.kv", ids()).equal(expected)
     assert not host_of(gpt).attached
+
+
+def test_rope_of_llama_3(tmp_path):
+    numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    model, gpt = pair(rope_parameters=rope | numbers)
+    continued(model, tmp_path / "a.kv", ids())
+    with pytest.raises(SavedCacheError, match=r"its rope_parameters is .*llama3"):
+        kvkeep.load(tmp_path / "a.kv", gpt)
+    gpt.config.rope_adjustments = numbers | {"original_max_seq_len": 32}
+    gpt.cos, gpt.sin = gpt.rope_cache()
+    assert kvkeep.load(tmp_path / "a.kv", gpt).fed == 19
+
+
+def test_what_is_a_number_of_no_config_is_computed(tmp_path):
+    model, gpt = pair()
+    continued(model, tmp_path / "a.kv", ids())
+    gpt.transformer.h[1].mlp.register_forward_hook(lambda _, __, output: output * 2)
+    with pytest.raises(SavedCacheError, match="other keys in layer 2"):
+        kvkeep.load(tmp_path / "a.kv", gpt)
 
 
 def test_tied_embeddings_and_half_precision(tmp_path):
@@ -111,6 +137,12 @@ def faster(gpt):
     gpt.cos, gpt.sin = gpt.rope_cache()
 
 
+def turned(gpt):
+    """Only the table differs, and little."""
+    angle = torch.atan2(gpt.sin, gpt.cos) * (1 + 1e-5)
+    gpt.cos, gpt.sin = angle.cos(), angle.sin()
+
+
 def coarser(gpt):
     gpt.transformer.h[2].norm_1.eps = 0.1
 
@@ -129,10 +161,11 @@ def sharper(gpt):
     ("change", "reason"),
     [
         (nudge, "weights differ"),
-        (faster, "rotates keys otherwise"),
+        (faster, "its rope_parameters is"),
+        (turned, "rotates keys otherwise"),
         (coarser, "other keys in layer 2"),
         (wider, "other windows"),
-        (sharper, "other keys in layer 1"),
+        (sharper, "of another library.* of this LitGPT model"),
     ],
 )
 def test_another_model_of_the_same_shape_is_refused(change, reason, tmp_path):
@@ -141,6 +174,26 @@ def test_another_model_of_the_same_shape_is_refused(change, reason, tmp_path):
     continued(model, tmp_path / "a.kv", ids())
     kvkeep.load(tmp_path / "a.kv", gpt)
     change(gpt)
+    with pytest.raises(SavedCacheError, match=reason):
+        kvkeep.load(tmp_path / "a.kv", gpt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10009.0}},
+            "its rope_parameters is .*10009",
+        ),
+        ({"rms_norm_eps": 1.001e-6}, "its rms_norm_eps is 1.001e-06, not 1e-06"),
+    ],
+)
+def test_numbers_that_hardly_change_a_key_are_compared_exactly(options, reason, dtype, tmp_path):
+    model, _ = pair(dtype=dtype, **options)
+    gpt = pair(dtype=dtype)[1]
+    gpt.load_state_dict(pair(dtype=dtype, **options)[1].state_dict())
+    continued(model, tmp_path / "a.kv", ids())
     with pytest.raises(SavedCacheError, match=reason):
         kvkeep.load(tmp_path / "a.kv", gpt)
 
@@ -173,12 +226,12 @@ def test_other_shapes_and_types_are_refused(tmp_path):
         with pytest.raises(SavedCacheError, match="made with another model"):
             kvkeep.load(tmp_path / "a.kv", other)
     continued(tiny("gpt2"), tmp_path / "b.kv", ids())  # LitGPT has no such type
-    with pytest.raises(SavedCacheError, match="another library than LitGPT"):
+    with pytest.raises(SavedCacheError, match=r"of another library.* of this LitGPT model"):
         kvkeep.load(tmp_path / "b.kv", gpt)
     with kvkeep.attach(gpt), torch.no_grad():
         host_of(gpt).feed(ids(), cache := host_of(gpt).new_cache())
     save(cache, tmp_path / "c.kv", gpt)
-    with pytest.raises(SavedCacheError, match="another library than transformers"):
+    with pytest.raises(SavedCacheError, match=r"of another library.* of this transformers model"):
         kvkeep.load(tmp_path / "c.kv", model)
 
 
@@ -186,7 +239,7 @@ def test_a_hostile_config_builds_nothing(monkeypatch):
     """What a file says of a model is compared with the weights before a module is built."""
     model, gpt = pair()
     found = host_of(model).fingerprint()
-    weights, fields = host_of(gpt).as_transformers("llama"), json.loads(found["config"])
+    weights, fields = host_of(gpt).as_transformers("llama")[0], json.loads(found["config"])
     build = partial(rebuilt, weights=weights, layers=3, positions=128)
     assert (
         build(found)
@@ -201,12 +254,38 @@ def test_a_hostile_config_builds_nothing(monkeypatch):
         {"num_attention_heads": 0},
         {"vocab_size": 97},
         {"_attn_implementation": "somebody/kernel"},
-        {"quantization_config": {"quant_method": "gptq"}, "attention_bias": True},
+        {"quantization_config": {}},
+        {"auto_map": {}},
+        {"partial_rotary_factor": 1e7},
     ):
         with pytest.raises(kvkeep.UnsupportedError, match="cannot be built"):
             build(found | {"config": json.dumps(fields | change)})
     with pytest.raises(kvkeep.UnsupportedError, match="cannot be built"):
         build(found | {"config": "[" * 100_000})
-    strange = fields | {"attn_implementation": "somebody/kernel", "quantization_config": {}}
+    usual = json.loads(found["rope"])
+    for rope in ({"partial_rotary_factor": 1e7}, {"full": {"partial_rotary_factor": 1e7}}):
+        with pytest.raises(kvkeep.UnsupportedError, match="not between 0 and 1"):
+            build(found | {"rope": json.dumps(usual | rope)})
+    strange = fields | {"attn_implementation": "somebody/kernel"}
     config = build(found | {"config": json.dumps(strange)}).config  # which chose nothing by them
     assert config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("at", ["built", "computes"])
+def test_errors_of_the_rebuilt_model(at, monkeypatch, tmp_path):
+    """One is a difference; memory that is too short is no difference."""
+    model, gpt = pair()
+    continued(model, tmp_path / "a.kv", ids())
+    name = "__init__" if at == "built" else "forward"
+    error = ValueError("odd")
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(type(model), name, fails)
+    monkeypatch.setattr(type(model.model), name, fails)
+    with pytest.raises(SavedCacheError, match=r"another model.*odd"):
+        kvkeep.load(tmp_path / "a.kv", gpt)
+    error = MemoryError("none left")
+    with pytest.raises(MemoryError, match="none left"):
+        kvkeep.load(tmp_path / "a.kv", gpt)

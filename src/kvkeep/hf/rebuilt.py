@@ -15,12 +15,18 @@ from transformers.utils import logging
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.fingerprint import relevant_fields
 
+_REFUSED = {"auto_map", "quantization_config"}
+"""Fields of models whose code or weights are not those of the type."""
+
+_SHARES = {"partial_rotary_factor", "rotary_pct"}
+"""The names of the share of a head's dimensions that are rotated."""
+
 
 def rebuilt(
     fingerprint: Mapping[str, str], weights: Mapping[str, Tensor], *, layers: int, positions: int
 ) -> PreTrainedModel:
-    """A model with the type and config of the one that gave a fingerprint. The weights are shared,
-    not copied.
+    """A model with the type and config of the one that gave a fingerprint. On a CPU the weights are
+    shared, not copied.
 
     Args:
         fingerprint: of a causal model, from anywhere. It is only read for the type and numbers of a
@@ -30,16 +36,22 @@ def rebuilt(
         positions: the context length.
 
     Raises:
-        UnsupportedError: the config does not fit the weights, or cannot be built.
+        UnsupportedError: the config does not fit the weights, or cannot be built. An error of
+            memory that is too short is not translated.
     """
     try:
         fields: dict[str, Any] = json.loads(fingerprint["config"])
         if fields.get("num_hidden_layers") != layers:
             raise ValueError(f"it has {fields.get('num_hidden_layers')} layers, not {layers}")
+        if odd := sorted(fields.keys() & _REFUSED):
+            raise ValueError(f"it sets {odd[0]}")
+        rope = json.loads(fingerprint["rope"])
+        _require_shares(fields)
+        _require_shares(rope)
         usual = relevant_fields(AutoConfig.for_model(fields["model_type"]))
         config = AutoConfig.for_model(
             **{name: value for name, value in fields.items() if name in usual},
-            rope_parameters=json.loads(fingerprint["rope"]),
+            rope_parameters=rope,
             max_position_embeddings=positions,
         )
         model = _filled(config, weights)
@@ -48,10 +60,22 @@ def rebuilt(
             if name.startswith("_") or hasattr(model.config, name):
                 raise ValueError(f"it sets {name}")
             setattr(model.config, name, fields[name])
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
     except Exception as error:  # a config may have any fields
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedError(f"its config cannot be built: {reason}") from error
     return model
+
+
+def _require_shares(fields: Any) -> None:
+    """Raise ValueError if a share of rotated dimensions is not in 0 to 1: it sizes a buffer.
+    Rope parameters may be nested, by the type of layer."""
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        if isinstance(value, dict):
+            _require_shares(value)
+        elif name in _SHARES and not (isinstance(value, int | float) and 0 <= value <= 1):
+            raise ValueError(f"{name} is {value!r:.40}, not between 0 and 1")
 
 
 def _filled(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:

@@ -136,10 +136,11 @@ class Host(ABC):
             UnsupportedError: a weight cannot be read.
         """
 
-    def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
+    def as_transformers(self, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The weights, with the names and layout of transformers' models of a type, such as
-        "llama". `kvkeep.load` finds by them whether a cache was made with the same weights. None:
-        the layout is not known."""
+        "llama", and the fields of transformers' config that the model decides: at least every
+        number that no shape of a weight shows. `kvkeep.load` finds by them whether a cache was made
+        with the same model. None: the layout, or one of these fields, is not known."""
         return None
 
     # -- attention through a cache ----------------------------------------------------------

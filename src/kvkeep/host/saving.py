@@ -100,7 +100,7 @@ def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[
         return elsewhere
     if recorded.get(LIBRARY) != now.get(LIBRARY):
         return [
-            f"one of another library than {host.library}, whose weights have another layout, so "
-            "that it is not known whether they are the same"
+            "it was made with a model of another library, and kvkeep cannot compare its weights "
+            f"with those of this {host.library} model"
         ]
     return found

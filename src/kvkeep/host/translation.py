@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, OutOfMemoryError
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
@@ -19,6 +19,9 @@ from kvkeep.rotary import Rotary
 
 _TOKENS = 16
 """Tokens whose keys and values are compared."""
+
+_SAME_FREQUENCY = 1e-6
+"""Largest relative difference of equal rotary frequencies, by rounding in float32."""
 
 _CLOSE = 1e-3
 _CLOSE_IN_HALF = 0.05
@@ -29,26 +32,35 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
     """How a model differs from the model of transformers that gave a fingerprint, although their
     weights are laid out otherwise.
 
-    The model of transformers is built again: with the config in the fingerprint, and the host's
-    weights, which are shared. It is the same if its whole fingerprint is the recorded one, if its
-    windows and rotary frequencies are those of the host's model, and if both compute the same keys
-    and values of a few tokens.
+    The config in the fingerprint must have the fields that the host knows, with equal values. Then
+    the model of transformers is built again: with that config, and the host's weights. It is the
+    same if its whole fingerprint is the recorded one, if its windows and rotary frequencies are
+    those of the host's model, and if both compute the same keys and values of a few tokens. The
+    last is a check of what the fields do not say, with the tolerance of the weights' dtype.
 
     Returns:
         The differences; empty if there are none. None if the fingerprint is not of a model of
         transformers, or if the host does not know its layout.
     """
     kind = _kind(saved)
-    weights = None if kind is None else host.as_transformers(kind)
-    if weights is None:
+    known = None if kind is None else host.as_transformers(kind)
+    if known is None:
         return None
+    weights, fields = known
+    if other_fields := _other_fields(saved, fields):
+        return other_fields
     try:
         build = import_module("kvkeep.hf.rebuilt").rebuilt
         model = build(saved, weights, layers=len(host.kinds), positions=host.context or 1 << 20)
         other = host_of(model)
         return differences(saved, other.fingerprint(tokenizer)) or _computed(host, other)
+    except (OutOfMemoryError, torch.OutOfMemoryError, MemoryError):
+        raise
     except KVKeepError as error:
         return [str(error)]
+    except Exception as error:  # what the model of a file computes may fail in any way
+        reason = " ".join(str(error).split())[:200]
+        return [f"its model cannot compute: {type(error).__name__}: {reason}"]
 
 
 def _kind(saved: Mapping[str, str]) -> str | None:
@@ -60,15 +72,28 @@ def _kind(saved: Mapping[str, str]) -> str | None:
     return kind if isinstance(kind, str) and LIBRARY not in saved else None
 
 
+def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[str]:
+    """Which fields of a recorded config differ from those that a model has."""
+    try:
+        recorded = {**json.loads(saved["config"]), "rope_parameters": json.loads(saved["rope"])}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return ["its config cannot be read"]
+    return [
+        f"its {name} is {recorded.get(name)!r:.200}, not {value!r}"
+        for name, value in fields.items()
+        if recorded.get(name) != value
+    ]
+
+
 def _computed(one: Host, other: Host) -> list[str]:
     """What two models compute differently."""
     if [kind.window for kind in one.kinds] != [kind.window for kind in other.kinds]:
         return ["its layers have other windows"]
+    turns = zip(one.rotaries(), other.rotaries(), strict=True)
+    if not all(_same_rotary(mine, theirs) for mine, theirs in turns):
+        return ["it rotates keys otherwise"]
     half = one.geometries()[0].dtype.itemsize < torch.float32.itemsize
     most = _CLOSE_IN_HALF if half else _CLOSE
-    turns = zip(one.rotaries(), other.rotaries(), strict=True)
-    if not all(_same_rotary(mine, theirs, most) for mine, theirs in turns):
-        return ["it rotates keys otherwise"]
     pairs = zip(_keys_and_values(one), _keys_and_values(other), strict=True)
     for index, (of_one, of_other) in enumerate(pairs):
         for name, x, y in zip(("keys", "values"), of_one, of_other, strict=True):
@@ -77,11 +102,11 @@ def _computed(one: Host, other: Host) -> list[str]:
     return []
 
 
-def _same_rotary(one: Rotary | None, other: Rotary | None, most: float) -> bool:
+def _same_rotary(one: Rotary | None, other: Rotary | None) -> bool:
     if one is None or other is None:
         return one is other
     x, y = one.inv_freq.cpu().float(), other.inv_freq.cpu().float()
-    close = x.shape == y.shape and torch.allclose(x, y, most, 0)
+    close = x.shape == y.shape and torch.allclose(x, y, _SAME_FREQUENCY, 0)
     return close and one.interleaved == other.interleaved
 
 

@@ -13,10 +13,13 @@ from litgpt.model import GPT
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.host.registry import load_tokenizer
-from kvkeep.litgpt.lora import CONFIG, with_adapter
+from kvkeep.host.registry import load_tokenizer, placement
+from kvkeep.litgpt.lora import CONFIG, put_on, read_adapter
 
 WEIGHTS = "lit_model.pth"
+
+_MOST_POSITIONS = 1 << 24
+"""The largest context length: that of a table of rotations, which a file must not make larger."""
 
 
 def load(
@@ -28,12 +31,12 @@ def load(
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> tuple[GPT, Any]:
-    """Load the model in a checkpoint directory of LitGPT, and its tokenizer. Nothing is unpickled
-    but tensors.
+    """Load the model in a checkpoint directory of LitGPT, and its tokenizer. torch reads the
+    weights with `weights_only=True`, so no code in the file is run.
 
     Args:
         name: the directory, with `model_config.yaml`, `lit_model.pth` and a tokenizer's files.
-        dtype: "auto" (that of the checkpoint) or the name of a torch dtype.
+        dtype: "auto" (that of the checkpoint) or a torch dtype, such as float32 or bf16.
         device: a torch device; None: the accelerator if there is one, otherwise the CPU.
         adapter: the directory of an adapter that `kvkeep finetune` wrote.
         labels: must be None, since LitGPT has no models with a head for classes.
@@ -42,17 +45,15 @@ def load(
         The model, in evaluation, and transformers' tokenizer.
 
     Raises:
-        UnsupportedError: a file is missing or damaged, the dtype does not exist, or there are
-            labels.
+        UnsupportedError: a file is missing or damaged, or there are labels.
+        ModelError: there is no such dtype or device, or no tokenizer.
     """
     if labels is not None:
         raise UnsupportedError(
             "LitGPT has no models with a head for classes; classify with --host transformers"
         )
     directory = Path(name or "")
-    kind = None if dtype == "auto" else getattr(torch, dtype, None)
-    if dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise UnsupportedError(f"no dtype {dtype!r}; use auto, float32 or bfloat16")
+    kind, place = placement(None if dtype == "auto" else dtype, device)
     missing = [file for file in (CONFIG, WEIGHTS) if not (directory / file).is_file()]
     if not name or missing:
         raise UnsupportedError(
@@ -61,15 +62,15 @@ def load(
             "litgpt convert_to_litgpt made"
         )
     tokenizer = load_tokenizer(str(directory))
+    added = None if adapter is None else read_adapter(Path(adapter))
     progress(f"loading {name}")
     weights = _weights(directory / WEIGHTS)
     gpt = _built(directory, weights)
-    place = device or (torch.accelerator.current_accelerator() or torch.device("cpu"))
     gpt.to(device=place, dtype=kind)
-    gpt.cos, gpt.sin = gpt.rope_cache(device=gpt.lm_head.weight.device)  # in full precision
+    gpt.cos, gpt.sin = gpt.rope_cache(device=place)  # in full precision
     gpt.checkpoint_dir = directory
     gpt.eval()
-    return (gpt if adapter is None else with_adapter(gpt, Path(adapter))), tokenizer
+    return (gpt if added is None else put_on(gpt, added)), tokenizer
 
 
 def _weights(path: Path) -> Mapping[str, Tensor]:
@@ -92,10 +93,15 @@ def _built(directory: Path, weights: Mapping[str, Tensor]) -> GPT:
         layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
         if config.n_layer != len(layers):  # so that no file decides how many are built
             raise ValueError(f"n_layer is {config.n_layer}, but there are {len(layers)} layers")
+        if not 0 < config.block_size <= _MOST_POSITIONS:
+            raise ValueError(f"block_size is {config.block_size}, not 1 to {_MOST_POSITIONS}")
+        width = config.qk_head_dim if config.latent_attention else config.head_size
+        if not 0 <= config.rope_n_elem <= width:
+            raise ValueError(f"there are {config.rope_n_elem} rotated dimensions of {width}")
         with torch.device("meta"):
             gpt = GPT(config)
         gpt.load_state_dict(dict(weights), assign=True)
-        gpt.cos, gpt.sin = gpt.rope_cache(device=torch.device("cpu"))
+        gpt.cos = gpt.sin = torch.empty(0)  # the caller computes them where the model goes
     except Exception as error:  # a config may have any fields
         raise UnsupportedError(
             f"{directory / CONFIG} does not describe {WEIGHTS}: "

@@ -1,53 +1,124 @@
-"""The weights of a LitGPT model as transformers lays them out, by LitGPT's own conversion."""
+"""A LitGPT model as transformers lays it out: its weights, by LitGPT's own conversion, and the
+fields of transformers' config that follow from LitGPT's."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from litgpt import Config
 from litgpt.model import GPT
 from litgpt.scripts.convert_lit_checkpoint import (
-    copy_weights_gemma_2,
-    copy_weights_gemma_3,
-    copy_weights_gpt_neox,
     copy_weights_llama,
-    copy_weights_olmo2,
-    copy_weights_phi,
     copy_weights_qwen_2_5,
     copy_weights_qwen_3,
 )
 from torch import Tensor
 
 _COPY: dict[str, Any] = {
-    "gemma": copy_weights_llama,
-    "gemma2": copy_weights_gemma_2,
-    "gemma3_text": copy_weights_gemma_3,
-    "gpt_neox": copy_weights_gpt_neox,
     "llama": copy_weights_llama,
     "mistral": copy_weights_llama,
-    "olmo2": copy_weights_olmo2,
-    "phi": copy_weights_phi,
-    "phi3": copy_weights_phi,
     "qwen2": copy_weights_qwen_2_5,
     "qwen3": copy_weights_qwen_3,
 }
-"""LitGPT's conversions, by transformers' type of model. Each of these types is one stack of dense
-layers."""
+"""LitGPT's conversions, by transformers' type of model. In each of these types every number that is
+no weight is a config field, or is the same in every model."""
+
+_FREE = {
+    "hf_config",
+    "name",
+    # sizes
+    "block_size",
+    "head_size",
+    "intermediate_size",
+    "n_embd",
+    "n_head",
+    "n_layer",
+    "n_query_groups",
+    "padded_vocab_size",
+    "padding_multiple",
+    "vocab_size",
+    # which weights there are
+    "attn_bias",
+    "bias",
+    # compared as config fields, and as windows of layers
+    "norm_eps",
+    "rope_adjustments",
+    "rope_base",
+    "sliding_window_indices",
+    "sliding_window_size",
+}
+"""The fields of LitGPT's config that may differ between models of one type."""
+
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+"""LitGPT's adjustments of rotary frequencies as in Llama 3 -> transformers' names."""
 
 
-def as_transformers(gpt: GPT, kind: str) -> dict[str, Tensor] | None:
-    """The weights of a model by transformers' names. Most of them are views of its own.
+def as_transformers(gpt: GPT, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """A model as transformers' model of a type.
 
     Args:
         kind: transformers' type of model.
 
     Returns:
-        None if they do not have such a layout, or the model has weights of adapters.
+        The weights by transformers' names, most of them views of its own; and every config field of
+        the type whose value no shape of a weight decides, with the sizes. None if the model is not
+        of that type, or has weights of adapters.
     """
     if kind not in _COPY or type(gpt) is not GPT:
+        return None
+    fields = _fields(gpt.config, kind)
+    if fields is None:
         return None
     found: dict[str, Tensor] = {}
     try:
         _COPY[kind](gpt.config, found, gpt.state_dict())
     except (KeyError, NotImplementedError, RuntimeError, ValueError):  # of another type
         return None
-    return found
+    return found, fields
+
+
+def _fields(config: Config, kind: str) -> dict[str, Any] | None:
+    """The config fields of a type; None: LitGPT's config describes no model of it."""
+    rope = _rope(config)
+    usual = Config(
+        n_layer=1,
+        intermediate_size=1,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        norm_qk=kind == "qwen3",
+        parallel_residual=False,
+        rotary_percentage=1.0,
+    )
+    one, other = asdict(config), asdict(usual)
+    if one["attention_scores_scalar"] == config.head_size:  # the default
+        one["attention_scores_scalar"] = None
+    if rope is None or any(one[name] != other[name] for name in one.keys() - _FREE):
+        return None
+    return {
+        "hidden_act": "silu",
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.n_head,
+        "num_hidden_layers": config.n_layer,
+        "num_key_value_heads": config.n_query_groups,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "vocab_size": config.padded_vocab_size,
+    }
+
+
+def _rope(config: Config) -> dict[str, Any] | None:
+    """transformers' rope parameters; None: kvkeep does not know them."""
+    theta, adjusted = config.rope_base, config.rope_adjustments
+    if adjusted is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    if adjusted.keys() != _LLAMA3.keys():
+        return None
+    given = {_LLAMA3[name]: value for name, value in adjusted.items()}
+    return {"rope_type": "llama3", "rope_theta": theta} | given

@@ -87,16 +87,18 @@ class LitGPTHost(Host):
         return [one._replace(device=device) for device in self.devices()]
 
     def rotaries(self) -> list[Rotary | None]:
-        config, table = self._config, self.model.cos
+        config, cos, sin = self._config, self.model.cos, self.model.sin
         width = config.rope_n_elem
         if config.latent_attention:
             raise UnsupportedError("latent attention rotates the last part of its keys")
         if not width:
             return [None] * config.n_layer
-        if width % 2 or len(table) < 2:
+        if width % 2 or len(cos) < 2:
             raise UnsupportedError(f"{width} rotated dimensions of keys, or no second position")
+        if cos.dtype.itemsize < torch.float32.itemsize:  # too coarse to read frequencies from
+            cos, sin = self.model.rope_cache(device=cos.device)
         # At position 1 the angle is the frequency, which is at most 1.
-        angle = torch.atan2(self.model.sin[1].double(), table[1].double())[: width // 2]
+        angle = torch.atan2(sin[1].double(), cos[1].double())[: width // 2]
         which = config.rope_indices or [None] * config.n_layer
         return [Rotary((angle if at is None else angle[..., at]).float()) for at in which]
 
@@ -121,7 +123,7 @@ class LitGPTHost(Host):
         parts = {LIBRARY: self.library, "config": described}
         return fingerprint_of(self.model, parts, tokenizer, glance=glance)
 
-    def as_transformers(self, kind: str) -> dict[str, Tensor] | None:
+    def as_transformers(self, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         return as_transformers(self.model, kind)
 
     # -- attention through a cache ----------------------------------------------------------

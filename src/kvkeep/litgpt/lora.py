@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,15 @@ TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 feed-forward part, and the language model head."""
 
 _SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", *(f"lora_{name}" for name in TARGETS))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the files of an adapter say: LitGPT's settings, and the tensors by LitGPT's names."""
+
+    directory: Path
+    settings: dict[str, Any]
+    weights: dict[str, Tensor]
 
 
 def adapted(
@@ -94,6 +103,15 @@ def with_adapter(gpt: GPT, directory: Path) -> lora.GPT:
     Raises:
         UnsupportedError: the files are missing or damaged, or are of another model.
     """
+    return put_on(gpt, read_adapter(directory))
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """The files of an adapter that `kvkeep finetune` wrote.
+
+    Raises:
+        UnsupportedError: they are missing or damaged.
+    """
     try:
         given = json.loads((directory / SETTINGS).read_text())
         settings = {name: given[name] for name in _SETTINGS}
@@ -103,19 +121,34 @@ def with_adapter(gpt: GPT, directory: Path) -> lora.GPT:
             f"cannot read the adapter in {directory}: {' '.join(str(error).split())[:200]}"
         ) from error
     _require_settings(settings, directory)
-    found = _with_adapter(gpt, settings)
-    own = adapter_weights(found)
-    _require_same(weights, own, directory)
+    return Adapter(directory, settings, weights)
+
+
+def put_on(gpt: GPT, adapter: Adapter) -> lora.GPT:
+    """A model with an adapter; the weights of `gpt` are shared.
+
+    Raises:
+        UnsupportedError: the adapter is of another model.
+    """
+    # Its tensors are compared before any is allocated, since a file says how large they are.
+    planned = adapter_weights(_planned(gpt, adapter.settings))
+    _require_same(adapter.weights, planned, adapter.directory)
+    found = _with_adapter(gpt, adapter.settings)
     with torch.no_grad():
-        for name, x in own.items():
-            x.copy_(weights[name])
+        for name, x in adapter_weights(found).items():
+            x.copy_(adapter.weights[name])
     return found.eval()
 
 
-def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
+def _planned(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
+    """A model with an adapter, on the meta device."""
     config = lora.Config(**asdict(gpt.config), **settings)
     with torch.device("meta"):
-        found = lora.GPT(config)
+        return lora.GPT(config)
+
+
+def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
+    found = _planned(gpt, settings)
     found.load_state_dict(gpt.state_dict(keep_vars=True), strict=False, assign=True)
     for module in found.modules():
         fresh = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
