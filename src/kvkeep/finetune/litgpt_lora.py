@@ -26,8 +26,8 @@ class LitGPTLora(Trained):
         targets = options.named_targets
         if options.offload:
             raise OptionError(
-                "LitGPT's file of an adapter cannot be written from shards; leave out --offload, or "
-                "train with --host transformers"
+                "LitGPT's file of an adapter cannot be written from shards; leave out --offload, "
+                "or train with --host transformers"
             )
         try:
             return adapted(
