@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli import app
 from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.finetune.litgpt_lora import LitGPTLora
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.run import finetune
 from kvkeep.litgpt import lora
@@ -231,6 +233,8 @@ def test_bad_options(folder, data, tmp_path):
         assert found.exit_code == 2
         assert reason in " ".join(found.output.split())
     gpt, tokenizer = load(str(folder), device="cpu")
+    with pytest.raises(OptionError, match="cannot be written from shards"):
+        LitGPTLora().prepare(gpt, replace(Options().checked(), offload=True))
     gpt = adapted(gpt, rank=2, alpha=2)
     with pytest.raises(OptionError, match=r"litgpt\.lora\.GPT"):
         finetune(gpt, tokenizer, data, out, Options(cache="keep_all", length=LENGTH))
