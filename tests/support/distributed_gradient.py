@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch.multiprocessing as mp
 from kvkeep.errors import StateError
 from kvkeep.train import backward, loss
 from support.autograd_gradients import texts
+from support.process_group import join
 from support.tiny_models import tiny
 
 SPEC, CHUNK, TOKENS = "h2o:8", 7, 40
@@ -28,14 +28,7 @@ def batch():
 
 
 def work(rank: int, way: str, tied: bool, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/meet",
-        rank=rank,
-        world_size=ROWS,
-        timeout=timedelta(seconds=300),
-    )
+    join(rank, ROWS, path)
     model = model_of(tied)
     if way == "fsdp2":
         from torch.distributed.fsdp import fully_shard

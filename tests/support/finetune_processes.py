@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import kvkeep.finetune.run
@@ -18,6 +15,7 @@ from kvkeep.files import tensor_file
 from kvkeep.finetune.options import Options
 from kvkeep.finetune.run import finetune
 from support import finetune_inputs
+from support.process_group import join
 
 OPTIONS = {
     "cache": "h2o:16",
@@ -91,14 +89,7 @@ FAULTS = {"no loss": no_loss, "no file": no_file, "no room": no_room}
 
 
 def work(rank: int, size: int, jobs: list[dict], path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
+    join(rank, size, path)
     found = []
     for job in jobs:
         fault = job.pop("fault", None)

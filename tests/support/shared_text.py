@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from kvkeep.errors import KVKeepError, ShapeError
 from kvkeep.files.offload import Offload
 from kvkeep.train import backward, loss
 from support.autograd_gradients import adapted, gradients, model_of, texts
+from support.process_group import join
 
 TOKENS, CHUNK = 47, 6  # eight chunks, the last of them shorter
 
@@ -98,14 +98,7 @@ def kept(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
 
 
 def work(rank: int, processes: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/meet",
-        rank=rank,
-        world_size=processes,
-        timeout=timedelta(seconds=300),
-    )
+    join(rank, processes, path)
     group = dist.group.WORLD
     results = {case: found(case, group) for case in CASES}
     torch.save((results, refused(group), kept(group)), f"{path}/{rank}.pt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from kvkeep.policy.scorer import LEVELS, HeadNetworks, LayerScorer, Scorer
 from kvkeep.store import Disk
 from kvkeep.train import backward
 from support.autograd_gradients import texts
+from support.process_group import join
 
 PROCESSES = 2
 CHUNK, TOKENS, NEW = 8, 40, 8
@@ -182,14 +182,7 @@ def split(place: str) -> PreTrainedModel:
 
 
 def work(rank: int, place: str, by: str, jobs: list[tuple[str, dict[str, Any]]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{place}/meet",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=300),
-    )
+    join(rank, PROCESSES, place)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
     os.environ["PLACE"] = place
     model = {"transformers": loaded_in_parts, "torch": split}[by](f"{place}/model")

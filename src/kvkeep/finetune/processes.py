@@ -24,6 +24,7 @@ from kvkeep.files import tensor_file
 from kvkeep.finetune.data import Batch, equalised
 from kvkeep.finetune.options import OptionError
 from kvkeep.host import host_of
+from kvkeep.train.autograd import sum_gradients
 from kvkeep.train.together import together
 
 
@@ -114,9 +115,7 @@ class Processes:
         """Sum the gradients of a model that is not sharded over the processes."""
         if self.sharded or self.count == 1:
             return
-        for p in parameters:  # in all processes, whether or not they have a gradient
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad, group=self._data.get_group())
+        sum_gradients(parameters, self._data.get_group())
 
     def sum(self, number: float) -> float:
         """The sum of a number over the processes with other texts."""

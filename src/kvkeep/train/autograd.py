@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -33,8 +35,26 @@ def average(model: nn.Module) -> None:
     does; other models are unchanged."""
     if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
         return
-    for p in model.parameters():
-        if p.requires_grad:  # all processes must reduce the same parameters, or they deadlock
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            torch.distributed.all_reduce(p.grad, group=model.process_group)
-            p.grad /= torch.distributed.get_world_size(model.process_group)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sum_gradients(trained, model.process_group)
+    for p in trained:
+        assert p.grad is not None
+        p.grad /= dist.get_world_size(model.process_group)
+
+
+def sum_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: dist.ProcessGroup,
+    carrier: torch.device | None = None,
+) -> None:
+    """Sum gradients over the processes of a group, which must all give the same parameters.
+
+    Args:
+        carrier: where tensors must lie that the group's processes exchange; None: they do.
+    """
+    for p in parameters:  # whether or not they have a gradient, or the processes deadlock
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        whole = own if carrier is None else own.to(carrier)
+        dist.all_reduce(whole, group=group)
+        own.copy_(whole)

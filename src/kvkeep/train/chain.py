@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kvkeep.errors import ShapeError, StateError
+from kvkeep.train.autograd import sum_gradients
 from kvkeep.train.messages import Message, empty
 from kvkeep.train.together import together
 
@@ -176,12 +177,7 @@ class Chain:
                     p.grad = gradient
             raise
         del earlier
-        for p in trained:  # in all processes, whether or not they have a gradient
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            whole = own.to(self._carrier)
-            dist.all_reduce(whole, group=self._group)
-            own.copy_(whole)
+        sum_gradients(trained, self._group, self._carrier)
 
 
 def _require_whole(model: nn.Module, ranks: set[int]) -> None:
