@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import RecurrentStates
 from kvkeep.layer.stats import LayerStats
 
 
@@ -22,7 +23,8 @@ class CacheStats:
     """Statistics of a cache. `length` and `capacity` are the maxima over the layers, in slots;
     bytes and reallocations are sums; `seen` counts each row's tokens; `kept` is the share of them
     that is held, on average over layers and heads. `shared_bytes` is the part of the bytes in
-    frozen slots, which other caches may share."""
+    frozen slots, which other caches may share; `recurrent_bytes` that of recurrent states, and
+    `marked_bytes` what their copies at marks take beside."""
 
     length: int
     capacity: int
@@ -33,6 +35,8 @@ class CacheStats:
     reallocations: int
     kept: float
     layers: tuple[LayerStats, ...]
+    recurrent_bytes: int = 0
+    marked_bytes: int = 0
 
     def asdict(self) -> dict[str, Any]:
         """The statistics as a dict that can be written as JSON."""
@@ -40,11 +44,13 @@ class CacheStats:
 
 
 class Snapshot(NamedTuple):
-    """A copy of a cache's content: the kinds of its layers, their states, and `Cache.routed`."""
+    """A copy of a cache's content: the kinds of its layers, their states, `Cache.routed`, and the
+    recurrent states by name."""
 
     kinds: list[str]
     layers: list[LayerState]
     routed: bool | None
+    recurrent: Mapping[str, Tensor] | None = None
 
 
 class Cache:
@@ -53,13 +59,22 @@ class Cache:
     Each layer's attention is `cache.layers[i].step(q, k, v, scale=...)`.
 
     Layers may differ in policy, codec, storage, widths and device. Every forward feeds all layers.
+
+    Args:
+        layers: the layers that attend.
+        recurrent: the states of layers that do not attend but are recurrent; None: there are none.
+            They are part of whatever is done to the cache. `crop` and `rewind` return them only to
+            points where `mark` was called.
     """
 
     routed: bool | None = None
     """Whether kvkeep computed the attention of the tokens held; None: unknown."""
 
-    def __init__(self, layers: Iterable[LayerCache]) -> None:
+    def __init__(
+        self, layers: Iterable[LayerCache], recurrent: RecurrentStates | None = None
+    ) -> None:
         self._layers: list[LayerCache] = list(layers)
+        self.recurrent = recurrent
         self.lent = ""  # why the layers cannot be used now, and the remedy; empty: they can
         self._changing = False  # the rows of all layers, which an interrupt leaves different
         self._share()
@@ -94,7 +109,8 @@ class Cache:
         untouched = n == 1 and all(layer.untouched for layer in layers)
         if untouched and len({layer.fed for layer in layers}) == 1:
             return
-        self._between_forwards("another forward")
+        self._mend()
+        self._require_alike("another forward")
         for layer in layers:
             layer.require(n)
 
@@ -102,7 +118,20 @@ class Cache:
         """Remove every token."""
         for layer in self.layers:
             layer.reset()
+        if self.recurrent is not None:
+            self.recurrent.reset()
         self._changing = False
+
+    def mark(self) -> None:
+        """Copy the recurrent states, so that `crop` and `rewind` can return to this point. A cache
+        without recurrent states needs no marks.
+
+        Raises:
+            StateError: a forward is running or was interrupted.
+        """
+        if self.recurrent is not None:
+            self._between_forwards("mark")
+            self.recurrent.mark()
 
     def crop(self, tokens: int) -> None:
         """Remove the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
@@ -115,6 +144,8 @@ class Cache:
             self._mend()
             for layer in self.layers:
                 layer.require_rollback(-tokens)
+            if self.recurrent is not None:
+                self.recurrent.back_to(self.fed + tokens)
             for layer in self.layers:
                 layer.crop(tokens)
 
@@ -130,12 +161,17 @@ class Cache:
             self._mend()
             for layer in self.layers:
                 layer.require_rollback(layer.fed - columns)
+            if self.recurrent is not None:
+                self.recurrent.back_to(columns)
             for layer in self.layers:
                 layer.crop(columns - layer.fed)
 
     @property
     def rollback_limit(self) -> int:
-        """The number of newest tokens that `crop` can remove exactly."""
+        """The number of newest tokens, up to which `crop` can remove any number exactly. Recurrent
+        states also return to `recurrent.marks`."""
+        if self.recurrent is not None:
+            return 0
         return min((layer.rollback_limit for layer in self.layers), default=0)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -186,7 +222,11 @@ class Cache:
             StateError: a forward is running.
         """
         kinds = [layer.kind for layer in self.layers]
-        return Snapshot(kinds, [state.copy() for state in self.states("snapshot")], self.routed)
+        layers = [state.copy() for state in self.states("snapshot")]
+        carried = None
+        if self.recurrent is not None:
+            carried = {name: x.clone() for name, x in self.recurrent.tensors().items()}
+        return Snapshot(kinds, layers, self.routed, carried)
 
     def states(self, doing: str) -> list[LayerState]:
         """Each layer's state, as views that are valid until the next change.
@@ -202,7 +242,8 @@ class Cache:
         snapshot can be restored many times. Fixed storage keeps its addresses.
 
         Raises:
-            SpecError: the snapshot is of a cache with other policies, codecs or windows.
+            SpecError: the snapshot is of a cache with other policies, codecs or windows, or only
+                one of both has recurrent states.
             CapacityError: fixed storage has no room for the snapshot.
         """
         kinds = [layer.kind for layer in self.layers]
@@ -211,12 +252,19 @@ class Cache:
                 f"snapshot of {snapshot.kinds[:1]}, {len(snapshot.kinds)} layers, for a cache of "
                 f"{kinds[:1]}, {len(kinds)} layers; restore it to one of the same specs"
             )
+        if (self.recurrent is None) != (snapshot.recurrent is None):
+            raise SpecError(
+                "a snapshot with recurrent states belongs to a cache of the same model; restore it "
+                "to such a cache"
+            )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.require_room(state)
         with self._turns():
             self._changing = True
             for layer, state in zip(self.layers, snapshot.layers, strict=True):
                 layer.restore(state)
+            if self.recurrent is not None and snapshot.recurrent is not None:
+                self.recurrent.restore(snapshot.recurrent, self.fed)
             self.routed, self._changing = snapshot.routed, False
 
     def freeze(self) -> Frozen[Self]:
@@ -238,6 +286,7 @@ class Cache:
         """A cache in the same state that shares the frozen slots."""
         other = copy(self)
         other.layers = [layer.fork() for layer in self.layers]
+        other.recurrent = None if self.recurrent is None else self.recurrent.fork()
         other._share()
         return other
 
@@ -259,6 +308,12 @@ class Cache:
 
     def _between_forwards(self, doing: str) -> None:
         self._mend()
+        self._require_alike(doing)
+        if self.recurrent is not None:
+            self.recurrent.require(self.fed)
+
+    def _require_alike(self, doing: str) -> None:
+        """Raise StateError while layers were fed different numbers of tokens."""
         fed = {layer.fed for layer in self.layers}
         if len(fed) > 1:
             raise StateError(
@@ -293,13 +348,18 @@ class Cache:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the slots in use."""
-        return sum(layer.live_bytes for layer in self.layers)
+        """Bytes of the slots in use, and of recurrent states."""
+        return sum(layer.live_bytes for layer in self.layers) + self._recurrent_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU, bytes that were never written use no memory."""
-        return sum(layer.nbytes for layer in self.layers)
+        held = sum(layer.nbytes for layer in self.layers) + self._recurrent_bytes
+        return held if self.recurrent is None else held + self.recurrent.marked_bytes
+
+    @property
+    def _recurrent_bytes(self) -> int:
+        return 0 if self.recurrent is None else self.recurrent.nbytes
 
     @property
     def shared_bytes(self) -> int:
@@ -324,6 +384,8 @@ class Cache:
             reallocations=self.reallocations,
             kept=sum(layer.kept for layer in layers) / max(1, len(layers)),
             layers=layers,
+            recurrent_bytes=self._recurrent_bytes,
+            marked_bytes=0 if self.recurrent is None else self.recurrent.marked_bytes,
         )
 
     def _take_rows(self, index: Tensor) -> None:
@@ -334,9 +396,13 @@ class Cache:
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
         with self._turns():
             self._mend()
+            if self.recurrent is not None:
+                self.recurrent.require(self.fed)
             self._changing = True
             for layer in self.layers:
                 layer.take_rows(index)
+            if self.recurrent is not None:
+                self.recurrent.take_rows(index)
             self._changing = False
 
     @contextmanager

@@ -117,6 +117,7 @@ _QWEN4 = {
     "split_ngram_parts": 1,
     "make_ngram_vocab_size_divisible_by": 1,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 90},
     "cohere_compass_text": {
@@ -133,6 +134,24 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+    },
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * _LAYERS},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -28,6 +28,7 @@ from kvkeep.hf.generate_hook import (
 )
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.masks import mask_over
+from kvkeep.hf.one_by_one import route_tokens, unroute_tokens
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
 from kvkeep.hf.weights import ask_for_weights
 from kvkeep.host import Host, Specs, host_of
@@ -62,6 +63,7 @@ class Attachment:
     linears: int
     compiled: bool
     _hooks: tuple[RemovableHandle, ...]
+    _by_token: list[nn.Module]
 
     def __str__(self) -> str:
         name = type(self.model).__name__
@@ -153,7 +155,13 @@ def attach(
             f"this {type(model).__name__} shares its config with an attached model; give each "
             "model a config of its own, copy.deepcopy(config)"
         )
-    layers = len(Cache(model, spec))
+    empty = Cache(model, spec)
+    layers = len(empty)
+    if compile and empty.recurrent is not None:
+        raise UnsupportedError(
+            f"kvkeep cannot compile the steps of {type(model).__name__}: it has recurrent layers; "
+            "attach it without compile=True"
+        )
     original = text._attn_implementation
     latent = is_latent(model.config)
     implementation = None if latent else _registered(model, original)
@@ -161,6 +169,7 @@ def attach(
     if implementation is not None:
         _set_attention(model, implementation)
     decoder = decoder_of(model)
+    by_token = route_tokens(decoder) if empty.recurrent is not None else []
     hooks = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -177,6 +186,7 @@ def attach(
         route(model) if linears else 0,
         compile,
         hooks,
+        by_token,
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
@@ -206,6 +216,7 @@ def detach(model: PreTrainedModel) -> None:
         raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
     for hook in attachment._hooks:
         hook.remove()
+    unroute_tokens(attachment._by_token)
     if attachment.attention:
         _set_attention(model, attachment.original)
     if attachment.linears:
@@ -261,10 +272,7 @@ def _registered(model: PreTrainedModel, original: str) -> str:
     Raises:
         UnsupportedError: the model's attention does not use transformers' AttentionInterface.
     """
-    if (
-        not model._can_set_attn_implementation()
-        or not decoder_of(model)._supports_attention_backend
-    ):
+    if not model._can_set_attn_implementation():
         raise UnsupportedError(
             f"kvkeep cannot attach {type(model).__name__}: its attention does not go through "
             "transformers' AttentionInterface; pass kvkeep.Cache(model) to it unattached"
@@ -281,6 +289,8 @@ def _require_fit(model: PreTrainedModel, implementation: str | None) -> None:
     with a kvkeep cache."""
     decoder = decoder_of(model)
     fault = rehearse(decoder, implementation)
+    if fault is None and not decoder._supports_attention_backend:
+        fault = "it does not say that its attention goes through transformers' AttentionInterface"
     if fault:
         raise UnsupportedError(
             f"kvkeep cannot attach {type(model).__name__}: {fault}; "
@@ -309,11 +319,15 @@ def _supply_cache(
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         check_fed(decoder, args, kwargs, cache.fed)
+        if cache.recurrent is not None:
+            given = _arguments(decoder, args, kwargs)
+            cache.begin_forward(decoder, given)
+            if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
+                kwargs["position_ids"] = _next_positions(given, cache.fed)
     ask_for_weights(decoder, kwargs)
     if cache is not None or torch.is_grad_enabled() or decoder.training:
         return None
-    given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
+    given = _arguments(decoder, args, kwargs)
 
     def wants(option: str) -> bool:
         choice = given.get(option)
@@ -329,7 +343,9 @@ def _supply_cache(
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     if not torch.compiler.is_compiling():
         check_fed(decoder, args, kwargs, 0)
-    kwargs["past_key_values"] = Cache(attachment.model, attachment.spec)
+    kwargs["past_key_values"] = built = Cache(attachment.model, attachment.spec)
+    if built.recurrent is not None:
+        built.begin_forward(decoder, given)
     ask_for_weights(decoder, kwargs)
     return args, kwargs
 
@@ -340,7 +356,23 @@ def _require_attended(
     """Forward hook: raise if the model's attention did not use the keys in its cache."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
-        cache.require_attended()
+        cache.end_forward()
+
+
+def _next_positions(given: dict[str, Any], fed: int) -> Tensor:
+    """The positions (1, n) that follow `fed` columns."""
+    ids = given.get("input_ids")
+    tokens: Tensor = given["inputs_embeds"] if ids is None else ids
+    return torch.arange(fed, fed + tokens.shape[1], device=tokens.device)[None]
+
+
+def _arguments(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a forward by name."""
+    given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    return given
 
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

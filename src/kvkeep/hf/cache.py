@@ -25,10 +25,13 @@ from kvkeep.hf.config import (
     is_routed,
     layer_geometries,
     layer_kinds,
+    recurrent_numbers,
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.parallel import head_processes, is_parallel
+from kvkeep.hf.recurrent import KeepsStates, TransformersStates
+from kvkeep.hf.replay import Forwards
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of, saving
@@ -40,7 +43,7 @@ from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
 
 
-class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
+class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
     """A kvkeep cache for a transformers model: pass it as `past_key_values`.
 
     With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
@@ -56,7 +59,8 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
-        UnsupportedError: some layer of the model caches something other than keys and values.
+        UnsupportedError: some layer of the model caches something other than keys and values or a
+            recurrent state.
     """
 
     _handed: Handed | None = None  # the last tag that `update` issued
@@ -77,6 +81,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         config = base_config(model)
         self.config = decoder_config(config)
         self._kinds = layer_kinds(config)
+        numbers = recurrent_numbers(config)
         self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
@@ -87,7 +92,11 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             capacity=capacity,
             rotaries=partial(rotaries_of, config),
             identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
+            recurrent=TransformersStates(numbers) if numbers else None,
         )
+        # The place of each layer that attends among all layers of the model, and its index here.
+        self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
+        self._fed_since = Forwards()  # since recording began, or the last crop
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
         self._alike = len(kept) == len(set(self._kinds))
@@ -110,11 +119,13 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         Unattached: stores them and returns all keys and values in the order of their positions, as
         the model's own mask expects.
         """
-        if layer_idx >= len(self):
+        place, found = layer_idx, self._index.get(layer_idx)
+        if found is None:
             raise StateError(
-                f"layer {layer_idx} of a model feeds a cache built for {len(self)} layers; build "
+                f"layer {place} of a model feeds a cache built for {len(self)} layers; build "
                 "it as kvkeep.Cache(model)"
             )
+        layer_idx = found
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
@@ -132,7 +143,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             self.begin(key_states.shape[2], key_states)
         if layer.fed != self._start:
             raise UnsupportedError(
-                f"layer {layer_idx} is given keys more than once in a forward; use transformers' "
+                f"layer {place} is given keys more than once in a forward; use transformers' "
                 "own cache for this model"
             )
         if self.routed:
@@ -166,6 +177,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             self.fed > 0
             and self.activation is None
             and not (self.weights or self.written_out or self.lent)
+            and self.recurrent is None
             and not self.layers[0].padded
             and is_routed(self.config)
         )
@@ -174,6 +186,26 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
     def tickets(self) -> Sequence[Ticket]:
         """What a compiled graph is given for each layer."""
         return cast(Sequence[Ticket], self._traced)
+
+    def begin_forward(self, decoder: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
+        """Called before a forward of the model with these arguments, if it is attached."""
+        if self.recurrent is not None:
+            self._end_recording()
+            if self.layers[0].record_past:
+                self._fed_since.add(decoder, inputs, self.fed)
+                self.mark()
+            self.recurrent.begin(self.fed)
+
+    def end_forward(self) -> None:
+        """Called after a forward of the attached model.
+
+        Raises:
+            UnsupportedError: the last keys that `update` returned did not reach the attention
+                function.
+        """
+        self.require_attended()
+        if self.recurrent is not None:
+            self.recurrent.end(self.fed)
 
     def begin(self, columns: int, *given: Tensor) -> None:
         """Check that a forward of so many columns may begin, before its first layer changes
@@ -189,6 +221,11 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         if given:
             for layer in self.layers:
                 layer.check_gradients(*given)
+        if self.recurrent is not None and self.recurrent.columns is not None:
+            raise UnsupportedError(
+                f"{self.config.model_type} has recurrent layers, whose states a cache keeps only "
+                "for an attached model; call kvkeep.attach(model) first"
+            )
         routed = is_routed(self.config)
         if self.fed and self.routed not in (None, routed):
             raise StateError(
@@ -285,12 +322,13 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         """Tokens fed to the model, including padding and evicted tokens; a tensor in a compiled
         graph."""
         if torch.compiler.is_compiling():
-            return self._traced[layer_idx].fed()  # type: ignore[return-value]
-        return self.layers[layer_idx].fed if layer_idx < len(self.layers) else 0
+            return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
+        return self.fed
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
-        layer = self.layers[layer_idx]
+        index = self._index.get(layer_idx, 0)  # asked of layer 0 also if it does not attend
+        layer = self.layers[index]
         if torch.compiler.is_compiling():
             kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
         else:
@@ -298,7 +336,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
             kept, fed = layer.reachable, layer.fed
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
-        length.traced, length.compileable = self._traced[layer_idx], self.is_compileable
+        length.traced, length.compileable = self._traced[index], self.is_compileable
         return length, fed - kept
 
     def _require_routed(self) -> None:
@@ -315,12 +353,34 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `kvkeep.cache.Cache.crop`. Assisted generation calls this after every step."""
-        core.Cache.crop(self, int(tokens_to_remove))
+        removed = -int(tokens_to_remove)
+        if removed > 0 and self.recurrent is not None and self._fed_since:
+            self._replay(self.fed - removed)
+            removed = 0
+        core.Cache.crop(self, -removed)
+        self._forget_forwards()
         self._uncropped, self._feeding = False, None
+
+    def _replay(self, columns: int) -> None:
+        """Return to the point after `columns` columns: to the last mark before it, from which the
+        tokens that follow are read again."""
+        again = self._fed_since.again(columns)
+        core.Cache.crop(self, again.start - self.fed)
+        self._forget_forwards()
+        self._uncropped = False
+        if again.start < columns:
+            again.run(self)
+
+    def _forget_forwards(self) -> None:
+        if self._fed_since:
+            self._fed_since = Forwards()
+            assert self.recurrent is not None
+            self.recurrent.unmark()
 
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
         other._model = self._model
+        other._fed_since = Forwards()
         other._issue_tickets()
         return other
 
@@ -349,7 +409,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         """Forget every token."""
         ModelCache.reset(self)
         self._handed = self._feeding = None
-        self._turn = Turn()
+        self._turn, self._fed_since = Turn(), Forwards()
         self._record_past(False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -381,6 +441,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
 
     def _record_past(self, on: bool) -> None:
         self._uncropped = False
+        self._forget_forwards()
         for layer in self.layers:
             if layer.record_past != on:
                 layer.record_past = on
@@ -409,7 +470,7 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
         depends on the model only."""
         if torch.compiler.is_compiling():
             return is_routed(self.config)
-        plain = is_routed(self.config) and not self.written_out
+        plain = is_routed(self.config) and not self.written_out and self.recurrent is None
         return plain and all(layer.storage.fixed_addresses for layer in self.layers)
 
     @property
@@ -418,19 +479,25 @@ class Cache(ModelCache, transformers.Cache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        return all(layer.policy.rollback for layer in self.layers)
+        return self.recurrent is None and all(layer.policy.rollback for layer in self.layers)
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [kind.window is not None for kind in self._kinds]
+        windows = {kind.place for kind in self._kinds if kind.window is not None}
+        return [place in windows for place in range(self._places)]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [False] * len(self)
+        return [place not in self._index for place in range(self._places)]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [False] * len(self)
+        return [False] * self._places
+
+    @property
+    def _places(self) -> int:
+        """The layers of the model, those included that do not attend."""
+        return max(int(self.config.num_hidden_layers), len(self))
 
     @property
     def batch_size(self) -> int:

@@ -16,6 +16,10 @@ ATTENTION_PREFIX = "kvkeep_"
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
+_HYBRID, _HYBRID_SLIDING = "hybrid", "hybrid_sliding"
+_RECURRENT = frozenset({"linear_attention", "conv"})
+_STATELESS = frozenset({"moe", "mlp"})
+"""Types of layers that attend and are recurrent, that are recurrent only, and that are neither."""
 
 
 def base_config(model: Any) -> PreTrainedConfig:
@@ -37,10 +41,11 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
-    """The kind of each layer of a model.
+    """The kind of each layer of a model that attends.
 
     Raises:
-        UnsupportedError: some layer caches something other than keys and values of its own.
+        UnsupportedError: some layer caches something else than keys and values of its own or a
+            recurrent state, or no layer attends.
     """
     text = decoder_config(config)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -62,12 +67,33 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
             names = ["chunked_attention"] * count
         else:
             names = [_FULL if window is None else _SLIDING] * count
-    unknown = sorted(set(names) - {_FULL, _SLIDING})
+    attending = {_FULL, _SLIDING, _HYBRID, _HYBRID_SLIDING}
+    unknown = sorted(set(names) - attending - _RECURRENT - _STATELESS)
     if unknown:
         raise _refused(
             text, f"its layers of type {', '.join(unknown)} do not cache plain keys and values"
         )
-    return [LayerKind(name, window if name == _SLIDING else None) for name in names]
+    sliding = {_SLIDING, _HYBRID_SLIDING}
+    kinds = [
+        LayerKind(name, window if name in sliding else None, place)
+        for place, name in enumerate(names)
+        if name in attending
+    ]
+    if not kinds:
+        raise _refused(text, "none of its layers attends, so there are no keys and values")
+    return kinds
+
+
+def recurrent_numbers(config: PreTrainedConfig) -> list[int]:
+    """How many recurrent or convolutional states each layer of a model has: 0 if it only attends.
+    Empty: no layer has any."""
+    text = decoder_config(config)
+    names = getattr(text, "layer_types", None) or []
+    recurrent = _RECURRENT | {_HYBRID, _HYBRID_SLIDING}
+    if recurrent.isdisjoint(names):
+        return []
+    own = getattr(text, "number_of_conv_states", 1)
+    return [own if name in recurrent else 0 for name in names]
 
 
 def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geometry]:

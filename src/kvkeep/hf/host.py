@@ -24,6 +24,7 @@ from kvkeep.hf.config import (
     is_routed,
     layer_geometries,
     layer_kinds,
+    recurrent_numbers,
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
@@ -171,6 +172,11 @@ class TransformersHost(Host):
     ) -> Any:
         at = torch.arange(cache.fed, cache.fed + ids.shape[1])
         if position is not None:
+            if cache.recurrent is not None:
+                raise UnsupportedError(
+                    f"{self.name} has recurrent layers, which compute tokens in their order, not "
+                    "at given positions; feed the whole text"
+                )
             at = position
             # An attached model takes positions from what its mask function returns, which is this.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
@@ -262,6 +268,8 @@ class TransformersHost(Host):
 
     def _stack(self) -> list[nn.Module]:
         """The decoder's layers; empty if it has no list of them."""
+        if recurrent_numbers(self._config):
+            return []  # a recurrent layer cannot leave out tokens
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 

@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import changing_ropes, decoder_config, is_latent, is_routed
+from kvkeep.hf.config import (
+    changing_ropes,
+    decoder_config,
+    is_latent,
+    is_routed,
+    recurrent_numbers,
+)
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_fed
 from kvkeep.host import ModelCache
@@ -24,6 +30,8 @@ def unpackable(model: PreTrainedModel) -> str:
     text = decoder_config(model.config)
     if is_latent(model.config):
         return "it expands a latent cache itself, for all tokens of a forward alike"
+    if recurrent_numbers(model.config):
+        return "its recurrent layers would carry a state from one sequence to the next"
     changing = next(iter(changing_ropes(model.config)), "")
     if changing:
         return (

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import decoder_config
+from kvkeep.hf.config import decoder_config, recurrent_numbers
 from kvkeep.hf.handover import Handed
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
@@ -49,9 +49,9 @@ def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None
     described = f"{implementation} {decoder.config.to_dict()}"
     if _passed.get(decoder) == described:
         return ""
-    with _cheap_forwards():
+    with cheap_forwards():
         try:
-            copied = _without_weights(decoder)
+            copied = without_weights(decoder)
         except Exception:  # a constructor's error says nothing about the attention
             return None
         fault = _fault(copied, implementation)
@@ -62,9 +62,9 @@ def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None
 
 def serves_unattached(decoder: PreTrainedModel) -> bool:
     """Whether the decoder can use a kvkeep cache without being attached."""
-    with _cheap_forwards():
+    with cheap_forwards():
         try:
-            _forwards(_without_weights(decoder), Cache)
+            _forwards(without_weights(decoder), Cache)
         except Exception:
             return False
     return True
@@ -99,10 +99,11 @@ class _CountingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if not 0 <= layer_idx < len(self):
+        place, layer_idx = layer_idx, self._index.get(layer_idx, -1)
+        if layer_idx < 0:
             raise UnsupportedError(f"it has more layers than the {len(self)} in its config")
         self._given[layer_idx] += 1
-        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        found = super().update(key_states, value_states, place, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
         if handed is None:
             self._attended[layer_idx] += 1
@@ -127,6 +128,11 @@ class _CountingCache(Cache):
                     f"layer {index} computes attention elsewhere, not in transformers' "
                     "AttentionInterface"
                 )
+        if self.recurrent is not None:
+            kept = {int(name.partition(".")[0]) for name in self.recurrent.tensors()}
+            for place, number in enumerate(recurrent_numbers(self.config)):
+                if number and place not in kept:
+                    raise UnsupportedError(f"layer {place} keeps its state outside of the cache")
         self._given.clear()
         self._attended.clear()
 
@@ -158,17 +164,17 @@ class _CheckedLayer:
 def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], Any]) -> None:
     cache = new_cache(decoder.config)
     for n in _CHUNKS:
-        decoder(
-            input_ids=torch.zeros(_ROWS, n, dtype=torch.int64),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        inputs = {"input_ids": torch.zeros(_ROWS, n, dtype=torch.int64)}
+        if isinstance(cache, _CountingCache):
+            cache.begin_forward(decoder, inputs)
+        decoder(**inputs, past_key_values=cache, use_cache=True)
         if isinstance(cache, _CountingCache):
             cache.require_complete()
+            cache.end_forward()
 
 
 @contextmanager
-def _cheap_forwards() -> Iterator[None]:
+def cheap_forwards() -> Iterator[None]:
     """Run the enclosed code without matrix products, gradients or autocast, and without changing
     the state of the random number generator."""
     with (
@@ -182,7 +188,7 @@ def _cheap_forwards() -> Iterator[None]:
         yield
 
 
-def _without_weights(decoder: PreTrainedModel) -> PreTrainedModel:
+def without_weights(decoder: PreTrainedModel) -> PreTrainedModel:
     """A decoder of the same class and config, whose weights use no memory."""
     config = deepcopy(decoder.config)
     decoder_config(config)._attn_implementation = _EAGER

@@ -384,7 +384,9 @@ class Session:
 
     @property
     def _can_crop(self) -> bool:
-        return all(layer.policy.rollback and not layer.policy.evicts for layer in self.cache.layers)
+        return self.cache.recurrent is None and all(
+            layer.policy.rollback and not layer.policy.evicts for layer in self.cache.layers
+        )
 
     @torch.inference_mode()
     def _reread(self) -> None:

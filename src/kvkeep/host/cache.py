@@ -10,6 +10,7 @@ from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import RecurrentStates
 from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import Need
 from kvkeep.rotary import Rotary
@@ -27,15 +28,16 @@ class Activation(NamedTuple):
 
 
 class ModelCache(Cache):
-    """A cache with one layer for each layer of a model.
+    """A cache with one layer for each layer of a model that attends.
 
     Args:
-        kinds: the type and window of each layer of the model.
+        kinds: the type and window of each of these layers.
         spec: what to keep: for all layers, for each, or for each type of layer.
         capacity: slots of fixed storage whose spec gives no number.
         rotaries: returns each layer's rotary embedding; called only if a policy needs it.
         identity: identifies the model's weights, as `kvkeep.host.fingerprint.sampled` does; called
             only if a policy was calibrated for a model. None: the model is not known.
+        recurrent: the states of the other layers; None: there are none.
 
     Attributes:
         specs: each layer's spec.
@@ -56,6 +58,7 @@ class ModelCache(Cache):
         capacity: int | None = None,
         rotaries: Callable[[], Sequence[Rotary | None]],
         identity: Callable[[], str] | None = None,
+        recurrent: RecurrentStates | None = None,
     ) -> None:
         self.specs: list[CacheSpec] = per_layer(spec, kinds)
         _require_calibrated(self.specs, identity)
@@ -77,7 +80,7 @@ class ModelCache(Cache):
                 if isinstance(spec, str | CacheSpec):
                     raise fitting_some(one, kinds, error) from error
                 raise
-        Cache.__init__(self, layers)
+        Cache.__init__(self, layers, recurrent)
 
     def begin(self, columns: int) -> None:
         """Check, before a forward of so many columns, that it may begin."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvkeep.errors import SpecError
 from kvkeep.spec import CacheSpec, as_spec, parse_specs
@@ -15,11 +15,13 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer's attention: the model library's name for its type, and its sliding window in
-    tokens (None: it has none)."""
+    """One layer's attention: the model library's name for its type, its sliding window in tokens
+    (None: it has none), and its place among all layers of the model, which also counts those that
+    do not attend (None: the same as among those that do)."""
 
     name: str
     window: int | None
+    place: int | None = field(default=None, compare=False)
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:

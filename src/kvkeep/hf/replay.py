@@ -1,0 +1,90 @@
+"""The forwards of drafted tokens, to read the accepted ones again.
+
+Keys and values of rejected tokens are removed by truncation, but a recurrent state is not: it
+returns to a copy from before the forward, and the accepted tokens are fed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.errors import RollbackError, UnsupportedError
+
+_TOKENS = ("input_ids", "inputs_embeds", "position_ids")
+_MASK = "attention_mask"
+_SETTINGS = ("past_key_values", "use_cache")
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward of a decoder: its arguments, and the columns fed before it, of which it adds those
+    up to `stop`."""
+
+    decoder: PreTrainedModel
+    inputs: Mapping[str, Any]
+    start: int
+    stop: int
+
+    def run(self, cache: Any) -> None:
+        """Feed the first columns, up to `stop`, to the cache again."""
+        n = self.stop - self.start
+        given = dict(self.inputs)
+        for name in _TOKENS:
+            if given.get(name) is not None:
+                given[name] = given[name].narrow(1 if name != "position_ids" else -1, 0, n)
+        if given.get(_MASK) is not None:
+            given[_MASK] = given[_MASK][:, : self.stop]
+        self.decoder(**given, past_key_values=cache, use_cache=True)
+
+
+class Forwards:
+    """The forwards of a cache since its last crop, in order."""
+
+    def __init__(self) -> None:
+        self._all: list[_Forward] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, decoder: PreTrainedModel, inputs: Mapping[str, Any], start: int) -> None:
+        """Record a forward before it runs.
+
+        Raises:
+            UnsupportedError: its inputs cannot be divided by tokens.
+        """
+        given = {name: x for name, x in inputs.items() if name not in _SETTINGS}
+        mask = given.get(_MASK)
+        odd = [
+            name
+            for name, x in given.items()
+            if isinstance(x, Tensor) and name not in (*_TOKENS, _MASK)
+        ]
+        if odd or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+            raise UnsupportedError(
+                f"drafted tokens with {odd[0] if odd else _MASK} of their own: the accepted ones "
+                "must be read again by recurrent layers, and this input cannot be divided; "
+                "generate without drafts"
+            )
+        ids = given.get("input_ids")
+        fed = given.get("inputs_embeds") if ids is None else ids
+        assert fed is not None
+        self._all.append(_Forward(decoder, given, start, start + fed.shape[1]))
+
+    def again(self, columns: int) -> _Forward:
+        """The last forward that began at or before `columns` columns, up to that point.
+
+        Raises:
+            RollbackError: there is none.
+        """
+        for one in reversed(self._all):
+            if one.start <= columns:
+                return _Forward(one.decoder, one.inputs, one.start, columns)
+        raise RollbackError(
+            f"crop to {columns} tokens, but those fed before {self._all[0].start} were kept for "
+            "good by an earlier crop; reset() and feed the tokens again"
+        )

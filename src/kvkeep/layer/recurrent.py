@@ -1,0 +1,156 @@
+"""What a model's layers carry from token to token other than keys and values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import RollbackError, StateError
+
+
+class RecurrentStates(ABC):
+    """The states of all layers of a model that are recurrent or convolutional, such as those of
+    state-space models, linear attention and short convolutions.
+
+    A state is made of tensors whose size does not depend on how many tokens were fed. It cannot be
+    truncated: it returns only to points that were marked, where it was copied.
+    """
+
+    def __init__(self) -> None:
+        self.columns: int | None = 0
+        """Columns fed; None while a forward changes the states, or after one was interrupted."""
+        self._marks: dict[int, dict[str, Tensor]] = {}
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, (B, ...) each, as views; empty before the first token."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the contents by these tensors, which become the states' own; none: forget all
+        tokens."""
+
+    @abstractmethod
+    def empty(self) -> RecurrentStates:
+        """States of the same layers, before the first token."""
+
+    # -- a forward --------------------------------------------------------------------------
+
+    def begin(self, columns: int) -> None:
+        """Start a forward, of a cache that was fed `columns` columns.
+
+        Raises:
+            StateError: a forward was interrupted, so the states are unknown.
+        """
+        self.require(columns)
+        if not torch.is_inference_mode_enabled():  # such tensors cannot be changed in place
+            held = self.tensors()
+            if any(x.is_inference() for x in held.values()):
+                self.load({name: x.clone() for name, x in held.items()})
+        self.columns = None
+
+    def end(self, columns: int) -> None:
+        """End a forward, after which `columns` columns are fed."""
+        self.columns = columns
+
+    def require(self, columns: int) -> None:
+        """Raise StateError unless the states are those after `columns` columns."""
+        if self.columns != columns:
+            raise StateError(
+                "a forward was interrupted while it changed the states of recurrent layers, so "
+                "they are unknown; reset() the cache and feed the tokens again, or restore a "
+                "snapshot"
+                if self.columns is None
+                else f"the recurrent layers were fed {self.columns} tokens, but the others "
+                f"{columns}; reset() the cache and feed the tokens again"
+            )
+
+    # -- points to return to ----------------------------------------------------------------
+
+    def mark(self) -> None:
+        """Copy the states, so that they can return to this point.
+
+        Raises:
+            StateError: a forward is running or was interrupted.
+        """
+        if self.columns is None:
+            self.require(0)
+        elif self.columns not in self._marks:
+            self._marks[self.columns] = {name: x.clone() for name, x in self.tensors().items()}
+
+    @property
+    def marks(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The copies, by the number of columns fed before them."""
+        return self._marks
+
+    def unmark(self) -> None:
+        """Drop all copies."""
+        self._marks = {}
+
+    def require_mark(self, columns: int) -> None:
+        """Raise RollbackError if the states cannot return to the point after `columns` columns."""
+        if columns in (0, self.columns) or columns in self._marks:
+            return
+        known = ", ".join(map(str, sorted(self._marks))) or "none"
+        raise RollbackError(
+            f"recurrent layers cannot return to the point after {columns} tokens, because their "
+            f"states were copied after {known}; call cache.mark() at that point, or reset() and "
+            "feed the tokens again"
+        )
+
+    def back_to(self, columns: int) -> None:
+        """Return to a marked point, or to the start. Later marks are dropped.
+
+        Raises:
+            RollbackError: the point is not marked.
+        """
+        self.require_mark(columns)
+        if columns != self.columns:
+            kept = self._marks.get(columns, {})
+            self.load({name: x.clone() for name, x in kept.items()})
+            self.columns = columns
+        self._marks = {at: kept for at, kept in self._marks.items() if at <= columns}
+
+    # -- whole-state changes ----------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tokens and marks."""
+        self.load({})
+        self.columns, self._marks = 0, {}
+
+    def take_rows(self, index: Tensor) -> None:
+        """Row i becomes a copy of row index[i], int64 (B',); in the marks too."""
+        self.load(_rows(self.tensors(), index))
+        self._marks = {at: _rows(kept, index) for at, kept in self._marks.items()}
+
+    def fork(self) -> RecurrentStates:
+        """An independent copy. Marks are shared, because they are never changed."""
+        other = self.empty()
+        if self.columns != 0:
+            other.load({name: x.clone() for name, x in self.tensors().items()})
+        other.columns, other._marks = self.columns, dict(self._marks)
+        return other
+
+    def restore(self, tensors: Mapping[str, Tensor], columns: int) -> None:
+        """Replace the contents by a copy of the states after `columns` columns; marks are
+        dropped."""
+        self.load({name: x.clone() for name, x in tensors.items()})
+        self.columns, self._marks = columns, {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states, marks not counted."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    @property
+    def marked_bytes(self) -> int:
+        """Bytes of the copies at marks."""
+        return sum(x.nbytes for kept in self._marks.values() for x in kept.values())
+
+
+def _rows(tensors: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: x.index_select(0, index.to(x.device)) for name, x in tensors.items()}
