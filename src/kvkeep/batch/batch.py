@@ -102,6 +102,8 @@ class Batch:
         self._limit, self._most = max_bytes, self.sequences
         self._new_cache(spec)  # raises if answers cannot have it
         self._geometries = self._known_geometries()
+        specs = {} if self._geometries is None else self._host.recurrent_specs()
+        self._state_bytes = sum(spec.nbytes for spec in specs.values())
         self._host_packs = not self._host.unpackable
         self._reuse = Reuse(model, store)
         self._orders, self._turns = count(), count(1)
@@ -163,7 +165,7 @@ class Batch:
             )
         shares = n > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, len(ids) - 1) if shares else 0
-        own = self._bytes_of(cache, longest) - shared
+        own = self._bytes_of(cache, longest) - shared + self._state_bytes
         if self.max_bytes is not None and own + shared > self.max_bytes:
             raise CapacityError(
                 f"an answer of up to {longest} tokens takes {own + shared} bytes, but this batch "
@@ -425,12 +427,12 @@ class Batch:
     def _begin(self, answer: Answer) -> None:
         answer.cache = cache = self._host.new_cache(answer.spec)
         if answer.aside is not None:
-            (kinds, states, routed), cache.activation = answer.aside
+            aside, cache.activation = answer.aside
             assert self._offload is not None
-            layers = [
-                state._replace(parts=_each(state.parts, self._offload.get)) for state in states
-            ]
-            cache.restore(Snapshot(kinds, layers, routed))
+            get = self._offload.get
+            layers = [state._replace(parts=_each(state.parts, get)) for state in aside.layers]
+            carried = aside.recurrent and {name: get(x) for name, x in aside.recurrent.items()}
+            cache.restore(aside._replace(layers=layers, recurrent=carried))
             self._drop_aside(answer)
 
     def _put_aside(self, answer: Answer) -> None:
@@ -453,6 +455,8 @@ class Batch:
                     state._replace(parts=_each(state.parts, keep))
                     for state in cache.states("put aside")
                 ]
+                own = None if cache.recurrent is None else cache.recurrent.tensors()
+                carried: Any = own and {name: keep(x) for name, x in own.items()}
             except Exception as error:
                 for one in put:
                     self._offload.drop(one)
@@ -460,7 +464,7 @@ class Batch:
                 self._leave()
                 return
             kinds = [layer.kind for layer in cache.layers]
-            answer.aside = Snapshot(kinds, states, cache.routed), cache.activation
+            answer.aside = Snapshot(kinds, states, cache.routed, carried), cache.activation
         else:
             answer.begun = False
         answer.cache = None
@@ -471,6 +475,8 @@ class Batch:
         if answer.aside is not None and self._offload is not None:
             for state in answer.aside[0].layers:
                 _each(state.parts, self._offload.drop)
+            for kept in (answer.aside[0].recurrent or {}).values():
+                self._offload.drop(kept)
             answer.aside = None
 
     def _planned(self) -> list[_Planned]:

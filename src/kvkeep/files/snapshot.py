@@ -29,11 +29,13 @@ from kvkeep.files.tensor_file import MOST_HEADER, Layout
 from kvkeep.geometry import Geometry
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.storage.allocate import free_bytes
 
 _TOKENS = "tokens"
+_RECURRENT = "recurrent"
 
 
 def save(
@@ -71,6 +73,8 @@ def save(
     tensors: dict[str, Tensor] = {}
     for index, state in enumerate(states):
         tensors |= {f"{index}.{name}": x for name, x in _tensors(state).items()}
+    if cache.recurrent is not None:
+        tensors |= {f"{_RECURRENT}.{n}": x for n, x in cache.recurrent.tensors().items()}
     if tokens is not None:
         tensors[_TOKENS] = tokens.to(torch.int64)
     header = Header(
@@ -143,12 +147,19 @@ class Saved:
             )
         return tokens.clone()
 
-    def restore_to(self, cache: Cache, devices: Sequence[torch.device] | None = None) -> None:
+    def restore_to(
+        self,
+        cache: Cache,
+        devices: Sequence[torch.device] | None = None,
+        recurrent: Mapping[str, StateSpec] | None = None,
+    ) -> None:
         """Replace the contents of a cache, which must have the same specs.
 
         Args:
             cache: the cache to restore.
             devices: where each layer's tensors go; None: the CPU.
+            recurrent: what the states of the model's recurrent layers are like; None: there are
+                none.
 
         Raises:
             SavedCacheError: the file does not fit the cache; nothing was changed.
@@ -161,6 +172,12 @@ class Saved:
         # Each layer's tensors are freed as soon as they are copied to the cache.
         tensors = self._tensors or self._read_again(list(self.header.checksums))
         self._tensors = None
+        carried = self._recurrent(tensors, recurrent or {})
+        if (cache.recurrent is None) != (not carried):
+            raise SavedCacheError(
+                f"{self.path} holds {len(carried)} states of recurrent layers, which does not fit "
+                "the cache; load it for the model it was saved with"
+            )
         of_layers = _by_layer(tensors, len(cache.layers))
         del tensors
         states = [
@@ -173,7 +190,30 @@ class Saved:
             cache.layers, devices or [torch.device("cpu")] * len(states), strict=True
         ):
             layer.restore(states.pop(0).to(device))
+        if cache.recurrent is not None:
+            cache.recurrent.restore(carried, cache.fed)
         cache.routed = self.header.routed
+
+    def _recurrent(
+        self, tensors: Mapping[str, Tensor], specs: Mapping[str, StateSpec]
+    ) -> dict[str, Tensor]:
+        """The states of recurrent layers, after checking that they are those of the model."""
+        start = f"{_RECURRENT}."
+        found = {
+            name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)
+        }
+        if found.keys() != specs.keys():
+            odd = sorted(found.keys() ^ specs.keys())[:3]
+            raise SavedCacheError(
+                f"{self.path} has other states of recurrent layers than the model, such as {odd}; "
+                "load it for the model it was saved with"
+            )
+        rows = self.header.layers[0].rows
+        for name, spec in specs.items():
+            reason = spec.why_not(found[name], rows)
+            if reason:
+                raise SavedCacheError(f"{self.path}: state {name} {reason}; save it again")
+        return {name: x.to(specs[name].device) for name, x in found.items()}
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[int, Layout]]:

@@ -261,7 +261,18 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
             geometries = [one._replace(dtype=dtype) for one in geometries]
-        return self.bytes_of(geometries, tokens, rows)
+        return self.bytes_of(geometries, tokens, rows) + rows * self._state_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a row's recurrent states."""
+        if self.recurrent is None:
+            return 0
+        specs = self.recurrent.specs
+        model = None if self._model is None else self._model()
+        if not specs and model is not None:
+            specs = host_of(model).recurrent_specs()
+        return sum(spec.nbytes for spec in specs.values())
 
     def save(
         self,

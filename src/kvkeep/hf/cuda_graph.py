@@ -45,6 +45,11 @@ class Graphed:
             raise StateError("the model is not attached; call kvkeep.attach(model) first")
         if not cache.fed:
             raise StateError("the cache is empty; feed the prompt through the model first")
+        if cache.recurrent is not None:
+            raise UnsupportedError(
+                "graphed steps need a model that only attends; this one has recurrent layers: "
+                "call the model itself"
+            )
         device = model.device
         if any(layer.slots.segments()[-1].position.device != device for layer in cache.layers):
             raise UnsupportedError(

@@ -95,6 +95,11 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.cache = Cache(model, spec)
+        if self.cache.recurrent is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__} has recurrent layers, whose states kvkeep does not "
+                "export; export a model that only attends"
+            )
         windows = [kind.window for kind in layer_kinds(base_config(model))]
         self.descriptions = [
             Description(str(s), layer.limit or 0, index, len(windows), window)

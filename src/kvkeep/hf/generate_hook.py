@@ -118,7 +118,8 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks)
     token = _CALL.set(call)
     try:
-        with _rows_restored(kwargs.get("past_key_values")):
+        own = kwargs.get("past_key_values")
+        with _rows_restored(own), _as_stateless(model, own):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
@@ -141,6 +142,20 @@ def _rows_restored(given: Any) -> Iterator[None]:
         if cache is not None and cache.fed == before[0] and cache.rows > before[1]:
             cache.select(torch.arange(0, cache.rows, cache.rows // before[1]))
         raise
+
+
+@contextmanager
+def _as_stateless(model: PreTrainedModel, given: Any) -> Iterator[None]:
+    """Allow drafts for a model with recurrent layers: transformers refuses them, because its own
+    caches cannot take back what such a layer read."""
+    allowed = model._is_stateful and (given is None or isinstance(given, Cache))
+    if allowed:
+        model.__dict__["_is_stateful"] = False
+    try:
+        yield
+    finally:
+        if allowed:
+            model.__dict__.pop("_is_stateful", None)
 
 
 def prepare_cache(
@@ -189,6 +204,11 @@ def prepare_cache(
     )
     built = model_kwargs.get("past_key_values")
     if given is not None or type(built) is not DynamicCache or built.offloading:
+        if drafted and type(model)._is_stateful and not isinstance(built, Cache):
+            raise UnsupportedError(
+                f"drafts with a {type(built).__name__}, which cannot return the recurrent layers "
+                f"of {type(model).__name__} to an earlier point; leave out cache_implementation"
+            )
         return
     if demands.drafts or demands.weights:
         demands.require(Cache(model, settings.spec))

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
@@ -32,6 +33,7 @@ from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
+from kvkeep.hf.recurrent import TransformersStates
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import NUMBERS
 from kvkeep.host import (
@@ -50,6 +52,7 @@ from kvkeep.host import (
 from kvkeep.host.adapters import activate
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.recurrent import StateSpec
 from kvkeep.rotary import Rotary
 
 
@@ -84,6 +87,18 @@ class TransformersHost(Host):
         if is_latent(self._config):
             raise UnsupportedError(f"{self.name} keeps a latent, whose positions are not moved")
         return rotaries_of(self._config)
+
+    @torch.no_grad()
+    def recurrent_specs(self) -> dict[str, StateSpec]:
+        numbers = recurrent_numbers(self._config)
+        if not numbers:
+            return {}
+        states = TransformersStates(numbers)
+        own = DynamicCache(config=self._text)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.model.get_decoder()(input_ids=one, past_key_values=own, use_cache=True)
+        states.cache = own
+        return states.specs
 
     @property
     def changing_rotary(self) -> str:

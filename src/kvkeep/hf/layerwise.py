@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
-from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds, recurrent_numbers
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
@@ -52,6 +52,11 @@ class Decoder(Layerwise):
         inner = unwrapped(model)
         _require_layerwise(inner)
         self._base, self.decoder = inner, decoder_of(inner)
+        if recurrent_numbers(inner.config):
+            raise UnsupportedError(
+                f"{type(inner).__name__} has recurrent layers, through which kvkeep computes no "
+                "gradients; train a model that only attends"
+            )
         windows = [kind.window for kind in layer_kinds(inner.config)]
         self._modules = _layers_of(self.decoder, len(windows))
         check_tokens(inner, input_ids)

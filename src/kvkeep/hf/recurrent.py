@@ -7,7 +7,11 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kvkeep.errors import StateError
 from kvkeep.layer.recurrent import RecurrentStates
@@ -115,6 +119,6 @@ class KeepsStates:
 
 
 def _kinds(layer: Any) -> dict[str, dict[int, Tensor | None]]:
-    if isinstance(layer, DummyLayer):
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return {}
     return {"conv": layer.conv_states, "recurrent": layer.recurrent_states}

@@ -24,6 +24,7 @@ from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.packed import Piece
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.recurrent import StateSpec
 from kvkeep.rotary import Rotary
 
 
@@ -61,10 +62,11 @@ class Host(ABC):
     @property
     @abstractmethod
     def kinds(self) -> list[LayerKind]:
-        """Each layer's type and sliding window.
+        """The type and sliding window of each layer that attends.
 
         Raises:
-            UnsupportedError: a layer does not cache keys and values of its own.
+            UnsupportedError: a layer caches something else than keys and values of its own or a
+                recurrent state.
         """
 
     @abstractmethod
@@ -88,6 +90,11 @@ class Host(ABC):
         Raises:
             UnsupportedError: a layer rotates in an unknown way, or does not cache keys.
         """
+
+    def recurrent_specs(self) -> dict[str, StateSpec]:
+        """What the states of recurrent layers are like, by the names that
+        `RecurrentStates.tensors` of a new cache gives them; empty if the model has none."""
+        return {}
 
     @property
     def changing_rotary(self) -> str:

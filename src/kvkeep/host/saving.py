@@ -80,7 +80,7 @@ def load(
         raise SavedCacheError(f"{path} holds {layers} layers, the model has {expected}")
     try:
         cache = host.new_cache(saved.header.specs, capacity=saved.header.capacity)
-        saved.restore_to(cache, host.devices())
+        saved.restore_to(cache, host.devices(), host.recurrent_specs())
     except SavedCacheError:
         raise
     except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:

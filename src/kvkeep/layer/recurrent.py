@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import RollbackError, StateError
+
+
+class StateSpec(NamedTuple):
+    """The shape of a state without its rows, its dtype, and where it lies."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def why_not(self, x: Tensor, rows: int) -> str:
+        """Why a tensor is not such a state of so many rows; empty if it is."""
+        if tuple(x.shape) == (rows, *self.shape) and x.dtype == self.dtype:
+            return ""
+        return f"is {tuple(x.shape)} {x.dtype}, not {(rows, *self.shape)} {self.dtype}"
 
 
 class RecurrentStates(ABC):
@@ -36,6 +56,14 @@ class RecurrentStates(ABC):
     @abstractmethod
     def empty(self) -> RecurrentStates:
         """States of the same layers, before the first token."""
+
+    @property
+    def specs(self) -> dict[str, StateSpec]:
+        """What each tensor is like; empty before the first token."""
+        return {
+            name: StateSpec(tuple(x.shape[1:]), x.dtype, x.device)
+            for name, x in self.tensors().items()
+        }
 
     # -- a forward --------------------------------------------------------------------------
 

@@ -1,0 +1,264 @@
+"""Hybrid models: attention by kvkeep's layers, recurrent states beside them."""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep import Cache, attach, detach
+from kvkeep.batch import Batch, Settings
+from kvkeep.errors import RollbackError, SavedCacheError, StateError, UnsupportedError
+from kvkeep.hf.config import decoder_config
+from kvkeep.hf.replay import Forwards
+from tests.support.sweep_models import model_of
+
+FAMILIES = [
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba",
+    "zamba2",
+    "zaya",
+]
+FEW = ["jamba", "lfm2", "qwen3_next"]
+"""A model that ignores states in chunks, one of convolutions, one of linear attention."""
+
+_slow_but = [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]
+_TOLERANCE = 2e-4
+
+
+@cached
+def _model(kind: str) -> Any:
+    transformers.logging.set_verbosity_error()
+    return model_of(kind)
+
+
+@pytest.fixture(params=_slow_but)
+def model(request: pytest.FixtureRequest) -> Any:
+    found = _model(request.param)
+    with attach(found):
+        yield found
+
+
+@pytest.fixture
+def hybrid() -> Any:
+    """A model whose forward is cheap, for what does not depend on the family."""
+    found = _model("lfm2")
+    with attach(found):
+        yield found
+
+
+def _ids(rows: int = 1, tokens: int = 24) -> Tensor:
+    return torch.randint(2, 96, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor, cache: Any, pieces: list[int] | None = None) -> Tensor:
+    """Logits of all tokens; like `generate`, with positions."""
+    found, at = [], cache.get_seq_length()
+    for part in ids.split(pieces or [ids.shape[1]], dim=1):
+        position = torch.arange(at, at + part.shape[1])[None].expand(len(part), -1)
+        found.append(model(part, past_key_values=cache, position_ids=position).logits)
+        at += part.shape[1]
+    return torch.cat(found, dim=1)
+
+
+def _own_cache(model: Any) -> DynamicCache:
+    return DynamicCache(config=decoder_config(model.config))
+
+
+def _text(model: Any, ids: Tensor, cache: Any = None, **options: Any) -> Tensor:
+    found: Tensor = model.generate(
+        ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options
+    )
+    return found
+
+
+def test_logits_and_text_are_those_of_transformers_own_cache(model: Any) -> None:
+    ids = _ids()
+    tokenwise = [17] + [1] * 7  # in chunks, some models are wrong with transformers' own cache
+    expected = _logits(model, ids, _own_cache(model), tokenwise)
+    text = _text(model, ids, _own_cache(model))
+    whole = _logits(model, ids, Cache(model))
+    assert torch.allclose(whole, expected, atol=_TOLERANCE * float(expected.abs().max()))
+    chunked = _logits(model, ids, Cache(model), [5, 1, 11, 7])
+    assert torch.allclose(chunked, expected, atol=_TOLERANCE * float(expected.abs().max()))
+    assert _text(model, ids, Cache(model)).equal(text)
+
+
+def test_padded_batch(model: Any) -> None:
+    ids, mask = _ids(3), torch.ones(3, 24, dtype=torch.int64)
+    mask[0, :6], mask[1, :1] = 0, 0
+    padded = ids * mask
+    text = _text(model, padded, _own_cache(model), attention_mask=mask)
+    assert _text(model, padded, Cache(model), attention_mask=mask).equal(text)
+
+
+def test_forks_snapshots_and_files_continue_bit_for_bit(model: Any, tmp_path: Path) -> None:
+    ids = _ids(2, 20)
+    cache = Cache(model)
+    _logits(model, ids[:, :12], cache)
+    snapshot, path = cache.snapshot(), tmp_path / "hybrid.safetensors"
+    cache.save(path)
+    frozen = cache.freeze()
+    expected = _logits(model, ids[:, 12:], cache)
+    fork, other, loaded = frozen.fork(), Cache(model), kvkeep.load(path, model)
+    other.restore(snapshot)
+    for one in (fork, other, loaded, frozen.fork()):
+        assert one.live_bytes == frozen.fork().live_bytes
+        assert _logits(model, ids[:, 12:], one).equal(expected)
+    assert fork.stats().recurrent_bytes == sum(x.nbytes for x in fork.recurrent.tensors().values())
+
+
+def test_rows_take_their_states_along(model: Any) -> None:
+    ids, index = _ids(3, 16), torch.tensor([2, 0, 2, 1])
+    cache = Cache(model)
+    _logits(model, ids[:, :10], cache)
+    whole = _logits(model, ids[:, 10:], cache.freeze().fork())
+    cache.select(index)
+    selected = _logits(model, ids[index, 10:], cache)
+    assert torch.allclose(selected, whole[index], atol=_TOLERANCE * float(whole.abs().max()))
+    assert not torch.allclose(selected[0], whole[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:12,sinks=2"])
+def test_drafts_give_the_text_without_them(
+    model: Any, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = _ids(tokens=6).repeat(1, 5)  # so that there is something to look up
+    plain = _text(model, ids, Cache(model, spec))
+    cache, again, rejected = Cache(model, spec), Forwards.again, []
+
+    def counted(forwards: Forwards, columns: int) -> Any:
+        rejected.append(cache.fed - columns)
+        return again(forwards, columns)
+
+    monkeypatch.setattr(Forwards, "again", counted)
+    assert _text(model, ids, cache, prompt_lookup_num_tokens=4).equal(plain)
+    assert rejected
+    assert cache.fed == plain.shape[1] - 1
+    assert not cache.recurrent.marks
+
+
+def test_accepted_drafts_of_a_second_model(model: Any) -> None:
+    ids = _ids()
+    drafted = _text(model, ids, Cache(model), assistant_model=_model("lfm2"))
+    assert drafted.equal(_text(model, ids, Cache(model)))
+
+
+def test_marks_are_the_points_to_return_to(hybrid: Any) -> None:
+    ids, cache = _ids(), Cache(hybrid)
+    _logits(hybrid, ids[:, :8], cache)
+    cache.mark()
+    expected = _logits(hybrid, ids[:, 8:], cache)
+    assert cache.nbytes >= cache.recurrent.nbytes + cache.recurrent.marked_bytes
+    assert cache.rollback_limit == 0
+    with pytest.raises(RollbackError, match=r"after 20 tokens.*copied after 8; call cache.mark"):
+        cache.crop(-4)
+    assert cache.fed == 24
+    cache.rewind(8)
+    assert _logits(hybrid, ids[:, 8:], cache).equal(expected)
+    cache.rewind(0)
+    assert not cache.recurrent.tensors()
+    assert not cache.recurrent.marks
+
+
+def test_an_interrupted_forward_leaves_no_state_that_is_used(hybrid: Any) -> None:
+    ids, cache = _ids(), Cache(hybrid)
+    _logits(hybrid, ids[:, :8], cache)
+    cache.mark()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = hybrid.get_decoder().layers[-1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        _logits(hybrid, ids[:, 8:], cache)
+    hook.remove()
+    with pytest.raises(StateError, match="states of recurrent layers"):
+        _logits(hybrid, ids[:, 8:], cache)
+    cache.rewind(8)
+    expected = _logits(hybrid, ids, Cache(hybrid), [8, 16])[:, 8:]
+    assert _logits(hybrid, ids[:, 8:], cache).equal(expected)
+
+
+def test_reset_and_another_text(hybrid: Any) -> None:
+    ids, cache = _ids(2), Cache(hybrid)
+    _logits(hybrid, ids, cache)
+    cache.reset()
+    assert cache.live_bytes == 0
+    one = ids[:1, :9]
+    assert _logits(hybrid, one, cache).equal(_logits(hybrid, one, Cache(hybrid)))
+
+
+def test_states_of_inference_mode_serve_later_forwards(hybrid: Any) -> None:
+    ids, cache = _ids(), Cache(hybrid)
+    with torch.inference_mode():
+        hybrid(ids[:, :8], past_key_values=cache)
+    found = _logits(hybrid, ids[:, 8:], cache)
+    assert found.equal(_logits(hybrid, ids, Cache(hybrid), [8, 16])[:, 8:])
+
+
+def test_a_file_with_other_states_is_refused(hybrid: Any, tmp_path: Path) -> None:
+    cache = Cache(hybrid)
+    _logits(hybrid, _ids(), cache)
+    name, state = next(iter(cache.recurrent.tensors().items()))
+    held = cache.recurrent.tensors()
+    for changed in ({name: state[:, :-1]}, {name: state.double()}, {f"{name}0": state}):
+        path = tmp_path / "other.safetensors"
+        without = {n: x for n, x in held.items() if n != name}
+        cache.recurrent.tensors = lambda other=without | changed: other  # type: ignore[method-assign]
+        cache.save(path)
+        with pytest.raises(SavedCacheError, match="state"):
+            kvkeep.load(path, hybrid)
+    cache.recurrent.tensors = lambda: {}  # type: ignore[method-assign]
+    cache.save(path)
+    with pytest.raises(SavedCacheError, match="states of recurrent layers"):
+        kvkeep.load(path, hybrid)
+
+
+def test_what_cannot_work_is_refused(hybrid: Any) -> None:
+    plain = _model("lfm2")
+    detach(plain)
+    with pytest.raises(UnsupportedError, match=r"recurrent layers.*attach\(model\) first"):
+        _logits(plain, _ids(), Cache(plain))
+    with pytest.raises(UnsupportedError, match="compile"):
+        attach(plain, compile=True)
+    with pytest.raises(UnsupportedError, match="outside of the cache"):
+        attach(model_of("recurrent_gemma"))
+    attach(plain)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 40_000])
+def test_a_batch_of_answers(hybrid: Any, max_bytes: int | None) -> None:
+    prompts = [_ids(tokens=n)[0] for n in (5, 9, 7)]
+    batch = Batch(hybrid, chunk=4, max_bytes=max_bytes)
+    answers = [batch.add(prompt, Settings(6))[0] for prompt in prompts]
+    for _ in range(3):
+        batch.step()
+    (urgent,) = batch.add(prompts[0], Settings(6, priority=1))  # may put others aside
+    while batch.running or batch.waiting:
+        batch.step()
+    for prompt, answer in zip([*prompts, prompts[0]], [*answers, urgent], strict=True):
+        expected = _text(hybrid, prompt[None], Cache(hybrid))[0, len(prompt) :][:6]
+        assert answer.tokens == expected.tolist()
+
+
+def test_promised_bytes(hybrid: Any) -> None:
+    cache = Cache(hybrid)
+    promised = cache.bytes_for(24, rows=2)
+    _logits(hybrid, _ids(2), cache)
+    assert promised == cache.live_bytes == cache.bytes_for(24, rows=2)
