@@ -53,6 +53,6 @@ def begin(cache: ModelCache, text: ModelCache) -> None:
 
 
 def settle(cache: ModelCache) -> None:
-    """Evict down to the budgets, by what the policies were shown before."""
+    """Evict down to the budgets, where no forward has done so."""
     for layer in cache.layers:
         layer.settle()

@@ -90,7 +90,7 @@ def why_not_whole(layer: LayerCache) -> str:
         return f"policy {layer.policy.name} keeps texts of its own; use keep_all"
     if layer.padded:
         return "its rows are padded; feed one text at a time"
-    if layer.length < layer.fed or layer.rollback_limit < layer.fed:
+    if layer.length < layer.fed or layer.history.floor:
         if layer.window is not None and layer.policy.reach == Reach(layer.window):
             return (
                 f"{layer.fed} tokens were fed, and some were evicted because its sliding window "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from threading import RLock
@@ -17,6 +17,7 @@ from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
+from kvkeep.store.batches import shared_beginning
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
 from kvkeep.store.compressed import Compressed, CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
@@ -181,6 +182,41 @@ class PrefixStore:
             capacity=capacity,
             priority=priority,
         ).cache
+
+    def prefill_rows(
+        self,
+        model: Any,
+        prompts: Sequence[Tensor],
+        *,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+        chunk: int | None = None,
+        capacity: int | None = None,
+    ) -> ModelCache | None:
+        """A cache with a row for each prompt. It holds the tokens with which all prompts begin, of
+        each but its last one; they are read once, see `read`, and shared by the rows. None if these
+        are fewer than 16, or more than the store could hold.
+
+        A policy that needs to see queries gets more tokens of each prompt to observe; see
+        `kvkeep.policy.Policy.observed_again`.
+
+        Args:
+            prompts: int64 (n,) each.
+            spec, namespace, chunk, capacity: see `read`.
+
+        Raises:
+            ShapeError: no prompts, or one without tokens.
+            UnsupportedError: slots of this spec or model cannot be shared with other prompts.
+        """
+        return shared_beginning(
+            self, model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
+        )
+
+    def has_room(self, host: Host, specs: Specs, tokens: int) -> bool:
+        """Whether a text of so many tokens fits into the budget, if nothing else is held."""
+        if self.budget is None:
+            return True
+        return host.new_cache(specs).bytes_of(host.geometries(), tokens) <= self.budget
 
     def read(
         self,
@@ -392,17 +428,14 @@ class PrefixStore:
         host, exact = host_of(model), exact_specs(cache.specs)
         again = observed_again(cache)
         known, whole = tokens[: max(0, len(tokens) - again)], tokens if prompt is None else prompt
-        nbytes = host.new_cache(exact).bytes_of(host.geometries(), len(known))
         options: dict[str, Any] = {"prompt": whole, "spec": exact, "namespace": namespace}
-        if self.budget is None or nbytes <= self.budget:
+        if self.has_room(host, exact, len(known)):
             text, found = self.read(model, known, chunk=chunk, priority=priority, **options)
         else:
             text, found = self.find(model, known, **options)
         begin(cache, text)
-        rest = tokens[cache.fed :]
-        feed(host, rest, cache, chunk and max(chunk, again))
-        if not len(rest):
-            settle(cache)
+        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, again))
+        settle(cache)
         return found
 
     def _keep(
