@@ -143,8 +143,8 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
         )
         if scoring is not None:
             raise UnsupportedError(
-                f"policy {scoring.name} scores the tokens of one text; join caches of keep_all, and "
-                "give join() the spec of the result"
+                f"policy {scoring.name} scores the tokens of one text; join caches of keep_all, "
+                "and give join() the spec of the result"
             )
         require_whole(cache)
         if cache.rows > 1:

@@ -18,7 +18,6 @@ from kvkeep.planes import Planes, PlaneSpec, Reach
 from kvkeep.policy.share import Share
 from kvkeep.rotary import Rotary
 
-
 _OBSERVED_AGAIN = 64  # queries, for policies that observe those of all tokens
 
 

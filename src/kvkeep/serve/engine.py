@@ -19,8 +19,8 @@ from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.prompts import Prompts
 from kvkeep.serve.requests import Asked, RequestError
-from kvkeep.store.identity import require_steady
 from kvkeep.store.beginning import exact_specs
+from kvkeep.store.identity import require_steady
 from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
 

@@ -1,8 +1,7 @@
-"""Exact slots: what a store keeps for every spec, and how a cache of another spec begins with them.
+"""Exact slots, which a store keeps for all specs, and how a cache of another begins with them.
 
-A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of a cache
-that keeps all tokens plain. Its policy chooses among all of them when the next chunk was attended
-to.
+A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of one
+that keeps all tokens plain. Its policy chooses among all of them, after the next chunk.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
 def stored_planes(cache: Cache) -> list[Planes]:
     """The planes of each layer's slots that are stored: not the scores of its policy. See
     `require_kept`."""
-    found = []
+    found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]
         stored = {name: planes[name] for name in planes if name not in layer.policy.planes}
