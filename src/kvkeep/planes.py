@@ -133,6 +133,22 @@ class Chain(Planes):
             joined = self._joined[name] = torch.cat(planes, dim=2)
         return joined
 
+    def take(self, index: Tensor) -> dict[str, Tensor]:
+        """As `take`; no other slots are copied."""
+        return {name: self._taken(name, index) for name in self}
+
+    def _taken(self, name: str, index: Tensor) -> Tensor:
+        found, start = None, 0
+        for planes, length in zip(self._links, self.lengths, strict=True):
+            if not length:
+                continue
+            plane = planes[name].expand(self._rows, *planes[name].shape[1:])
+            slots = plane.gather(2, along_slots((index - start).clamp(0, length - 1), plane))
+            later = along_slots(index >= start, plane)
+            found = slots if found is None else torch.where(later, slots, found)
+            start += length
+        return self[name] if found is None else found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._links[-1])
 
@@ -166,6 +182,8 @@ def along_slots(index: Tensor, plane: Tensor) -> Tensor:
 
 def take(planes: Planes, index: Tensor) -> dict[str, Tensor]:
     """Copy the slots `index` (B|1, H|1, n) out of every plane, in that order."""
+    if type(planes) is Chain:
+        return planes.take(index)
     return {name: plane.gather(2, along_slots(index, plane)) for name, plane in planes.items()}
 
 
@@ -203,6 +221,18 @@ def survivors(victims: Tensor, length: int) -> Tensor:
     """
     order = torch.sort(marked(victims, length).to(torch.uint8), dim=2, stable=True).indices
     return order[:, :, : length - victims.shape[2]]
+
+
+def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """How to evict `victims` from `length` slots: slots `movers` are copied to slots `holes`; both
+    are int64 of the victims' shape (B|1, H|1, c)."""
+    # Victims below `kept` leave holes, and as many survivors have an index of `kept` or more. With
+    # the victims sorted, and the slots from `kept` on sorted with survivors first, hole i takes
+    # survivor i. The remaining pairs copy freed slots to freed slots, which has no effect.
+    kept = length - victims.shape[2]
+    freed = marked(victims, length)[:, :, kept:]
+    movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
+    return victims.sort(dim=2).values, movers
 
 
 def unsliced(planes: Planes) -> Planes:

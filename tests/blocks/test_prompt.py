@@ -184,7 +184,6 @@ def test_refused_by_model_and_store(tokenizer):
             None,
             "3 of 3 layers (layers 0-2) have a sliding window",
         ),
-        (model_of(), "h2o:1000", None, "keeps scores"),
         (model_of(), "keep_all", 2000, "but the store holds 2000"),
     ]
     for model, spec, budget, reason in cases:

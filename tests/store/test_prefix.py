@@ -183,8 +183,8 @@ def test_bad_input():
     store, cache = PrefixStore(), fed(range(9))
     before = store.stats()
     evicted = new_cache("window:4")
-    scored = new_cache("h2o:40")
-    for layer in (*evicted.layers, *scored.layers):
+    ragged = new_cache("adakv(h2o:40)")
+    for layer in (*evicted.layers, *ragged.layers):
         layer.step(torch.ones(1, 1, 9, 4), torch.ones(1, 1, 9, 4), torch.ones(1, 1, 9, 4), scale=1)
     cases = [
         (ShapeError, "10 tokens of row 0", torch.arange(10), cache, 0),
@@ -192,7 +192,7 @@ def test_bad_input():
         (ShapeError, "give integers", torch.rand(9), cache, 0),
         (ShapeError, "give integers", torch.zeros(2, 9, dtype=torch.int64), cache, 0),
         (UnsupportedError, "evicted some of them", torch.arange(9), evicted, 0),
-        (UnsupportedError, "scores that depend on one text", torch.arange(9), scored, 0),
+        (UnsupportedError, "other tokens in each head", torch.arange(9), ragged, 0),
     ]
     for kind, message, tokens, given, row in cases:
         with pytest.raises(kind, match=message):

@@ -77,7 +77,7 @@ FAULTS = (
     ),
     Fault(
         "eviction-moves-freed-slots",
-        "storage/buffer.py",
+        "planes.py",
         "torch.sort(freed.to(torch.uint8), dim=2, stable=True)",
         "torch.sort((~freed).to(torch.uint8), dim=2, stable=True)",
         "storage/test_storage.py storage/test_host.py",

@@ -10,15 +10,22 @@ import torch
 
 from kvkeep.attention import Rotation
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.host import Host, ModelCache, host_of
+from kvkeep.host import Host, ModelCache, Specs, host_of
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
+from kvkeep.store.beginning import begin, encodes_alike, exact_specs
 from kvkeep.store.layer_slices import require_whole
 
 
-def join(model: Any, caches: Sequence[ModelCache]) -> ModelCache:
+def join(
+    model: Any,
+    caches: Sequence[ModelCache],
+    spec: Specs | None = None,
+    *,
+    capacity: int | None = None,
+) -> ModelCache:
     """A cache that holds the texts of several caches, one after the other.
 
     Each text was fed by itself, from position 0, so its tokens attended to no other text. The
@@ -33,15 +40,31 @@ def join(model: Any, caches: Sequence[ModelCache]) -> ModelCache:
     Args:
         model: that computed the caches.
         caches: of one row each, with the same specs. They are frozen, and can still be used.
+        spec: of the result; None: that of the caches. A cache with a budget, in `@host` storage or
+            with `kivi` begins with caches of `keep_all`: the next forward sees all tokens, and
+            evicts.
+        capacity: see `kvkeep.Cache`.
 
     Raises:
         ShapeError: no caches, or one with several rows.
-        StateError: the caches differ in specs, or in whether the model was attached.
+        StateError: the caches differ in specs, or in whether the model was attached, or a cache of
+            `spec` cannot begin with theirs.
         UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its positions
             are learned, or its frequencies depend on the length.
     """
     *starts, columns = accumulate((cache.fed for cache in caches), initial=0)
-    return join_at(host_of(model), caches, starts, columns)
+    joined = join_at(host_of(model), caches, starts, columns)
+    if spec is None:
+        return joined
+    cache = host_of(model).new_cache(spec, capacity=capacity)
+    exact = exact_specs(cache.specs)
+    if not encodes_alike(exact, joined.specs):
+        raise StateError(
+            f"caches of {joined.specs[0]}, but one of {cache.specs[0]} begins with {exact[0]}; "
+            "feed the texts to caches of that"
+        )
+    begin(cache, joined)
+    return cache
 
 
 def join_at(
@@ -115,6 +138,14 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
     if not caches:
         raise ShapeError("no caches to join; give at least one")
     for cache in caches:
+        scoring = next(
+            (x.policy for x in cache.layers if x.policy.planes or x.policy.per_head), None
+        )
+        if scoring is not None:
+            raise UnsupportedError(
+                f"policy {scoring.name} scores the tokens of one text; join caches of keep_all, "
+                "and give join() the spec of the result"
+            )
         require_whole(cache)
         if cache.rows > 1:
             raise ShapeError(f"a cache of {cache.rows} rows; give caches of one row each")

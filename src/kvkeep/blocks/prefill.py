@@ -16,6 +16,7 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
+from kvkeep.store.beginning import begin, exact_specs
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
 
@@ -68,7 +69,7 @@ def prefill(
             all tokens before them. 0: none (block-diagonal attention). "boundary:k": the first k of
             each text. A share, such as 0.15: those whose keys and values would change most
             (CacheBlend). "all": all, which is the plain prefill.
-        spec: of the cache; it must keep all tokens.
+        spec: of the cache. One with a budget evicts after the next forward, which sees all tokens.
         store: where computed texts are found and stored.
         namespace: of the store's entries.
 
@@ -82,22 +83,28 @@ def prefill(
     bounds = accumulate((len(text) for text in texts), initial=0)
     _, *spans = (Span(*ends) for ends in pairwise(bounds))
     tokens = torch.cat(list(map(flat, texts)))
-    if compresses(host_of(model).new_cache(spec)):
+    cache = host_of(model).new_cache(spec)
+    if compresses(cache):
         raise UnsupportedError(
             "texts of token ids are joined with all their slots; for kvzip use a kvkeep.blocks."
             "Prompt with a Block for each text, or keep_all"
         )
-    return assemble(
+    exact = exact_specs(cache.specs)
+    text = assemble(
         model,
         tokens,
         spans,
         first=len(texts[0]),
         recompute=recompute,
-        spec=spec,
+        spec=exact,
         store=store or PrefixStore(),
         namespace=namespace,
         estimate=False,
     ).cache
+    if exact == cache.specs:
+        return text
+    begin(cache, text)
+    return cache
 
 
 def assemble(

@@ -20,6 +20,7 @@ from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
+from kvkeep.store.beginning import begin, exact_specs, observed_again, settle
 from kvkeep.store.identity import feed, keyed, require_alike, require_one_adapter, require_steady
 from kvkeep.store.layer_slices import require_keepable
 
@@ -130,23 +131,28 @@ class Encoded:
         tokens = self._tokens(host.context)
         prompt = self.input_ids[0]
         cache.activation = host.activation_in(prompt)
+        exact = exact_specs(cache.specs)
+        begins = exact != cache.specs
+        text = host.new_cache(exact, capacity=capacity) if begins else cache
+        text.activation = cache.activation
         try:
-            require_keepable(cache)
+            require_keepable(text)
             require_steady(host)
-            require_alike(host, cache, outside=store.backend is not None)
-            require_one_adapter(cache)
+            require_alike(host, text, outside=store.backend is not None)
+            require_one_adapter(text)
         except UnsupportedError as error:
             feed(host, tokens, cache)
             refused = [block.refuse(str(error)) for block in self.blocks]
             return self._reported(Assembled(cache, 0, 0, 0, 0.0), [], refused)
-        compressed = compresses(cache)
-        whole = _why_not_any(host, cache, 0 if compressed and recompute != "all" else recompute)
+        compressed = compresses(text)
+        whole = _why_not_any(host, text, 0 if compressed and recompute != "all" else recompute)
         blocks = [
-            block.refuse(whole or _why_not(block, host, cache, store.budget))
+            block.refuse(whole or _why_not(block, host, text, store.budget))
             for block in self.blocks
         ]
+        known = tokens[: max(0, len(tokens) - observed_again(cache))] if begins else tokens
         spans = sorted(one.span for one in blocks if one.span is not None and not one.refused)
-        spans = [Span(start, min(stop, len(tokens))) for start, stop in spans]
+        spans = [Span(start, min(stop, len(known))) for start, stop in spans]
         spans = [span for span in spans if span.start < span.stop]
         if compressed:
             read = assemble_compressed(
@@ -159,23 +165,33 @@ class Encoded:
                 capacity=capacity,
             )
             return self._reported(read, [span for span in spans if span.start], blocks)
-        known = store.known(*keyed(host, tokens, cache.specs, namespace, cache.activation))
-        behind = [span for span in spans if span.stop > known]
-        first = behind[0].start if behind else len(tokens)
+        if begins and not spans:
+            found = store.read(
+                model, tokens, prompt=prompt, spec=spec, namespace=namespace, capacity=capacity
+            )
+            return self._reported(Assembled(*found, 0, 0, 0.0), spans, blocks)
+        stored = store.known(*keyed(host, known, exact, namespace, cache.activation))
+        behind = [span for span in spans if span.stop > stored]
+        first = behind[0].start if behind else len(known)
         if behind and first == 0:  # it is at the position for which it was computed
             first = behind.pop(0).stop
         read = assemble(
             model,
-            tokens,
+            known,
             behind,
             first=first,
             prompt=prompt,
-            capacity=capacity,
+            capacity=None if begins else capacity,
             recompute=recompute,
-            spec=spec,
+            spec=exact,
             store=store,
             namespace=namespace,
         )
+        if begins:
+            begin(cache, read.cache)
+            feed(host, tokens[cache.fed :], cache)
+            settle(cache)
+            read = read._replace(cache=cache)
         return self._reported(read, behind, blocks)
 
     def _tokens(self, most: int | None) -> Tensor:
@@ -291,8 +307,6 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     windows = windowed(cache)
     if windows:
         return f"{windows}, so blocks cannot be moved"
-    if any(layer.policy.evicts for layer in cache.layers):
-        return "the spec evicts, and would treat recomputed tokens as the newest; use keep_all"
     if any(layer.storage.limited for layer in cache.layers):
         return "fixed storage has no room for what is computed again; use @growing"
     reason = why_not_compared(host) if parsed(recompute).mode == "share" else ""

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.blocks.recompute_option import Recompute
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.demands import Demands
@@ -44,6 +44,19 @@ class PromptStore(Protocol):
         capacity: int | None,
     ) -> ModelCache:
         """A cache that holds all tokens (n,) but the last."""
+
+    def prefill_rows(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Tensor],
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+        capacity: int | None,
+    ) -> ModelCache | None:
+        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
+        are too few."""
 
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
@@ -85,12 +98,14 @@ class Settings:
 @dataclass
 class _Call:
     """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the prompt with blocks if there is one, and the cache from a store or blocks, if any."""
+    row, the prompt with blocks if there is one, the token ids of all rows (B, n), and the cache
+    from a store or blocks, if any."""
 
     model: PreTrainedModel
     columns: int
     ids: Tensor | None
     blocks: BlockPrompt | None
+    rows: Tensor | None
     cache: Cache | None = None
 
 
@@ -115,7 +130,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
         args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
     ids = asked if isinstance(asked, Tensor) and asked.dim() == 2 and asked.shape[1] else None
     columns = 0 if ids is None else ids.shape[1]
-    call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks)
+    call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks, ids)
     token = _CALL.set(call)
     try:
         own = kwargs.get("past_key_values")
@@ -226,6 +241,8 @@ def prepare_cache(
             _compress(model, model_kwargs, cache, chunk)
     elif not (drafting or drafted or generation_config.token_healing):
         cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
+        if cache is None:
+            cache = _begun_alike(model, settings, model_kwargs, several, chunk, max_cache_length)
     if cache is not None and several > 1:
         cache.freeze()
         cache.repeat(several)
@@ -328,6 +345,64 @@ def _filled(
     return call.cache
 
 
+def _begun_alike(
+    model: PreTrainedModel,
+    settings: Settings,
+    model_kwargs: dict[str, Any],
+    several: int,
+    chunk: int | None,
+    capacity: int,
+) -> Cache | None:
+    """A cache that holds the tokens with which all rows of the prompt begin, from the store; None
+    if it serves no row, or would not give the result of a plain `generate`.
+
+    Columns before a row's first token move behind those tokens, where the mask names them as
+    padding: the cache has the same tokens in all rows, and each column keeps its token.
+    """
+    call, mask = _CALL.get(), model_kwargs.get("attention_mask")
+    if call is None or call.rows is None or settings.store is None:
+        return None
+    if not _is_plain(model, call, model_kwargs):
+        return None
+    ids = call.rows.cpu()
+    columns = torch.arange(ids.shape[1])
+    real = torch.ones_like(ids) if mask is None else mask[::several].cpu().long()
+    pads = (1 - real).sum(dim=1, keepdim=True)
+    if real.shape != ids.shape or not real.equal((columns >= pads).long()):
+        return None  # padded on the right, or within
+    place = model_kwargs.get("position_ids")
+    if (
+        place is not None
+        and not (place.cpu() == _counted(real).repeat_interleave(several, 0)).all()
+    ):
+        return None
+    try:
+        cache: Any = settings.store.prefill_rows(
+            model,
+            [row[pad:] for row, pad in zip(ids, pads.flatten().tolist(), strict=True)],
+            spec=settings.spec,
+            namespace=settings.namespace,
+            chunk=chunk,
+            capacity=capacity,
+        )
+    except (ShapeError, UnsupportedError):
+        return None
+    found: Cache | None = cache
+    if found is None or mask is None:
+        return found
+    real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
+    real = real.repeat_interleave(several, dim=0)
+    model_kwargs["attention_mask"] = real.to(mask)
+    if place is not None:
+        model_kwargs["position_ids"] = _counted(real).to(place)
+    return found
+
+
+def _counted(real: Tensor) -> Tensor:
+    """Positions of columns, (B, n), as transformers counts them where a mask is given."""
+    return (real.cumsum(dim=1) - 1).masked_fill(real == 0, 0)
+
+
 def _compress(
     model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache, chunk: int | None
 ) -> None:
@@ -350,19 +425,23 @@ def _plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> _Call |
     """The current call, if its prompt may be read outside of `generate`: one row of token ids, with
     nothing else that changes the result."""
     call = _CALL.get()
-    if call is None or call.model is not model or call.ids is None:
+    if call is None or call.ids is None or not _is_plain(model, call, model_kwargs):
         return None
     place = model_kwargs.get("position_ids")
-    if (
-        model_kwargs.get("attention_mask") is not None  # a mask of ones was removed before
-        or _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
+    if model_kwargs.get("attention_mask") is not None:  # a mask of ones was removed before
+        return None
+    return call if place is None or _counts(place, call.ids.shape[1]) else None
+
+
+def _is_plain(model: PreTrainedModel, call: _Call, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one of this model, and nothing but its token ids, their mask and their
+    positions changes the result."""
+    return call.model is model and not (
+        _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
         or model.training
         or names_adapters(model)
         or learns_prompts(model)
-        or not (place is None or _counts(place, call.ids.shape[1]))
-    ):
-        return None
-    return call
+    )
 
 
 def _counts(place: Tensor, tokens: int) -> bool:

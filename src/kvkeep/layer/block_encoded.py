@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import final
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec, Plain, left_plain, whole
 from kvkeep.errors import SpecError
+from kvkeep.layer.frozen import Run
+from kvkeep.layer.history import History
 from kvkeep.layer.slots import Codecs, LayerSlots
 from kvkeep.layer.undivided import Undivided
 from kvkeep.planes import POSITION, Planes, take
@@ -74,7 +76,7 @@ class BlockEncoded(LayerSlots):
 
     @property
     def shared_bytes(self) -> int:
-        return self.blocks.shared_bytes
+        return self.blocks.shared_bytes + self.tail.shared_bytes
 
     @property
     def reallocations(self) -> int:
@@ -145,6 +147,11 @@ class BlockEncoded(LayerSlots):
         self.blocks.load({} if blocks is None else {"slots": blocks}, rows)
         self.tail.load(tail, rows)
         return self
+
+    def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
+        """Replace the contents by plain tokens, which the next step encodes."""
+        self.reset()
+        self.tail.adopt_frozen(runs, history)
 
     def freeze(self) -> None:
         """Freeze the blocks; forks copy the tail."""

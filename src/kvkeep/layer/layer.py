@@ -15,6 +15,7 @@ from kvkeep.checks import Checks, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import RollbackError, SpecError, StateError
 from kvkeep.geometry import Geometry
+from kvkeep.layer.beginning import runs_for
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
@@ -367,6 +368,12 @@ class LayerCache(Readable, InOneCall, Step):
         with self.turn, self._moved():
             self._slots.adopt_frozen(runs, history)
             self._history = history
+
+    def begin_with(self, text: LayerCache) -> None:
+        """Replace the contents by the tokens of a layer that keeps all, as if they had been fed in
+        one chunk that is not settled yet: the next chunk sees all of them, and the policy chooses
+        among all. Their slots are shared where that is possible, until the policy evicts."""
+        self.adopt_frozen(text.history, tuple(runs_for(self, text)))
 
     def adopt_planes(
         self, history: History, planes: Planes, length: int, empty: Tensor | None = None

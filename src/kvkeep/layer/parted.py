@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Self, final
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvkeep.attention import Segment
 from kvkeep.errors import SpecError
+from kvkeep.layer.frozen import FrozenRuns, Run
+from kvkeep.layer.history import History
 from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
 from kvkeep.planes import POSITION, Planes, marked
 from kvkeep.storage import Split, Storage, parted
@@ -141,6 +143,13 @@ class ByHead(Parted):
         self.reset()
         self._split.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
         return self
+
+    def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
+        dtype = None if history.geometry is None else history.geometry.dtype
+        self.reset()
+        for planes in FrozenRuns(runs, dtype).placed(self.codecs.key):
+            rows = {n: planes[n].expand(history.rows, *planes[n].shape[1:]) for n in planes}
+            self._split.append(rows)
 
 
 @final

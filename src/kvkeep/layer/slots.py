@@ -224,9 +224,10 @@ class LayerSlots(ABC):
         """Replace the contents by copies of the `parts` of a layer of the same kind."""
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
-        """Replace the contents by frozen slots, which other caches may share. New tokens are
-        appended after them. `history` is the history that the layer will have."""
-        raise NotImplementedError("slots in parts or blocks cannot adopt frozen slots")
+        """Replace the contents by frozen slots, which other caches may share, encoded by `codecs`.
+        New tokens are appended after them. They are copied where slots cannot be shared: on the
+        host, and in parts. `history` is the history that the layer will have."""
+        raise NotImplementedError("slots of rows with different lengths cannot adopt frozen slots")
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
         """Use these planes, (B, H|1, limit, ...), as fixed storage; the first `length` slots are in

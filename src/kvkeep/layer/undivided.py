@@ -16,7 +16,7 @@ from kvkeep.layer.history import History
 from kvkeep.layer.parted import ByRows
 from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
 from kvkeep.layer.write_tokens import write
-from kvkeep.planes import POSITION, Chain, Planes, slot_count, survivors, take
+from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
 from kvkeep.storage import Concat, Storage, parted
 
 
@@ -126,15 +126,16 @@ class Undivided(LayerSlots):
             storage.keep(name, piece)
 
     def evict(self, victims: Tensor) -> None:
-        self.thaw()
-        if not self._aside.length:
+        if not (self.frozen.runs or self._aside.length):
             self._storage.evict(victims)
             return
         planes = self.evictable()
-        kept = take(planes, survivors(victims, slot_count(planes)))
+        kept = take(planes, self._storage.left(victims, slot_count(planes)))
+        storage = self._blank.another() if self.frozen.runs else self._storage
         self._aside.reset()
-        self._storage.reset()
-        self._storage.append(kept)
+        storage.reset()
+        storage.append(kept)
+        self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
 
     def cut(self, mark: tuple[int, ...]) -> None:
         fewer = max(0, self.length - mark[0])
@@ -199,7 +200,10 @@ class Undivided(LayerSlots):
         self.reset()
         self._rows = history.rows
         self.frozen = FrozenRuns(runs, None if history.geometry is None else history.geometry.dtype)
-        self._storage = self._blank.behind(self.frozen.length)
+        if self._blank.lasting:
+            self._storage = self._blank.behind(self.frozen.length)
+        else:
+            self.thaw()
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
         self._rows = rows

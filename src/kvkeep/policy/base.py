@@ -18,6 +18,8 @@ from kvkeep.planes import Planes, PlaneSpec, Reach
 from kvkeep.policy.share import Share
 from kvkeep.rotary import Rotary
 
+_OBSERVED_AGAIN = 64  # queries, for policies that observe those of all tokens
+
 
 class Need(Enum):
     """Inputs that a policy may ask for; each costs extra computation or memory."""
@@ -160,6 +162,13 @@ class Policy(ABC):
     def observed(self) -> int | None:
         """How many of a chunk's newest queries the mass counts; None: all."""
         return None
+
+    @property
+    def observed_again(self) -> int:
+        """How many of the last tokens of a stored text a cache that begins with its slots is fed
+        again, because the policy needs to see their queries; 0: it needs none."""
+        needs_queries = self.needs & {Need.MASS, Need.QUERIES}
+        return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0
 
     @property
     def observes(self) -> bool:

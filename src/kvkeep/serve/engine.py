@@ -19,6 +19,7 @@ from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.prompts import Prompts
 from kvkeep.serve.requests import Asked, RequestError
+from kvkeep.store.beginning import exact_specs
 from kvkeep.store.identity import require_steady
 from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
@@ -170,7 +171,7 @@ class Engine:
         self.why_no_reuse = ""
         """Why no prompt reuses the prefixes of others; empty if they do."""
         try:
-            require_keepable(held)
+            require_keepable(self._host.new_cache(exact_specs(held.specs)))
             require_steady(self._host)
             if store is not None:
                 self._host.fingerprint(glance=True)  # entries are found by it

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from kvkeep.errors import CapacityError
-from kvkeep.planes import Planes, plane_bytes, slot_count
+from kvkeep.errors import CapacityError, ShapeError
+from kvkeep.planes import Planes, marked, moves, plane_bytes, slot_count
 
 
 class Storage(ABC):
@@ -119,6 +119,24 @@ class Storage(ABC):
 
         At most c of the remaining slots are moved, so slots may change their order.
         """
+
+    def left(self, victims: Tensor, length: int) -> Tensor:
+        """Of `length` slots those that `evict` leaves, in the order in which it leaves them: int64
+        (B|1, H|1, length - c).
+
+        Raises:
+            ShapeError: a victim is no slot, or is named twice.
+        """
+        count = victims.shape[2]
+        named = marked(victims.clamp(0, length - 1), length).sum(dim=2)
+        if bool(((victims < 0) | (victims >= length)).any()) or bool((named != count).any()):
+            raise ShapeError(
+                f"victims {tuple(victims.shape)} of {length} slots: a policy must name {count} "
+                f"different ones, 0 to {length - 1}, for each row and head"
+            )
+        holes, movers = moves(victims, length)
+        order = torch.arange(length, device=victims.device).expand(*victims.shape[:2], -1)
+        return order.scatter(2, holes, movers)[:, :, : length - count]
 
     @abstractmethod
     def truncate(self, length: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.native_library import LIBRARY
-from kvkeep.planes import Front, Planes, along_slots, marked, slot_count
+from kvkeep.planes import Front, Planes, along_slots, moves, slot_count
 from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.base import Storage
 
@@ -252,18 +252,6 @@ class Buffer(Storage):
                     self._move(name, plane, capacity)
                 except SHORTAGE:  # keep the larger buffer, of which a part is used
                     self._planes[name] = plane.narrow(2, 0, capacity)
-
-
-def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """How to evict `victims` from `length` slots: slots `movers` are copied to slots `holes`; both
-    are int64 of the victims' shape (B|1, H|1, c)."""
-    # Victims below `kept` leave holes, and as many survivors have an index of `kept` or more. With
-    # the victims sorted, and the slots from `kept` on sorted with survivors first, hole i takes
-    # survivor i. The remaining pairs copy freed slots to freed slots, which has no effect.
-    kept = length - victims.shape[2]
-    freed = marked(victims, length)[:, :, kept:]
-    movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
-    return victims.sort(dim=2).values, movers
 
 
 def device_of(planes: Planes) -> torch.device:

@@ -52,7 +52,11 @@ class Concat(Storage):
         return dict(self._planes)
 
     def evict(self, victims: Tensor) -> None:
-        self._planes = take(self._planes, survivors(victims, self.length))
+        self._planes = take(self._planes, self.left(victims, self.length))
+
+    def left(self, victims: Tensor, length: int) -> Tensor:
+        """As `Storage.left`: the slots keep their order."""
+        return survivors(victims, length)
 
     def truncate(self, length: int) -> None:
         # Cloned, so that the memory of the truncated slots is freed.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import OutOfMemoryError
-from kvkeep.planes import Planes, along_slots, part, plane_bytes, slot_count
+from kvkeep.planes import Planes, along_slots, moves, part, plane_bytes, slot_count
 from kvkeep.storage.base import Storage
-from kvkeep.storage.buffer import device_of, moves
+from kvkeep.storage.buffer import device_of
 from kvkeep.storage.copy_stream import PendingSlots
 from kvkeep.storage.growing import Bounded, Growing, Growth
 from kvkeep.storage.prefetch import HostPlane, Prefetcher, StagingBuffers

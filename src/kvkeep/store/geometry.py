@@ -12,6 +12,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import Planes, PlaneSpec
+from kvkeep.policy import KeepAll
 
 if TYPE_CHECKING:
     from kvkeep.store.backend import StoredBlock
@@ -116,5 +117,7 @@ class ModelGeometry:
 
 
 def planes_of(layer: LayerCache, geometry: Geometry) -> dict[str, PlaneSpec]:
-    """The planes of a layer's slots, for keys and values of such a geometry."""
-    return slot_planes(layer.policy, layer.key_codec, layer.value_codec, geometry)
+    """The planes of a layer's slots that are stored, for keys and values of such a geometry: not
+    the scores of a policy that evicts."""
+    policy = KeepAll() if layer.policy.evicts else layer.policy
+    return slot_planes(policy, layer.key_codec, layer.value_codec, geometry)

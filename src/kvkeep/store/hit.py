@@ -39,7 +39,7 @@ class Hit:
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
             return False
         return all(
-            planes_of(layer, own.of_row) == own.planes
+            planes_of(layer, own.of_row) == own.planes and not layer.policy.per_head
             for layer, own in zip(cache.layers, geometry.layers, strict=True)
         )
 

@@ -14,6 +14,7 @@ from kvkeep.host import Activation, Host, ModelCache
 from kvkeep.host.compress import compresses
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
+from kvkeep.store.beginning import exact_specs
 from kvkeep.store.geometry import ModelGeometry
 
 _TOKEN_BITS = 24  # of a token's id; the bits above them name the adapter that computed it
@@ -36,12 +37,12 @@ def keyed(
     """The identity and keys of a model's tokens, int64 (n,).
 
     The identity names everything that the slots of a token depend on except the tokens up to it:
-    the model, its active adapters, the codecs, how texts are compressed, whether attention is
-    kvkeep's, the autocast dtype and the namespace. The keys are the token ids. Where an activated
-    adapter computed a token, its key holds the adapter's hash too: what stands before the
-    invocation is the base model's, so any adapter finds it.
+    the model, its active adapters, the codecs of exact slots, how texts are compressed, whether
+    attention is kvkeep's, the autocast dtype and the namespace. The keys are the token ids. Where
+    an activated adapter computed a token, its key holds the adapter's hash too: what stands before
+    the invocation is the base model's, so any adapter finds it.
     """
-    layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in specs]
+    layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in exact_specs(specs)]
     found = host.fingerprint(glance=True)
     if activation is not None:
         found["adapter"], tokens = "none", tokens.clone()

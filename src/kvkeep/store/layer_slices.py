@@ -11,7 +11,6 @@ from torch import Tensor
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.frozen import FrozenPlanes
-from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, Planes, Reach, plane_bytes
 from kvkeep.policy import KVzip
@@ -88,10 +87,10 @@ def why_not_whole(layer: LayerCache) -> str:
     if reason:
         return reason
     if layer.policy.ragged:
-        return f"policy {layer.policy.name} keeps other tokens in each head; use keep_all"
+        return f"policy {layer.policy.name} keeps texts of its own; use keep_all"
     if layer.padded:
         return "its rows are padded; feed one text at a time"
-    if layer.length < layer.fed or layer.rollback_limit < layer.fed:
+    if layer.length < layer.fed or layer.history.floor:
         if layer.window is not None and layer.policy.reach == Reach(layer.window):
             return (
                 f"{layer.fed} tokens were fed, and some were evicted because its sliding window "
@@ -105,8 +104,8 @@ def why_not_whole(layer: LayerCache) -> str:
 
 
 def _why_not_keepable(layer: LayerCache) -> str:
-    if layer.policy.planes or (layer.policy.ragged and not isinstance(layer.policy, KVzip)):
-        return f"policy {layer.policy.name} keeps scores that depend on one text; use keep_all"
+    if layer.policy.ragged and not isinstance(layer.policy, KVzip):
+        return f"policy {layer.policy.name} keeps other tokens in each head; use keep_all"
     if not layer.key_codec.rewritable:
         return (
             f"codec {layer.key_codec.name} encodes several tokens together; use int8 or int8/int4"
@@ -138,10 +137,20 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
             raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
 
 
-def stretch_of(states: Sequence[LayerState], start: int, stop: int, row: int = 0) -> Stretch:
-    """A copy of the slots of tokens `start` to `stop` in a row. See `require_kept`."""
-    slots = [state.parts["slots"] for state in states]
-    return Stretch([_slots(planes, start, stop, row) for planes in slots], stop - start)
+def stored_planes(cache: Cache) -> list[Planes]:
+    """The planes of each layer's slots that are stored: not the scores of its policy. See
+    `require_kept`."""
+    found: list[Planes] = []
+    for layer, state in zip(cache.layers, cache.states("store"), strict=True):
+        planes = state.parts["slots"]
+        stored = {name: planes[name] for name in planes if name not in layer.policy.planes}
+        found.append(stored | {POSITION: stored[POSITION][:, :1]})
+    return found
+
+
+def stretch_of(layers: Sequence[Planes], start: int, stop: int, row: int = 0) -> Stretch:
+    """A copy of the slots of tokens `start` to `stop` in a row."""
+    return Stretch([_slots(planes, start, stop, row) for planes in layers], stop - start)
 
 
 def _slots(planes: Planes, start: int, stop: int, row: int = 0) -> dict[str, Tensor]:

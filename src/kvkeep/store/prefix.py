@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from threading import RLock
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.host import Host, ModelCache, Specs, host_of
+from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.store.backend import Backend, require_budget
 from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
+from kvkeep.store.batches import shared_beginning
+from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
 from kvkeep.store.compressed import Compressed, CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
@@ -33,6 +35,7 @@ from kvkeep.store.layer_slices import (
     Stretch,
     require_keepable,
     require_kept,
+    stored_planes,
     stretch_of,
     why_not_kept,
 )
@@ -134,10 +137,10 @@ class PrefixStore:
             return 0
         require_kept(cache)
 
-        states = cache.states("store")  # taken once, because it joins the frozen runs
+        layers = stored_planes(cache)  # taken once, because it joins the frozen runs
 
         def content_of(start: int, stop: int) -> Stretch:
-            return stretch_of(states, start, stop, row)
+            return stretch_of(layers, start, stop, row)
 
         with self._lock:
             geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
@@ -180,6 +183,41 @@ class PrefixStore:
             priority=priority,
         ).cache
 
+    def prefill_rows(
+        self,
+        model: Any,
+        prompts: Sequence[Tensor],
+        *,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+        chunk: int | None = None,
+        capacity: int | None = None,
+    ) -> ModelCache | None:
+        """A cache with a row for each prompt. It holds the tokens with which all prompts begin, of
+        each but its last one; they are read once, see `read`, and shared by the rows. None if these
+        are fewer than 16, or more than the store could hold.
+
+        A policy that needs to see queries gets more tokens of each prompt to observe; see
+        `kvkeep.policy.Policy.observed_again`.
+
+        Args:
+            prompts: int64 (n,) each.
+            spec, namespace, chunk, capacity: see `read`.
+
+        Raises:
+            ShapeError: no prompts, or one without tokens.
+            UnsupportedError: slots of this spec or model cannot be shared with other prompts.
+        """
+        return shared_beginning(
+            self, model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
+        )
+
+    def has_room(self, host: Host, specs: Specs, tokens: int) -> bool:
+        """Whether a text of so many tokens fits into the budget, if nothing else is held."""
+        if self.budget is None:
+            return True
+        return host.new_cache(specs).bytes_of(host.geometries(), tokens) <= self.budget
+
     def read(
         self,
         model: Any,
@@ -214,7 +252,12 @@ class PrefixStore:
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
-        tokens = flat(tokens)
+        host, tokens = host_of(model), flat(tokens)
+        options: dict[str, Any] = {"prompt": prompt, "namespace": namespace, "priority": priority}
+        specs = per_layer(spec, host.kinds)
+        if exact_specs(specs) != specs:
+            cache = host.new_cache(spec, capacity=capacity)
+            return Reading(cache, self._read_exactly(model, tokens, cache, chunk, **options))
         cache, found = self.find(
             model,
             tokens,
@@ -224,7 +267,6 @@ class PrefixStore:
             capacity=capacity,
             whole_text=whole_text,
         )
-        host = host_of(model)
         feed(host, tokens[found:], cache, chunk)
         if compresses(cache):
             if len(tokens):
@@ -250,10 +292,15 @@ class PrefixStore:
         the rest. See there for the arguments and errors."""
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
+        whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
+        if exact != cache.specs:
+            known = tokens[: max(0, len(tokens) - observed_again(cache))]
+            text = self.find(model, known, prompt=whole, spec=exact, namespace=namespace)
+            begin(cache, text.cache)
+            return Reading(cache, text.found)
         require_keepable(cache)
         require_steady(host)
         require_alike(host, cache, outside=self.backend is not None)
-        whole = tokens if prompt is None else flat(prompt)
         cache.activation = host.activation_in(whole)
         require_one_adapter(cache)
         identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
@@ -291,6 +338,9 @@ class PrefixStore:
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
             self._refused += 1  # it is not known which tokens the adapter computed
+            return 0
+        if not encodes_alike(cache.specs, exact_specs(cache.specs)):
+            self._refused += 1  # exact slots are plain
             return 0
         text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
         return self.offer(*text, cache, priority=priority)
@@ -357,6 +407,36 @@ class PrefixStore:
         self._fetch(identity, tokens, geometry)
         with self._lock:
             return self._tree(identity).match(tokens).length
+
+    def _read_exactly(
+        self,
+        model: Any,
+        tokens: Tensor,
+        cache: ModelCache,
+        chunk: int | None,
+        *,
+        prompt: Tensor | None,
+        namespace: str,
+        priority: int,
+    ) -> int:
+        """Read tokens into an empty cache that begins with exact slots; see `exact_specs`. Returns
+        how many were found.
+
+        The exact slots that are missing are computed and stored, unless the store could not hold
+        all: then the cache reads the missing tokens itself.
+        """
+        host, exact = host_of(model), exact_specs(cache.specs)
+        again = observed_again(cache)
+        known, whole = tokens[: max(0, len(tokens) - again)], tokens if prompt is None else prompt
+        options: dict[str, Any] = {"prompt": whole, "spec": exact, "namespace": namespace}
+        if self.has_room(host, exact, len(known)):
+            text, found = self.read(model, known, chunk=chunk, priority=priority, **options)
+        else:
+            text, found = self.find(model, known, **options)
+        begin(cache, text)
+        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, again))
+        settle(cache)
+        return found
 
     def _keep(
         self,

@@ -1,0 +1,57 @@
+"""Exact slots, which a store keeps for all specs, and how a cache of another begins with them.
+
+A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of one
+that keeps all tokens plain. Its policy chooses among all of them, after the next chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvkeep.host import ModelCache
+from kvkeep.policy import KeepAll, KVzip
+from kvkeep.spec import CacheSpec, StorageSpec
+from kvkeep.storage import STORAGES
+
+
+def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """The specs of the caches with whose slots a cache begins; for specs that keep all tokens, each
+    encoded by itself, they are those specs."""
+    return list(map(_exact, specs))
+
+
+def _exact(spec: CacheSpec) -> CacheSpec:
+    if isinstance(spec.policy, KVzip):  # has texts of its own in a store
+        return spec
+    if spec.policy.evicts or not (spec.key_codec.rewritable and spec.value_codec.rewritable):
+        return CacheSpec(KeepAll())
+    return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())
+
+
+def encodes_alike(specs: Sequence[CacheSpec], others: Sequence[CacheSpec]) -> bool:
+    """Whether caches of both specs have the same codecs."""
+    pairs = zip(specs, others, strict=True)
+    return all((a.key_codec, a.value_codec) == (b.key_codec, b.value_codec) for a, b in pairs)
+
+
+def observed_again(cache: ModelCache) -> int:
+    """How many of a text's last tokens a cache must be fed, whose queries show its policies what
+    they need of the slots with which it begins."""
+    return max((layer.policy.observed_again for layer in cache.layers), default=0)
+
+
+def begin(cache: ModelCache, text: ModelCache) -> None:
+    """Let an empty cache begin with all tokens of a cache of its `exact_specs`.
+
+    The next forward sees all of them, and evicts after it; `settle` evicts without it.
+    """
+    for layer, own in zip(cache.layers, text.layers, strict=True):
+        layer.begin_with(own)
+    cache.routed, cache.activation = text.routed, text.activation
+
+
+def settle(cache: ModelCache) -> None:
+    """Evict down to the budgets, where no forward has done so."""
+    for layer in cache.layers:
+        layer.settle()
