@@ -334,11 +334,14 @@ class Batch:
             return self._host.forward_packed(pieces)
         before = cache.fed
         try:
-            return self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
+            logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
         except BaseException:
             with suppress(RollbackError, StateError):
                 cache.rewind(before)
             raise
+        if cache.fed % self.chunk == 0:
+            self._reuse.mark(cache)
+        return logits
 
     def _recover(
         self, group: Sequence[_Planned], before: Sequence[int], error: BaseException

@@ -49,6 +49,11 @@ class Reuse:
         cache.activation = self._host.activation_in(ids)
         return cache
 
+    def mark(self, cache: ModelCache) -> None:
+        """Copy the states of recurrent layers, at a point where stored prompts may end."""
+        if self._store is not None:
+            cache.mark()
+
     def keep(self, answer: Answer) -> None:
         """Store what an answer's cache was fed."""
         namespace, cache = answer.origin.namespace, answer.cache

@@ -44,6 +44,7 @@ ABANDONED_S = 3600.0
 """Unreferenced files older than this many seconds are abandoned writes."""
 
 _HEADER = "kvkeep_block"
+_MARK = "mark"  # begins the names of recurrent states
 
 
 class OtherBlockError(ValueError):
@@ -104,6 +105,8 @@ class StoredBlock:
             for index, planes in enumerate(self.content.layers)
             for name in planes
         }
+        for at, mark in self.content.marks.items():
+            found |= {f"{_MARK}.{at}.{name}": x for name, x in mark.items()}
         return found | {"tokens": self.tokens}
 
     def metadata(self) -> dict[str, str]:
@@ -154,12 +157,16 @@ class StoredBlock:
         geometries = [_geometry(fields) for fields in header.likes]
         numbers = {str(number): number for number in range(len(geometries))}
         layers: list[dict[str, Tensor]] = [{} for _ in geometries]
+        marks: dict[int, dict[str, Tensor]] = {}
         for name, x in tensors.items():
             if tensor_file.checksum(x) != header.checksums[name]:
                 raise ValueError(f"the checksum of tensor {name} does not match")
             index, dot, plane = name.partition(".")
             if dot and index in numbers:
                 layers[numbers[index]][plane] = x
+            elif dot and index == _MARK and not header.compressed:
+                at, _, state = plane.partition(".")
+                marks.setdefault(int(at), {})[state] = x
             elif name != "tokens":
                 raise ValueError(f"tensor {name[:50]!r} belongs to no layer")
         tokens = tensors["tokens"]
@@ -171,7 +178,9 @@ class StoredBlock:
         if header.compressed:
             content = Compressed(layers, len(tokens))  # its shapes are checked when it is used
         else:
-            content = Stretch(layers, len(tokens))
+            content = Stretch(layers, len(tokens), marks)
+            if not all(0 < at <= len(tokens) for at in marks):
+                raise ValueError(f"marks after {sorted(marks)[:8]} of {len(tokens)} tokens")
             for geometry, planes in zip(geometries, layers, strict=True):
                 shapes = {(1, heads, len(tokens)) for heads in (1, geometry.heads)}
                 for name, x in planes.items():

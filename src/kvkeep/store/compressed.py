@@ -15,6 +15,7 @@ from kvkeep.host import ModelCache
 from kvkeep.layer.history import History, LayerState
 from kvkeep.planes import POSITION
 from kvkeep.store.geometry import LayerGeometry, ModelGeometry
+from kvkeep.store.layer_slices import Marks
 
 
 @final
@@ -28,6 +29,7 @@ class Compressed:
 
     def __init__(self, layers: Sequence[Mapping[str, Tensor]], tokens: int) -> None:
         self.layers = list(layers)
+        self.marks: Marks = {}  # a compressed text has no states of recurrent layers
         self._tokens = tokens
 
     def __len__(self) -> int:

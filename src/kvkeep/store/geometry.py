@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvkeep.cache import Cache
 from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import Planes, PlaneSpec
 from kvkeep.policy import KeepAll
@@ -51,25 +52,37 @@ class ModelGeometry:
     """What all entries of one identity have in common. The model determines it, never a block.
 
     Args:
-        layers: one for each layer of the model.
+        layers: one for each layer of the model that attends.
         routed: see `kvkeep.cache.Cache.routed`.
+        states: what the states of its recurrent layers are like, by name.
     """
 
     layers: tuple[LayerGeometry, ...]
     routed: bool | None
+    states: Mapping[str, StateSpec] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, layers: Sequence[LayerCache], geometries: Sequence[Geometry], routed: bool | None
+        cls,
+        layers: Sequence[LayerCache],
+        geometries: Sequence[Geometry],
+        routed: bool | None,
+        states: Mapping[str, StateSpec],
     ) -> ModelGeometry:
         """The geometry of a cache's layers, when they are fed such keys and values."""
-        return cls(tuple(map(LayerGeometry.of, layers, geometries)), routed)
+        return cls(tuple(map(LayerGeometry.of, layers, geometries)), routed, states)
 
     @classmethod
     def of_cache(cls, cache: Cache) -> ModelGeometry:
         """The geometry of a cache that was fed something."""
         geometries = [layer.history.geometry for layer in cache.layers]
-        return cls.of(cache.layers, list(filter(None, geometries)), cache.routed)
+        states = {} if cache.recurrent is None else cache.recurrent.specs
+        return cls.of(cache.layers, list(filter(None, geometries)), cache.routed, states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers at a mark."""
+        return sum(spec.nbytes for spec in self.states.values())
 
     @property
     def token_bytes(self) -> int:
@@ -105,6 +118,13 @@ class ModelGeometry:
             reason = block.content.why_not(index, layer, start)
             if reason:
                 return f"layer {index}{reason}"
+        for at, mark in block.content.marks.items():
+            if mark.keys() != self.states.keys():
+                return f"the mark after {at} tokens has states {sorted(mark)[:3]}, not the model's"
+            for name, spec in self.states.items():
+                reason = spec.why_not(mark[name], 1)
+                if reason:
+                    return f"state {name} after {at} tokens {reason}"
         return ""
 
     def __str__(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
+
+from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.errors import StateError
@@ -28,15 +30,17 @@ class Hit:
         geometry: ModelGeometry | None,
         release: Callable[[Node[Stretch]], None],
     ) -> None:
-        self.length = match.length if geometry is not None else 0
+        self.length, self._state = usable(match, geometry)
         self._geometry, self._release = geometry, release
         self._node: Node[Stretch] | None = match.node
-        self._stretches = _stretches(match)
+        self._stretches = _stretches(match, self.length)
 
     def fits(self, cache: Cache) -> bool:
         """Whether the layers of a cache can hold it: their slots have the same planes."""
         geometry = self._geometry
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
+            return False
+        if (cache.recurrent is None) != (not geometry.states):
             return False
         return all(
             planes_of(layer, own.of_row) == own.planes and not layer.policy.per_head
@@ -66,6 +70,10 @@ class Hit:
             history = History()
             history.columns, history.geometry = self.length, own
             layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self._stretches])
+        if cache.recurrent is not None:
+            specs = geometry.states
+            state = {name: x.to(specs[name].device) for name, x in self._state.items()}
+            cache.recurrent.restore(state, self.length)
         cache.routed = geometry.routed
 
     def release(self) -> None:
@@ -86,10 +94,29 @@ class Hit:
         self.release()
 
 
-def _stretches(match: Match[Stretch]) -> list[Stretch]:
-    """The stretches of a match, in the order of their tokens; nothing is copied."""
-    found, left = [], match.length
+def usable(
+    match: Match[Stretch], geometry: ModelGeometry | None
+) -> tuple[int, Mapping[str, Tensor]]:
+    """How many tokens of a match a cache can begin with, and the states of recurrent layers after
+    them. A model that has such layers can begin only where their states were stored."""
+    if geometry is None or not geometry.states:
+        return (0 if geometry is None else match.length), {}
+    length, start = 0, 0
+    state: Mapping[str, Tensor] = {}
     for node in match.node.path():
+        for at in sorted(node.kept.marks):
+            if start + at <= match.length:
+                length, state = start + at, node.kept.marks[at]
+        start += len(node.tokens)
+    return length, state
+
+
+def _stretches(match: Match[Stretch], length: int) -> list[Stretch]:
+    """The stretches of the first tokens of a match, in their order; nothing is copied."""
+    found, left = [], length
+    for node in match.node.path():
+        if left <= 0:
+            break
         found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))
         left -= len(node.tokens)
     return found

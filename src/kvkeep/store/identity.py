@@ -74,7 +74,8 @@ def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
     probe = host.new_cache()
     feed(host, tokens[:1], probe)
     found = ModelGeometry.of_cache(probe).of_rows
-    return ModelGeometry.of(cache.layers, found, probe.routed)
+    states = {} if probe.recurrent is None else probe.recurrent.specs
+    return ModelGeometry.of(cache.layers, found, probe.routed, states)
 
 
 def require_steady(host: Host) -> None:
@@ -124,19 +125,34 @@ def _autocast(host: Host) -> str:
 
 
 @torch.inference_mode()
-def feed(host: Host, tokens: Tensor, cache: ModelCache, chunk: int | None = None) -> None:
+def feed(
+    host: Host,
+    tokens: Tensor,
+    cache: ModelCache,
+    chunk: int | None = None,
+    *,
+    block: int | None = None,
+) -> None:
     """Feed tokens, int64 (n,), to a cache, `chunk` at a time; no logits are computed.
 
     What an activated adapter computes is fed in calls of its own, so that the tokens before it are
-    computed exactly as the base model computes them.
+    computed exactly as the base model computes them. Recurrent states are marked after each
+    multiple of `block` tokens, and at the end.
     """
     ids = tokens.to(host.device)[None]
-    start = 0 if cache.activation is None else cache.activation.start
-    before = min(len(tokens), max(0, start - cache.fed))
-    for piece in ids.tensor_split([before], dim=1):
-        for part in torch.split(piece, chunk or max(1, piece.shape[1]), dim=1):
-            if part.shape[1]:
-                host.feed(part, cache)
+    first, stop = cache.fed, cache.fed + len(tokens)
+    marks = block is not None and cache.recurrent is not None
+    while (at := cache.fed) < stop:
+        borders = [stop]
+        if chunk is not None:
+            borders.append(at + chunk)
+        if cache.activation is not None and cache.activation.start > at:
+            borders.append(cache.activation.start)
+        if marks and block is not None:
+            borders.append(at - at % block + block)
+        host.feed(ids[:, at - first : min(borders) - first], cache)
+        if marks and (cache.fed == stop or cache.fed % (block or 1) == 0):
+            cache.mark()
 
 
 def flat(tokens: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -16,13 +16,18 @@ from kvkeep.planes import POSITION, Planes, Reach, plane_bytes
 from kvkeep.policy import KVzip
 from kvkeep.store.geometry import LayerGeometry
 
+Marks = Mapping[int, Mapping[str, Tensor]]
+"""The states of recurrent layers, by name, after so many tokens."""
+
 
 @final
 class Stretch:
-    """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens."""
+    """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens; and what the states
+    of recurrent layers are, (1, ...) each, after some numbers of these tokens (`marks`)."""
 
-    def __init__(self, layers: Sequence[Planes], tokens: int) -> None:
+    def __init__(self, layers: Sequence[Planes], tokens: int, marks: Marks | None = None) -> None:
         self.layers = [FrozenPlanes(planes) for planes in layers]
+        self.marks: Marks = marks or {}
         self._tokens = tokens
 
     def __len__(self) -> int:
@@ -30,12 +35,14 @@ class Stretch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all planes."""
-        return sum(plane_bytes(planes) for planes in self.layers)
+        """Bytes of all planes and states."""
+        states = sum(x.nbytes for mark in self.marks.values() for x in mark.values())
+        return sum(plane_bytes(planes) for planes in self.layers) + states
 
     def part(self, start: int, stop: int) -> Stretch:
-        """A copy of some of the tokens."""
-        return Stretch([_slots(planes, start, stop) for planes in self.layers], stop - start)
+        """A copy of some of the tokens. States are not copied, because they never change."""
+        layers = [_slots(planes, start, stop) for planes in self.layers]
+        return Stretch(layers, stop - start, marks_between(self.marks, start, stop))
 
     @staticmethod
     def joined(stretches: Sequence[Stretch]) -> Stretch:
@@ -46,7 +53,12 @@ class Stretch:
             {n: torch.cat([planes[n] for planes in runs], dim=2) for n in runs[0]}
             for runs in zip(*(stretch.layers for stretch in stretches), strict=True)
         ]
-        return Stretch(layers, sum(map(len, stretches)))
+        marks: dict[int, Mapping[str, Tensor]] = {}
+        tokens = 0
+        for stretch in stretches:
+            marks |= {tokens + at: mark for at, mark in stretch.marks.items()}
+            tokens += len(stretch)
+        return Stretch(layers, tokens, marks)
 
     def to(self, devices: Sequence[torch.device]) -> Stretch:
         """The same on each layer's device; a layer that is already there is not copied."""
@@ -54,11 +66,12 @@ class Stretch:
             {n: planes[n].to(device) for n in planes}
             for planes, device in zip(self.layers, devices, strict=True)
         ]
-        return Stretch(layers, self._tokens)
+        return Stretch(layers, self._tokens, self.marks)
 
     def head(self, tokens: int) -> Stretch:
         """The first `tokens` tokens, not copied."""
-        return Stretch([planes.head(tokens) for planes in self.layers], tokens)
+        layers = [planes.head(tokens) for planes in self.layers]
+        return Stretch(layers, tokens, marks_between(self.marks, 0, tokens))
 
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
         """Why a layer cannot hold its part of this, from position `start` on; empty if it can."""
@@ -148,9 +161,21 @@ def stored_planes(cache: Cache) -> list[Planes]:
     return found
 
 
-def stretch_of(layers: Sequence[Planes], start: int, stop: int, row: int = 0) -> Stretch:
-    """A copy of the slots of tokens `start` to `stop` in a row."""
-    return Stretch([_slots(planes, start, stop, row) for planes in layers], stop - start)
+def stretch_of(
+    layers: Sequence[Planes], start: int, stop: int, row: int = 0, marks: Marks | None = None
+) -> Stretch:
+    """A copy of the slots of tokens `start` to `stop` in a row, and the states of recurrent layers
+    at the marks among them."""
+    own = {
+        at: {name: x if len(x) == 1 else x[row : row + 1].clone() for name, x in mark.items()}
+        for at, mark in marks_between(marks or {}, start, stop).items()
+    }
+    return Stretch([_slots(planes, start, stop, row) for planes in layers], stop - start, own)
+
+
+def marks_between(marks: Marks, start: int, stop: int) -> Marks:
+    """The marks after tokens `start` to `stop`, counted from `start`."""
+    return {at - start: mark for at, mark in marks.items() if start < at <= stop}
 
 
 def _slots(planes: Planes, start: int, stop: int, row: int = 0) -> dict[str, Tensor]:

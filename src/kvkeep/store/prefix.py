@@ -21,7 +21,7 @@ from kvkeep.store.batches import shared_beginning
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
 from kvkeep.store.compressed import Compressed, CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.hit import Hit
+from kvkeep.store.hit import Hit, usable
 from kvkeep.store.identity import (
     feed,
     flat,
@@ -107,8 +107,9 @@ class PrefixStore:
         with self._lock:
             match = self._tree(identity).match(tokens)
             match.node.locks += 1
-            self._count(match.length, len(tokens))
-            return Hit(match, self._geometries.get(identity), self._unlock)
+            hit = Hit(match, self._geometries.get(identity), self._unlock)
+            self._count(hit.length, len(tokens))
+            return hit
 
     def insert(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
@@ -139,12 +140,14 @@ class PrefixStore:
 
         layers = stored_planes(cache)  # taken once, because it joins the frozen runs
 
+        marks = {} if cache.recurrent is None else cache.recurrent.marks
+
         def content_of(start: int, stop: int) -> Stretch:
-            return stretch_of(layers, start, stop, row)
+            return stretch_of(layers, start, stop, row, marks)
 
         with self._lock:
             geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
-            kept = self._keep(identity, tokens, content_of, priority)
+            kept = self._keep(identity, tokens, content_of, list(marks), priority)
         if self.backend is not None:
             share(self.backend, identity, tokens, self.block, content_of, geometry)
         return kept
@@ -267,7 +270,7 @@ class PrefixStore:
             capacity=capacity,
             whole_text=whole_text,
         )
-        feed(host, tokens[found:], cache, chunk)
+        feed(host, tokens[found:], cache, chunk, block=self.block)
         if compresses(cache):
             if len(tokens):
                 compress(host, cache, tokens)
@@ -275,6 +278,7 @@ class PrefixStore:
         elif cache.fed > found and not compressed_tokens(cache):
             text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
+            _unmark(cache)
         return Reading(cache, found)
 
     def find(
@@ -343,7 +347,11 @@ class PrefixStore:
             self._refused += 1  # exact slots are plain
             return 0
         text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
-        return self.offer(*text, cache, priority=priority)
+        if len(flat(tokens)) == cache.fed:
+            cache.mark()
+        kept = self.offer(*text, cache, priority=priority)
+        _unmark(cache)
+        return kept
 
     def offer(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
@@ -406,7 +414,8 @@ class PrefixStore:
         tokens = flat(tokens)
         self._fetch(identity, tokens, geometry)
         with self._lock:
-            return self._tree(identity).match(tokens).length
+            match = self._tree(identity).match(tokens)
+            return usable(match, self._geometries.get(identity))[0]
 
     def _read_exactly(
         self,
@@ -443,21 +452,34 @@ class PrefixStore:
         identity: str,
         tokens: Tensor,
         content_of: Callable[[int, int], Stretch],
+        marks: Sequence[int],
         priority: int = 0,
     ) -> int:
-        """Put tokens into the tree as far as the budget allows; returns how many are in it then."""
-        tree, token_bytes = self._trees[identity], self._geometries[identity].token_bytes
+        """Put tokens into the tree as far as the budget allows; returns how many are in it then.
+
+        Args:
+            marks: after how many of the tokens `content_of` has the states of recurrent layers.
+        """
+        tree, geometry = self._trees[identity], self._geometries[identity]
         known = tree.match(tokens)
         known.node.locks += 1
         try:
-            new = (len(tokens) - known.length) * token_bytes
+
+            def added(length: int) -> int:
+                states = sum(known.length < at <= length for at in marks)
+                return geometry.token_bytes * (length - known.length) + (
+                    geometry.state_bytes * states
+                )
+
+            length, new = len(tokens), added(len(tokens))
             self._make_room(new)
             room = new if self.budget is None else self.budget - self.nbytes
-            length = known.length + min(new, room) // token_bytes
+            if new > room:
+                length = max(known.length, length - -(-(new - room) // geometry.token_bytes))
             tree.insert(tokens[:length], content_of, priority)
         finally:
             known.node.locks -= 1
-        self.nbytes += (length - known.length) * token_bytes
+        self.nbytes += added(length)
         return length
 
     def _fetch(
@@ -483,7 +505,10 @@ class PrefixStore:
         with self._lock:
             if self._tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            self._keep(identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first))
+            marks = [first + at for at in whole.marks]
+            self._keep(
+                identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
+            )
 
     def _make_room(self, nbytes: int | None) -> None:
         """Evict entries until `nbytes` more fit or none can be evicted; None: evict all."""
@@ -588,3 +613,9 @@ class PrefixStore:
                 f"{geometry}; give each model its own identity"
             )
         return known
+
+
+def _unmark(cache: Cache) -> None:
+    """Drop the copies of recurrent states, which the store has now."""
+    if cache.recurrent is not None:
+        cache.recurrent.unmark()

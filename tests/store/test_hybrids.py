@@ -1,0 +1,138 @@
+"""Prefixes of models with recurrent layers: a hit begins where their states were stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvkeep import Cache, PrefixStore, attach, detach
+from kvkeep.batch import Batch, Settings
+from kvkeep.store.disk import Disk
+from tests.support.sweep_models import model_of
+
+_FAMILIES = [
+    "lfm2",
+    "granitemoehybrid",
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("jamba", "nemotron_h", "falcon_h1", "qwen3_next", "zamba2", "zaya", "bamba")
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=_FAMILIES)
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    found = model_of(request.param)
+    with attach(found):
+        yield found
+
+
+def _ids(tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(2, 96, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _next(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    position = torch.arange(cache.fed, cache.fed + len(ids))[None]
+    logits: Tensor = model(ids[None], past_key_values=cache, position_ids=position).logits
+    return logits
+
+
+def _answer(model: Any, prompt: Tensor) -> Tensor:
+    ids = prompt[None]
+    mask = torch.ones_like(ids)  # otherwise one is made where an answer holds the padding token
+    text: Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    return text
+
+
+def test_a_hit_is_bit_for_bit_what_was_read(model: Any) -> None:
+    store, text, rest = PrefixStore(block=8), _ids(30), _ids(5, 1)
+    read = store.read(model, text)
+    assert read.found == 0
+    again = store.read(model, text)
+    assert again.found == 30
+    assert _next(model, again.cache, rest).equal(_next(model, read.cache, rest))
+    assert not again.cache.recurrent.marks
+    store.check()
+
+
+def test_a_hit_begins_at_the_last_stored_state(model: Any) -> None:
+    store, text = PrefixStore(block=8), _ids(30)
+    store.read(model, text)
+    other = torch.cat([text[:21], _ids(9, 1)])
+    read = store.read(model, other)
+    assert read.found == 16
+    fresh = PrefixStore(block=8).read(model, other)
+    assert _next(model, read.cache, _ids(3, 2)).equal(_next(model, fresh.cache, _ids(3, 2)))
+    assert store.read(model, torch.cat([text[:7], _ids(9, 3)])).found == 0
+    store.check()
+
+
+def test_blocks_of_another_process(model: Any, tmp_path: Path) -> None:
+    text, rest = _ids(30), _ids(5, 1)
+    disk = Disk(tmp_path)
+    expected = PrefixStore(backend=disk, block=8).read(model, text).cache
+    found = PrefixStore(backend=disk, block=8).read(model, text)
+    assert found.found == 30
+    assert _next(model, found.cache, rest).equal(_next(model, expected, rest))
+    shorter = PrefixStore(backend=disk, block=8).read(model, text[:27])
+    assert shorter.found == 24
+
+
+def test_states_count_against_the_budget(model: Any) -> None:
+    text = _ids(30)
+    whole = PrefixStore(block=8)
+    whole.read(model, text)
+    states = Cache(model).bytes_for(0)
+    assert whole.nbytes > 4 * states
+    for budget in (whole.nbytes - 1, states, 1):
+        store = PrefixStore(budget, block=8)
+        store.read(model, text)
+        store.check()
+        assert store.nbytes <= budget
+        assert store.read(model, text).found < 30
+
+
+def test_generate_and_a_second_turn(model: Any) -> None:
+    store, prompt = PrefixStore(block=8), _ids(20)
+    plain = _answer(model, prompt)
+    with _attached_with(model, store):
+        first = _answer(model, prompt)
+        assert first.equal(plain)
+        asked = store.stats().hit_tokens
+        second = torch.cat([first[0], _ids(4, 1)])
+        answer = _answer(model, second)
+        assert store.stats().hit_tokens == asked + 25  # all that was fed in the first turn
+    assert answer.equal(_answer(model, second))
+
+
+def test_prompts_of_a_batch_begin_with_what_others_read(model: Any) -> None:
+    store, text = PrefixStore(), _ids(16)
+    prompts = [torch.cat([text, _ids(5, seed)]) for seed in range(3)]
+    batch = Batch(model, store=store, chunk=8)
+    answers = []
+    for prompt in prompts:
+        answers += batch.add(prompt, Settings(4))
+        while batch.running or batch.waiting:
+            batch.step()
+    assert [answer.cached for answer in answers] == [0, 16, 16]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = model.generate(prompt[None], max_new_tokens=4, do_sample=False)
+        assert answer.tokens == expected[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def _attached_with(model: Any, store: PrefixStore) -> Iterator[None]:
+    """Replace the attachment of the fixture by one with a store."""
+    detach(model)
+    try:
+        with attach(model, store=store):
+            yield
+    finally:
+        attach(model)
