@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 8;
+constexpr int KV_ABI = 9;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -63,12 +63,15 @@ struct KvCall {
     const KvRows* holders;      // for each segment, the rows whose slots it holds; null: all rows
     void* const* outs;          // where each row's output begins, or null: `out` has all rows
     const int32_t* position;  // the queries' positions
+    const int32_t* bounds;    // (rows, 2, queries): the first and the last position that each query
+                              // sees, where `reaches` allow it; null: 0 and its own
     const float* sinks;       // sink logits (heads * group), or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
     const uint8_t* observed;  // (rows, queries): the queries whose mass counts; null: all
     int64_t segment_count, reach_count;
     int64_t position_row;  // stride; 0 if the rows share the positions
+    int64_t bounds_row;    // likewise
     int64_t observed_row;  // likewise
     int64_t observed_from;  // the first query that is observed in some row
     int64_t peak;           // 1: the mass is the largest weight of a slot, not a sum
@@ -83,7 +86,7 @@ struct KvCall {
 // The slots of one layer, to be ranked. A slot's worth is its score, rounded to 16 significant
 // bits; infinity if it is protected (the newest `recent` positions, the first `sinks`, those from
 // keep_from to below keep_to); minus infinity if it is empty, outside the window, or its score is
-// NaN.
+// NaN. The window is that of the next query; if `chunked`, it begins at a multiple of its size.
 struct KvRanking {
     const float* score;       // (rows, heads, slots), or null if all scores are equal
     const int32_t* position;  // (rows, heads, slots); the slots are contiguous in both
@@ -94,6 +97,7 @@ struct KvRanking {
     int64_t rows, heads, slots, count;
     int64_t recent, sinks, keep_from, keep_to;
     int64_t window;  // 0 for none
+    int64_t chunked;
 };
 
 // Finds the `count` slots of least worth, the oldest first among equals. Returns 0, or 1 if memory

@@ -96,12 +96,15 @@ Visibility visibility(const Work& work, int64_t row, int32_t* mask) {
     const int64_t slot0 = work.at();
     const int32_t* place = (const int32_t*)plane.data + row * plane.row + run.head * plane.head;
     const int32_t* now = call.position + row * call.position_row;
+    const int32_t* bounds = call.bounds ? call.bounds + row * call.bounds_row : nullptr;
     bool any = false, every = true;
     for (int64_t t = 0; t < tokens; ++t) {
         const int64_t query = now[run.query0 + t];
+        const int64_t first = bounds && bounds[run.query0 + t] > 0 ? bounds[run.query0 + t] : 0;
+        const int64_t last = bounds ? bounds[call.queries + run.query0 + t] : query;
         for (int64_t j = 0; j < BLOCK; ++j) {
             const int64_t slot = j < count ? place[(slot0 + j) * plane.slot] : -1;
-            bool seen = slot >= 0 && slot <= query;
+            bool seen = slot >= first && slot <= last;
             for (int64_t r = 0; r < call.reach_count; ++r) {
                 const KvReach& reach = call.reaches[r];
                 seen &= query - slot < reach.size || slot < reach.sinks ||

@@ -35,9 +35,11 @@ SPECS = [
 class Pair:
     """A layer and one that makes every step by parts, which are fed the same."""
 
-    def __init__(self, spec: str, rows: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, spec: str, rows: int = 1, dtype: torch.dtype = torch.float32, **own: object
+    ) -> None:
         self.rows, self.dtype = rows, dtype
-        self.layers = [CacheSpec.parse(spec).layer(capacity=64) for _ in range(2)]
+        self.layers = [CacheSpec.parse(spec).layer(capacity=64, **own) for _ in range(2)]
         self.layers[1]._settles_alone = False
         self.random = torch.Generator().manual_seed(0)
 
@@ -90,6 +92,18 @@ def test_equals_a_step_by_parts(spec: str, rows: int, dtype: torch.dtype, calls:
         pair.feed(position=torch.tensor([column], dtype=torch.int32) if column % 2 else None)
     # The first prepares the others; after a reallocation they are prepared again.
     assert len(calls) > 25 or "keep_from" in spec
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_chunked_attention(size: int, calls: list[int]) -> None:
+    """The first token of a chunk frees all slots, and the others are one call each."""
+    pair = Pair("keep_all", rows=2, window=size, chunked=True)
+    pair.feed(9)
+    for column in range(9, 30):
+        pair.feed()
+        assert pair.layers[0].length == column % size + 1
+    begun = {column for column in range(9, 30) if column % size == 0}
+    assert set(range(11, 30)) - set(calls) <= (begun if size > 1 else set())
 
 
 def test_what_changes_the_slots_between_steps(calls: list[int]) -> None:

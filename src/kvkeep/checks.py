@@ -44,6 +44,21 @@ def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | 
             )
 
 
+def check_until(until: Tensor, k: Tensor) -> None:
+    """Check that there is a newest visible position for each token of keys (B, H, n, Dk).
+
+    Raises:
+        ShapeError: they do not fit.
+    """
+    fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
+    whole = not (until.is_floating_point() or until.dtype == torch.bool)
+    if not whole or tuple(until.shape) not in fitting:
+        raise ShapeError(
+            f"until is {tuple(until.shape)} {until.dtype}, but there are {k.shape[2]} tokens in "
+            f"{k.shape[0]} rows; give integers (n,) or (B, n)"
+        )
+
+
 def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
     """Check that queries (B, Hq, n, Dk) fit the keys (B, H, n, Dk) of the same tokens, and the sink
     logits (Hq,).

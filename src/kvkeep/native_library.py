@@ -62,7 +62,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> KvType of native/abi.h."""
 
-_ABI = 8  # KV_ABI of native/abi.h
+_ABI = 9  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

@@ -24,6 +24,9 @@ Slots = slice | Tensor
 POSITION = "position"
 """The plane that every layer has: int32 (B, 1|H, S), where -1 marks an empty slot."""
 
+LAST = 2**31 - 1
+"""No position is larger."""
+
 
 @dataclass(frozen=True)
 class PlaneSpec:
@@ -62,7 +65,13 @@ class Reach(NamedTuple):
 
 
 def limits(
-    kept: Reach | None, window: int | None, n: int, length: int | None, fed: int
+    kept: Reach | None,
+    window: int | None,
+    n: int,
+    length: int | None,
+    fed: int,
+    *,
+    chunked: bool = False,
 ) -> tuple[Reach, ...]:
     """The reaches that can hide a slot from some query; computed from host numbers only.
 
@@ -72,9 +81,16 @@ def limits(
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
         length: slots in use; None: the host does not know.
+        chunked: the window begins at a multiple of its size. It is then no reach, since it differs
+            from query to query: see `hides_chunks`.
     """
     if kept is None and window is None:
         return ()
+    # The layer's own window may have dropped the sinks; other slots are then held in their place.
+    newest = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
+    newest = newest and not (kept and kept.sinks and window is not None)
+    if chunked:
+        kept, window = None if kept == Reach(window or 0) else kept, None
     both = [] if kept is None else [kept]
     if window is not None and Reach(window) not in both:
         both.append(Reach(window))
@@ -82,12 +98,18 @@ def limits(
         return tuple(both)
 
     def excludes(reach: Reach) -> bool:
-        alone = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
-        if alone and (reach == kept or not (kept and kept.sinks)):
-            return length > reach.size + reach.sinks
-        return fed > reach.size
+        return length > reach.size + reach.sinks if newest else fed > reach.size
 
     return tuple(reach for reach in both if excludes(reach))
+
+
+def hides_chunks(kept: Reach | None, size: int, n: int, length: int | None, fed: int) -> bool:
+    """Whether chunked attention, where a query sees no position before the last multiple of `size`,
+    hides a slot from some query, in rows without padding. The arguments are those of `limits`."""
+    if length is None or fed <= size:
+        return length is None
+    # A policy that only drops what lies before the chunk holds the newest tokens.
+    return n > 1 or kept != Reach(size) or length - 1 > (fed - 1) % size
 
 
 @final

@@ -109,6 +109,7 @@ class CacheSpec:
         self,
         *,
         window: int | None = None,
+        chunked: bool = False,
         capacity: int | None = None,
         index: int = 0,
         count: int = 1,
@@ -121,6 +122,7 @@ class CacheSpec:
                 differs by layer.
             rotary: the model's rotary embedding, for policies that need it.
             window: the layer's own sliding window in tokens, if it has one.
+            chunked: whether that window begins at a multiple of its size.
             capacity: slots of fixed storage if the spec gives none and the policy has no budget,
                 which is used otherwise.
 
@@ -135,6 +137,7 @@ class CacheSpec:
             self.value_codec,
             self.storage.build(policy.budget + policy.room if policy.budget else capacity),
             window=window,
+            chunked=chunked,
             rotary=rotary,
         )
 

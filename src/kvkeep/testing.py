@@ -79,13 +79,15 @@ class _Token:
 class OracleLayer:
     """A simple layer that keeps all tokens and computes one query at a time, in float64.
 
-    It implements windows, but no slots, segments or eviction. For policies that evict visible
+    It implements windows, which begin at a multiple of their size if `chunked`, but no slots,
+    segments or eviction. For policies that evict visible
     tokens, the caller passes the positions held; for lossy codecs, the caller feeds tokens that
     were encoded and decoded.
     """
 
     reach: Reach | None = None
     window: int | None = None
+    chunked: bool = False
     rows: list[list[_Token | None]] = field(default_factory=list)  # None: padding
 
     def step(
@@ -96,9 +98,10 @@ class OracleLayer:
         position: Tensor,
         *,
         scale: float,
+        until: Tensor | None = None,
         live: list[list[set[int]]] | None = None,
     ) -> Tensor:
-        """As `LayerCache.step`, with positions (B, n).
+        """As `LayerCache.step`, with positions and `until` (B, n).
 
         Args:
             live: positions that were held before this chunk, by row and head; None: all.
@@ -107,21 +110,32 @@ class OracleLayer:
             self.rows = [[] for _ in range(k.shape[0])]
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
         for b, row in enumerate(self.rows):
-            chunk = {place for place in position[b].tolist() if place >= 0}
-            for i in range(k.shape[2]):
-                place = int(position[b, i])
-                row.append(_Token(place, k[b, :, i], v[b, :, i]) if place >= 0 else None)
-                kept = None if live is None else [{*head, *chunk} for head in live[b]]
-                out[b, :, i] = self._attend(q[b, :, i].double(), row, scale, kept)
+            own = position[b].tolist()
+            row += [
+                _Token(place, k[b, :, i], v[b, :, i]) if place >= 0 else None
+                for i, place in enumerate(own)
+            ]
+            kept = None if live is None else [{*head, *own} for head in live[b]]
+            before = row[: len(row) - len(own)]
+            now = max((token.position for token in before if token is not None), default=-1)
+            for i, place in enumerate(own):
+                now = max(now, place)  # padding sees what the token before it sees
+                last = now if until is None or place < 0 else max(now, int(until[b, i]))
+                out[b, :, i] = self._attend(q[b, :, i].double(), row, now, last, scale, kept)
         return out
 
     def _attend(
-        self, q: Tensor, row: list[_Token | None], scale: float, live: list[set[int]] | None
+        self,
+        q: Tensor,
+        row: list[_Token | None],
+        now: int,
+        last: int,
+        scale: float,
+        live: list[set[int]] | None,
     ) -> Tensor:
-        tokens = [token for token in row if token is not None]
+        tokens = [token for token in row if token is not None and token.position <= last]
         if not tokens:
             return torch.zeros(1, dtype=torch.float64)
-        now = tokens[-1].position
         seen = [token for token in tokens if self._sees(now, token.position)]
         keys = torch.stack([token.k for token in seen], dim=1).double()  # (H, S, Dk)
         values = torch.stack([token.v for token in seen], dim=1).double()
@@ -135,8 +149,10 @@ class OracleLayer:
         return (torch.softmax(scores, dim=1)[:, None] @ values)[:, 0]
 
     def _sees(self, now: int, position: int) -> bool:
-        if self.window is not None and now - position >= self.window:
-            return False
+        if self.window is not None:
+            behind = now % self.window + 1 if self.chunked else self.window
+            if now - position >= behind:
+                return False
         reach = self.reach
         return reach is None or bool(reach.allows(now, position))
 

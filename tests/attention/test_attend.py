@@ -26,7 +26,9 @@ def segment(k, v, position, rotation=None):
     return Segment({"k": k, "v": v, POSITION: place}, Plain(), Plain(), rotation)
 
 
-def written_out(q, segments, query_position, *, scale, reaches=(), softcap=None, sinks=None):
+def written_out(
+    q, segments, query_position, *, scale, reaches=(), bounds=None, softcap=None, sinks=None
+):
     """Every row, head and query on its own, in float64. Segments: (k, v, position (B|1, S))."""
     rows, query_heads, n, _ = q.shape
     out = torch.zeros(rows, query_heads, n, segments[0][1].shape[-1], dtype=torch.float64)
@@ -43,7 +45,8 @@ def written_out(q, segments, query_position, *, scale, reaches=(), softcap=None,
             )
             for i in range(n):
                 t = int(query_position.expand(rows, -1)[b, i])
-                seen = (place >= 0) & (place <= t)
+                first, last = (0, t) if bounds is None else bounds.expand(rows, -1, -1)[b, :, i]
+                seen = (place >= 0) & (place >= first) & (place <= last)
                 for size, first in reaches:
                     seen &= (t - place < size) | (place < first)
                 if not seen.any():
@@ -70,12 +73,26 @@ def written_out(q, segments, query_position, *, scale, reaches=(), softcap=None,
     pads=st.integers(0, 3),
     reach=st.sampled_from([None, (5, 0), (4, 2)]),
     window=st.sampled_from([None, 6]),
+    bounds=st.sampled_from([None, None, "of each row", "of all rows"]),
     softcap=st.sampled_from([None, 3.0]),
     with_sinks=st.booleans(),
     value_width=st.sampled_from([D, 5]),
 )
 def test_every_feature(
-    seed, rows, heads, group, past, shared, n, pads, reach, window, softcap, with_sinks, value_width
+    seed,
+    rows,
+    heads,
+    group,
+    past,
+    shared,
+    n,
+    pads,
+    reach,
+    window,
+    bounds,
+    softcap,
+    with_sinks,
+    value_width,
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -94,15 +111,28 @@ def test_every_feature(
         parts.insert(0, (k, v, torch.arange(shared)[None]))
     query_position = position[:, past:]
     q = random(rows, heads * group, n, D)
+    limited = None
+    if bounds:
+        many = torch.randint(0, 6, (2, rows, n), generator=generator)
+        limited = torch.stack([query_position - many[0], query_position + many[1] - 1], dim=1)
+        limited = limited if bounds == "of each row" else limited[0]
     view = View(
         tuple(segment(*part) for part in parts),
         query_position if pads else query_position[0],
         ragged=bool(pads),
         reaches=() if reach is None else (Reach(*reach),),
+        bounds=limited,
     )
     limits = ([reach] if reach else []) + ([(window, 0)] if window else [])
     expected, mass = written_out(
-        q, parts, query_position, scale=0.5, reaches=limits, softcap=softcap, sinks=sinks
+        q,
+        parts,
+        query_position,
+        scale=0.5,
+        reaches=limits,
+        bounds=limited,
+        softcap=softcap,
+        sinks=sinks,
     )
     options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
     out, got = attend(q, view, **options, need_mass=True)
@@ -287,6 +317,37 @@ def test_gradients(slots):
     torch.autograd.gradcheck(run, inputs)
 
 
+def test_gradients_of_what_is_not_causal():
+    q, k, v = qkv(heads=1, slots=6, n=4, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(q, k, v):
+        return attend(q, dense(k, v, 4), scale=0.4, causal=False, backend="sdpa")[0]
+
+    torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_not_causal(backend):
+    """Every query sees the slots after it, also where it has none of its own; padding none."""
+    q, k, v = qkv(rows=2, slots=6, n=8)
+    place = torch.arange(6).repeat(2, 1)
+    place[0, :2] = -1
+    queries = torch.arange(8).repeat(2, 1)
+    queries[1, 3] = -1
+    view = View((segment(k, v, place),), queries)
+    out, _ = attend(q, view, scale=0.4, causal=False, backend=backend)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    seen = (place >= 0)[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=seen, scale=0.4
+    )
+    expected[1, :, 3] = 0
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    with pytest.raises(ShapeError, match="fewer than the 8 of the chunk"):
+        attend(q, view, scale=0.4, backend=backend)
+
+
 def test_shapes_that_do_not_fit():
     q, k, v = qkv(slots=6, n=2)
     view = dense(k, v, 2)
@@ -323,6 +384,8 @@ def test_segments_that_do_not_fit_never_reach_a_kernel(codec, ragged):
     wrong.append((torch.cat([q] * 3), fitting))
     wrong.append((q, fitting._replace(position=torch.arange(4)[None])))
     wrong.append((q, fitting._replace(position=torch.arange(4.0))))
+    for bounds in (torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(1, 2, 4).int()):
+        wrong.append((q, fitting._replace(bounds=bounds)))
     wrong.append((q, fitting._replace(segments=())))
     wrong.append((q, fitting._replace(segments=(last._replace(head=1),))))
     # As the second of two, where a check of the last segment only would not look.

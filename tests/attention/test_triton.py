@@ -44,7 +44,8 @@ def there(x):
         planes = {name: x.planes[name].to(DEVICE) for name in x.planes}
         return x._replace(planes=planes, used=there(x.used))
     if isinstance(x, View):
-        return x._replace(segments=tuple(map(there, x.segments)), position=there(x.position))
+        segments = tuple(map(there, x.segments))
+        return x._replace(segments=segments, position=there(x.position), bounds=there(x.bounds))
     if isinstance(x, Options):
         return x._replace(sinks=there(x.sinks))
     return x

@@ -21,10 +21,10 @@ def path(request, monkeypatch):
         pytest.skip(native_library.reason)
 
 
-def victims(score, position, count, kept=None, newest=9, window=None):
+def victims(score, position, count, kept=None, newest=9, window=None, chunked=False):
     score = None if score is None else torch.tensor([[score]], dtype=torch.float32)
     planes = {POSITION: torch.tensor([[position]], dtype=torch.int32)}
-    seen = Observation(newest=newest, window=window)
+    seen = Observation(newest=newest, window=window, chunked=chunked)
     return least_worthy(score, planes, seen, kept or Protection(), count)[0, 0].tolist()
 
 
@@ -53,6 +53,8 @@ nan, inf = float("nan"), float("inf")
         ([0, 1, 2, 3], [0, 1, 2, 3], 2, {"kept": Protection(keep_from=1, keep_to=3)}, [0, 3]),
         ([0, 9, 2], [8, 5, 9], 1, {"window": 4}, [1]),  # the next query, at 10, sees 7..10
         ([0, 9, 2], [8, 7, 9], 1, {"window": 4}, [0]),
+        ([0, 9, 2], [8, 7, 9], 1, {"window": 4, "chunked": True}, [1]),  # it sees 8..10
+        ([0, 9, 2], [8, 7, 9], 2, {"window": 5, "chunked": True}, [1, 0]),  # it sees itself
         ([0, 1], [9, 8], 1, {"kept": Protection(recent=9, sinks=9)}, [1]),  # all are protected
     ],
 )
@@ -82,7 +84,9 @@ def test_compiled_and_torch_agree(data):
         score = None
     newest = torch.randint(50, 60, (rows, 1, 1), generator=generator)
     seen = Observation(
-        newest=newest if number(0, 1) else 59, window=data.draw(st.none() | st.integers(5, 60))
+        newest=newest if number(0, 1) else 59,
+        window=data.draw(st.none() | st.integers(5, 60)),
+        chunked=data.draw(st.booleans()),
     )
     kept = Protection(number(0, 10), number(0, 4), number(0, 20), number(0, 30))
     count, planes = number(1, slots), {POSITION: position}

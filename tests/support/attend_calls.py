@@ -68,7 +68,7 @@ def exactly(q, view, options):
         }
         return Segment(planes, x.key_codec, x.value_codec, x.rotation)
 
-    exact = View(tuple(map(double, view.segments)), view.position, view.ragged, view.reaches)
+    exact = view._replace(segments=tuple(map(double, view.segments)))
     return reference.run(q.double(), exact, options)
 
 
@@ -131,6 +131,7 @@ FEATURES = {
     "pads": st.sampled_from([None, 0, 1, 5, 80]),
     "reach": st.sampled_from([None, (5, 0), (64, 3), (200, 4)]),
     "window": st.sampled_from([None, 33]),
+    "bounds": st.sampled_from([None, None, None, "of each row", "of all rows"]),
     "softcap": st.sampled_from([None, 3.0, 30.0]),
     "with_sinks": st.booleans(),
     "rotated": st.booleans(),
@@ -157,6 +158,7 @@ def call(
     pads,
     reach,
     window,
+    bounds,
     softcap,
     with_sinks,
     rotated,
@@ -194,7 +196,15 @@ def call(
     if window:
         reaches.append(Reach(window))
     own = position[:, past:]
-    view = View(tuple(held), own if pads is not None else own[0], pads is not None, tuple(reaches))
+    limits = None
+    if bounds:  # before and behind each query
+        first, last = (
+            torch.randint(*x, own.shape, generator=generator) for x in ((0, 90), (-3, 6))
+        )
+        limits = torch.stack([own - first, (own + last).masked_fill(own < 0, -1)], dim=1)
+        limits = limits if bounds == "of each row" else limits[-1]
+    queries = own if pads is not None else own[0]
+    view = View(tuple(held), queries, pads is not None, tuple(reaches), limits)
     sinks = random(heads * group).float() if with_sinks else None
     q = random(rows, heads * group, n, width)
     return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed, peak)

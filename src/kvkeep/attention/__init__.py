@@ -13,7 +13,7 @@ from kvkeep.attention import explicit, native, reference, sdpa, triton, triton_p
 from kvkeep.attention.fitting import check_call
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
-from kvkeep.attention.view import Held, Segment, View, joined_parts
+from kvkeep.attention.view import Held, Segment, View, joined_parts, unbounded
 from kvkeep.errors import UnsupportedError
 from kvkeep.planes import Reach, unsliced
 
@@ -123,6 +123,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    causal: bool = True,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     need_mass: bool = False,
@@ -137,6 +138,9 @@ def attend(
         view: the slots, with the positions that determine which slots each query sees.
         scale: factor on q.k, usually Dk ** -0.5.
         window: a query sees no slot `window` or more positions before its own.
+        causal: a query sees no slot after its own position. False: it sees the later ones too, as
+            in an encoder, and the view need not hold slots of the queries' own, as in cross
+            attention. A query at position -1 sees nothing in either case.
         softcap: scores x become softcap * tanh(x / softcap).
         sinks: logits (Hq,) that are added to the softmax's denominator and have no value.
         need_mass: also return the mass.
@@ -155,6 +159,8 @@ def attend(
         ShapeError: q does not fit the view, or a segment is malformed.
         UnsupportedError: the named backend cannot do this call.
     """
+    if not causal:
+        view = view._replace(bounds=unbounded(view.position))
     check_call(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
@@ -225,12 +231,14 @@ def _each_part(
     for segment in view.segments:
         rows, head = segment.rows, segment.head
         own = slice(None) if head is None else slice(head * group, (head + 1) * group)
-        position = view.position
+        position, bounds = view.position, view.bounds
         if rows is not None and position.dim() == 2 and position.shape[0] > 1:
             position = position.index_select(0, rows)
+        if rows is not None and bounds is not None and bounds.dim() == 3 and bounds.shape[0] > 1:
+            bounds = bounds.index_select(0, rows)
         sinks = None if options.sinks is None else options.sinks[own]
         alone = segment._replace(head=None, rows=None, part=False)
-        part = view._replace(segments=(alone,), position=position)
+        part = view._replace(segments=(alone,), position=position, bounds=bounds)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
         asked = options._replace(sinks=sinks)
         out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)

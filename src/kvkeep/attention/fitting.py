@@ -31,7 +31,7 @@ def check_call(q: Tensor, view: View, sinks: Tensor | None) -> None:
     rows, query_heads, n, width = q.shape
     in_parts = view.in_parts
     _check_parts(view, rows)
-    _check_position(view.position, rows, n)
+    _check_position(view, rows, n)
     first = view.segments[0]
     own_heads = len({segment.head for segment in view.segments}) if in_parts else 1
     heads = _tensor(first, "k").shape[1]
@@ -43,7 +43,7 @@ def check_call(q: Tensor, view: View, sinks: Tensor | None) -> None:
         )
     value_width = first.value_codec.width(part(first.planes, "v"))
     for index, segment in enumerate(view.segments):
-        last = in_parts or index == len(view.segments) - 1
+        last = view.bounds is None and (in_parts or index == len(view.segments) - 1)
         own = rows if segment.rows is None else len(segment.rows)
         what = f"segment {index}"
         _check_segment(what, segment, q, own, heads, width, value_width, n if last else 0)
@@ -69,13 +69,21 @@ def _check_parts(view: View, rows: int) -> None:
         )
 
 
-def _check_position(position: Tensor, rows: int, n: int) -> None:
+def _check_position(view: View, rows: int, n: int) -> None:
+    position, bounds = view.position, view.bounds
     fitting = ((n,), (rows, n))
     if tuple(position.shape) not in fitting or _fractional(position):
         raise ShapeError(
             f"positions of queries {tuple(position.shape)} {position.dtype} for {rows} rows of {n} "
             f"queries; give integers {fitting[0]} or {fitting[1]}"
         )
+    if bounds is not None:
+        limits = ((2, n), (rows, 2, n))
+        if tuple(bounds.shape) not in limits or _fractional(bounds):
+            raise ShapeError(
+                f"bounds of queries {tuple(bounds.shape)} {bounds.dtype} for {rows} rows of {n} "
+                f"queries; give integers {limits[0]} or {limits[1]}"
+            )
 
 
 def _check_segment(

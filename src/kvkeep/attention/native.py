@@ -34,7 +34,7 @@ _READABLE = ("plain", "int8", "int4", "int2")
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, _REACH = Struct("=27q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, _REACH = Struct("=29q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -91,10 +91,12 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     segments = pack_segments(view.segments, q, dense, kept)
     reaches = b"".join([_REACH.pack(*reach) for reach in view.reaches])
     position = None if dense else view.position.to(torch.int32).contiguous()
+    bounds = None if view.bounds is None else view.bounds.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     call = CALL.pack(
         *(0,) * 4,
         0 if position is None else position.data_ptr(),
+        0 if bounds is None else bounds.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         0 if mass is None else mass.data_ptr(),
@@ -102,6 +104,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         len(view.segments),
         len(view.reaches),
         n if position is not None and position.dim() == 2 else 0,
+        2 * n if bounds is not None and bounds.dim() == 3 else 0,
         n if observed is not None and observed.shape[0] > 1 else 0,
         0 if observed is None else _first(observed),
         options.peak,
@@ -130,9 +133,9 @@ def call_of_step(
     """The fields of a KvCall for one token a row that sees all slots; those of `out` and of the
     segments are 0. `options` have neither sinks nor mass."""
     return (
-        *(0,) * 9,
+        *(0,) * 10,
         segments,
-        *(0,) * 5,
+        *(0,) * 6,
         *_shape(q, heads, value_width),
         1,
         torch.get_num_threads(),

@@ -23,7 +23,7 @@ from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.checks import wants_gradients
 from kvkeep.packing import CODES, KernelLayout
-from kvkeep.planes import POSITION, Planes, Reach, unsliced
+from kvkeep.planes import LAST, POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_WIDTH = 256
@@ -44,7 +44,7 @@ _CODED_TILE = 8 << 10
 
 _FEWEST_SLOTS = 16  # of a tile, for tensor cores
 
-_NO_REACH = Reach(2**31 - 1)
+_NO_REACH = Reach(LAST)
 
 
 @cache
@@ -239,6 +239,8 @@ class _Call:
         used = any(segment.used is not None for segment in view.segments)
         self.dense = view.dense and not used
         self.q_position = view.position.to(torch.int32).contiguous()
+        bounds = view.bounds
+        self.bounds = None if bounds is None else bounds.to(torch.int32).contiguous()
         stores = self.group * self.n <= _STORED_WEIGHTS and not options.peak
         self.second_pass = options.need_mass and not stores
         self.pieces: list[_Piece] = []
@@ -310,10 +312,15 @@ class _Call:
     def _limits(self) -> tuple[int, ...]:
         """The reaches as integers, padded to `_MOST_REACHES`."""
         reaches = [*self.view.reaches, _NO_REACH, _NO_REACH, _NO_REACH][:_MOST_REACHES]
-        return tuple(min(x, 2**31 - 1) for reach in reaches for x in reach)
+        return tuple(min(x, LAST) for reach in reaches for x in reach)
 
-    def _q_position_row(self) -> int:
-        return self.n if self.q_position.dim() == 2 and self.q_position.shape[0] > 1 else 0
+    def _query_rows(self) -> tuple[int, int]:
+        """The strides of rows of the queries' positions and bounds; 0 if the rows share them."""
+        position, bounds = self.q_position, self.bounds
+        return (
+            self.n if position.dim() == 2 and len(position) > 1 else 0,
+            2 * self.n if bounds is not None and bounds.dim() == 3 and len(bounds) > 1 else 0,
+        )
 
     def _position_strides(self, piece: _Piece) -> tuple[int, int, int]:
         row, head, slot = piece.position.stride()
@@ -334,10 +341,10 @@ class _Call:
         few = k.block == 1 and piece.block_m * power_of_two(k.groups) <= 64
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
-            piece.position, self.q_position, piece.segment.used,
+            piece.position, self.q_position, self.bounds, piece.segment.used,
             options.sinks if first else None, None, None, out, lse, self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
-            *self._position_strides(piece), self._q_position_row(),
+            *self._position_strides(piece), *self._query_rows(),
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
             self.weights.shape[-1], piece.first, piece.first_tile, self.tops.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
@@ -369,9 +376,9 @@ class _Call:
             block_m = max(16 // groups, min(64, _MOST_ROWS // groups))
             weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
                 piece.q, piece.k.plane, piece.k.scale, piece.k.zero,
-                piece.position, self.q_position, piece.segment.used, lse, seen, mass,
+                piece.position, self.q_position, self.bounds, piece.segment.used, lse, seen, mass,
                 *piece.q.stride()[:3], *piece.k.strides(piece.shared),
-                *self._position_strides(piece), self._q_position_row(),
+                *self._position_strides(piece), *self._query_rows(),
                 0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,
                 seen_row, float(self.options.scale), float(self.options.softcap or 1.0),
                 *self._limits(), BLOCK_M=block_m, PEAK=self.options.peak, **self._shape(piece),

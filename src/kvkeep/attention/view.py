@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.attention.rotation import Rotation
 from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import (
+    LAST,
     POSITION,
     Chain,
     Planes,
@@ -215,22 +216,26 @@ def joined_parts(pieces: Sequence[Tensor], segments: Sequence[Segment]) -> Tenso
 class View(NamedTuple):
     """The slots that one chunk of queries attends to, without a copy of the past.
 
-    A query at position t sees a slot at position p if 0 <= p <= t and every `reach` allows it.
-    A query at position -1 sees nothing and its output is zero.
+    A query at position t sees a slot at position p if 0 <= p <= t and every `reach` allows it;
+    with `bounds`, if first <= p <= last instead. Positions below 0 are never seen. A query at
+    position -1, or one whose last is below 0, sees nothing and its output is zero.
 
     Args:
-        segments: the slots, in any order of positions, except that the last n slots of the last
-            segment are the chunk's own, in the order of the queries.
+        segments: the slots, in any order of positions, except that without `bounds` the last n
+            slots of the last segment are the chunk's own, in the order of the queries.
         position: the queries' positions, (n,) if all rows share them, else (B, n).
         ragged: whether any slot may be empty or any query may see nothing. False asserts that every
             slot is live and that all slots before the chunk's own are older than all queries.
         reaches: the limits of what a query sees; a limit that excludes nothing may be left out.
+        bounds: the first and the last position that each query sees, integers (2, n) or (B, 2, n).
+            None: 0 and the query's own.
     """
 
     segments: tuple[Segment, ...]
     position: Tensor
     ragged: bool = True
     reaches: tuple[Reach, ...] = ()
+    bounds: Tensor | None = None
 
     @property
     def chunk(self) -> int:
@@ -266,7 +271,7 @@ class View(NamedTuple):
             )
             for chain in chains
         ]
-        own = [0] * (len(joined) - 1) + [self.chunk]
+        own = [0] * (len(joined) - 1) + [self.chunk if self.bounds is None else 0]
         runs = [s.runs(n) for s, n in zip(joined, own, strict=True)]
         return self._replace(segments=tuple(run for some in runs for run in some))
 
@@ -302,7 +307,7 @@ class View(NamedTuple):
     @property
     def dense(self) -> bool:
         """Whether queries see all slots, except for causality within the chunk."""
-        return not (self.ragged or self.reaches)
+        return not (self.ragged or self.reaches) and self.bounds is None
 
     def observed(self, newest: int | None) -> Tensor | None:
         """The queries whose mass counts, bool (B|1, n): the `newest` real ones of each row; None:
@@ -328,7 +333,18 @@ class View(NamedTuple):
         len(queries), S)."""
         slot = position[:, :, None, :]
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
-        seen = (slot >= 0) & (slot <= query)
+        if self.bounds is None:
+            seen = (slot >= 0) & (slot <= query)
+        else:
+            limits = self.bounds.reshape(-1, 1, 2, self.chunk, 1)[:, :, :, queries]
+            seen = (slot >= limits[:, :, 0].clamp(min=0)) & (slot <= limits[:, :, 1])
         for reach in self.reaches:
-            seen &= reach.allows(query, slot)
+            seen = seen & reach.allows(query, slot)
         return seen
+
+
+def unbounded(position: Tensor) -> Tensor:
+    """The bounds of queries at `position`, (n,) or (B, n), that see every position; those at -1 see
+    none: int32 (2, n) or (B, 2, n)."""
+    last = torch.where(position < 0, -1, LAST).to(torch.int32)
+    return torch.stack([torch.zeros_like(last), last], dim=-2)

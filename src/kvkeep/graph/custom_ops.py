@@ -20,7 +20,10 @@ from kvkeep.errors import StateError
 from kvkeep.layer.step import StepInputs
 
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # their work on the host is not replayed by CUDA graphs
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor position, float scale, float? softcap, Tensor? sinks"
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor position, float scale, float? softcap, Tensor? sinks, "
+    "Tensor? until=None"
+)
 """The schema of the fields of `StepInputs`, for operators that take them as separate arguments."""
 _GONE = (
     "this graph was given a cache that is gone, or that belongs to another process; give it "
@@ -212,7 +215,5 @@ def run(layer: SteppedLayer, inputs: StepInputs) -> Tensor:
     position = inputs.position
     assert position is not None
     if not layer.padded and int(position if position.numel() == 1 else position.min()) >= 0:
-        q, k, v, _, scale, softcap, sinks = inputs
-        # All rows have the same positions.
-        inputs = StepInputs(q, k, v, position[0], scale, softcap, sinks)
+        inputs = inputs._replace(position=position[0])  # all rows have the same
     return layer.run(inputs)

@@ -16,7 +16,7 @@ from kvkeep.attention import Segment, View
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket, step
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.step import Step, StepInputs, view_of
+from kvkeep.layer.step import Step, StepInputs, require_causal, view_of
 from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, unsliced
 from kvkeep.policy import Need, Observation
@@ -128,6 +128,7 @@ class DeviceStep(Step):
         """Like `LayerCache.run`, for one token per row, with position int32 (1|B, 1)."""
         if torch.compiler.is_compiling():
             return cast(Tensor, step(self._ticket.number, *inputs))
+        require_causal(inputs)
         if inputs.k.shape[2] != 1:
             raise UnsupportedError(
                 f"{inputs.k.shape[2]} tokens in a step on the device, which takes one; feed one "
@@ -139,7 +140,9 @@ class DeviceStep(Step):
         """`run`, called by a graph through the ticket."""
         return self.run(inputs)
 
-    def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
+    def _extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+    ) -> View:
         assert position is not None
         layer, queries = self._layer, position[0] if self._pads is None else position
         own = layer.own_planes(k, v, queries)
@@ -147,7 +150,9 @@ class DeviceStep(Step):
         # One position for all rows: in each, the token is real, not padding.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
-        return view_of(segments, queries, self.policy, layer.window, None, 0, True)
+        return view_of(
+            segments, queries, self.policy, layer.window, None, 0, True, chunked=layer.chunked
+        )
 
     def _settle(self, observation: Observation) -> None:
         if self._evicts:

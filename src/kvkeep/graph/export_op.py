@@ -38,6 +38,7 @@ class Description:
         capacity: the number of slots.
         index, count: the layer's index, and the number of layers of the model.
         window: the layer's own sliding window in tokens; None if it has none.
+        chunked: whether that window begins at a multiple of its size.
     """
 
     spec: str
@@ -45,11 +46,16 @@ class Description:
     index: int
     count: int
     window: int | None
+    chunked: bool = False
 
     def build(self) -> LayerCache:
         """Build an empty layer."""
         return CacheSpec.parse(self.spec).layer(
-            index=self.index, count=self.count, window=self.window, capacity=self.capacity
+            index=self.index,
+            count=self.count,
+            window=self.window,
+            chunked=self.chunked,
+            capacity=self.capacity,
         )
 
 

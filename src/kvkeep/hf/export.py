@@ -100,11 +100,11 @@ class _Step(nn.Module):
                 f"{type(model).__name__} has recurrent layers, whose states kvkeep does not "
                 "export; export a model that only attends"
             )
-        windows = [kind.window for kind in layer_kinds(base_config(model))]
+        kinds = layer_kinds(base_config(model))
         self.descriptions = [
-            Description(str(s), layer.limit or 0, index, len(windows), window)
-            for index, (s, layer, window) in enumerate(
-                zip(self.cache.specs, self.cache.layers, windows, strict=True)
+            Description(str(s), layer.limit or 0, index, len(kinds), kind.window, kind.chunked)
+            for index, (s, layer, kind) in enumerate(
+                zip(self.cache.specs, self.cache.layers, kinds, strict=True)
             )
         ]
         with torch.inference_mode():

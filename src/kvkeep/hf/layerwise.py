@@ -23,7 +23,7 @@ from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.history import History
-from kvkeep.layer.step import StepInputs
+from kvkeep.layer.step import StepInputs, require_causal
 
 
 class Call(NamedTuple):
@@ -277,6 +277,7 @@ class _TextLayer:
 
     def run(self, inputs: StepInputs) -> Tensor:
         assert self.attention is not None
+        require_causal(inputs)
         return self.attention.run(inputs)
 
 

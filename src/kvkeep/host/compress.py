@@ -149,7 +149,13 @@ def reread(
         # Right after the part, so that no distance is greater than the model knows.
         runs = [(0, min(sinks, first)), (first, end)]
         layers = [
-            Rereading(one, _reached(runs, len(one.position[0, 0]), tokens), end, layer.window)
+            Rereading(
+                one,
+                _reached(runs, len(one.position[0, 0]), tokens),
+                end,
+                layer.window,
+                layer.chunked,
+            )
             for one, layer in zip(held, cache.layers, strict=True)
         ]
         host.feed_layers(ids[first:end], torch.arange(end, 2 * end - first), layers)

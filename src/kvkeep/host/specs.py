@@ -17,11 +17,13 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 class LayerKind:
     """One layer's attention: the model library's name for its type, its sliding window in tokens
     (None: it has none), and its place among all layers of the model, which also counts those that
-    do not attend (None: the same as among those that do)."""
+    do not attend (None: the same as among those that do). In `chunked` attention the window begins
+    at a multiple of its size: a query at position p sees positions from p // window * window on."""
 
     name: str
     window: int | None
     place: int | None = field(default=None, compare=False)
+    chunked: bool = False
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:
@@ -30,7 +32,7 @@ def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) 
     suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
-            spec.layer(window=kind.window, capacity=2**20)
+            spec.layer(window=kind.window, chunked=kind.chunked, capacity=2**20)
         except SpecError:
             suggested[kind.name] = "keep_all+int8"
             refused.append(kind.name)

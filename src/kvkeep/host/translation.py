@@ -87,7 +87,8 @@ def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[s
 
 def _computed(one: Host, other: Host) -> list[str]:
     """What two models compute differently."""
-    if [kind.window for kind in one.kinds] != [kind.window for kind in other.kinds]:
+    windows, others = ([(k.window, k.chunked) for k in host.kinds] for host in (one, other))
+    if windows != others:
         return ["its layers have other windows"]
     turns = zip(one.rotaries(), other.rotaries(), strict=True)
     if not all(_same_rotary(mine, theirs) for mine, theirs in turns):

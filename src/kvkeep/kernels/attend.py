@@ -173,15 +173,27 @@ def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: 
 
 
 @triton.jit
-def _seen(slot, here, position, q_position, token, before, real, n,
+def _bounds(BOUNDS, q_position, row, token, real, bounds_row, n):
+    """The first and the last position that each query sees."""
+    if BOUNDS is None:
+        return q_position, q_position
+    at = BOUNDS + row * bounds_row + token
+    return tl.load(at, mask=real, other=0), tl.load(at + n, mask=real, other=-1)
+
+
+@triton.jit
+def _seen(slot, here, position, q_position, low, high, token, before, real, n,
           size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
-          DENSE: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
-    """Which slots each query sees: bool (queries, slots)."""
+          DENSE: tl.constexpr, BOUNDED: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
+    """Which slots each query sees: bool (queries, slots). The first position is `low` if BOUNDED,
+    else 0; the last is `high`."""
     seen = here[None, :] & real[:, None]
     if DENSE:
         return seen & (slot[None, :] <= before + token[:, None])
     p, t = position[None, :], q_position[:, None]
-    seen = seen & (p >= 0) & (p <= t)
+    seen = seen & (p >= 0) & (p <= high[:, None])
+    if BOUNDED:
+        seen = seen & (p >= low[:, None])
     if REACHES > 0:
         seen = seen & within(t, p, size0, first0, from0, to0)
     if REACHES > 1:
@@ -218,10 +230,11 @@ def _column(TABLE, item, column: tl.constexpr, ALIGNED: tl.constexpr):
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def attend(
-    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, USED, SINKS, TABLE, ROWS, OUT, LSE, SHARE, TOP,
+    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, BOUNDS, USED, SINKS, TABLE, ROWS, OUT, LSE,
+    SHARE, TOP,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
-    position_row, position_head, position_slot, q_position_row,
+    position_row, position_head, position_slot, q_position_row, bounds_row,
     rows, n, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
@@ -286,6 +299,7 @@ def attend(
     if not DENSE:
         POSITION += owner * position_row + head * position_head
         q_position = tl.load(Q_POSITION + row * q_position_row + token, mask=real, other=-1)
+    low, high = _bounds(BOUNDS, q_position, row, token, real, bounds_row, n)
     if USED is not None:
         slots = tl.minimum(slots, tl.load(USED).to(tl.int32))
     each = tl.cdiv(tl.cdiv(slots, BLOCK_N), splits) * BLOCK_N
@@ -320,9 +334,9 @@ def attend(
         position = slot
         if not DENSE:
             position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
-        seen = _seen(slot, here, position, q_position, token, before, real, n,
+        seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
-                     size2, first2, from2, to2, DENSE, REACHES)  # fmt: skip
+                     size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip
         s = tl.where(seen, s, -float("inf"))
         higher = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(higher == -float("inf"), 0.0, higher)

@@ -6,16 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.attend import _query_indices, _query_parts, _scores, _seen
+from kvkeep.kernels.attend import _bounds, _query_indices, _query_parts, _scores, _seen
 
 
 @triton.jit(do_not_specialize=["n", "slots", "before", "mass_slots", "mass_first", "seen_row",
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def weigh(
-    Q, K, KS, KZ, POSITION, Q_POSITION, USED, LSE, SEEN, MASS,
+    Q, K, KS, KZ, POSITION, Q_POSITION, BOUNDS, USED, LSE, SEEN, MASS,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
-    position_row, position_head, position_slot, q_position_row, owned,
+    position_row, position_head, position_slot, q_position_row, bounds_row, owned,
     n, slots, before, mass_slots, mass_first, seen_row, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, WIDE_K: tl.constexpr,
@@ -59,12 +59,13 @@ def weigh(
         q_position = token
         if not DENSE:
             q_position = tl.load(Q_POSITION + rows_ * q_position_row + token, mask=real, other=-1)
+        low, high = _bounds(BOUNDS, q_position, rows_, token, real, bounds_row, n)
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, start, slot, here, k_slot, ks_slot, scale,
                     cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
                     WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
-        seen = _seen(slot, here, position, q_position, token, before, real, n,
+        seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
-                     size2, first2, from2, to2, DENSE, REACHES)  # fmt: skip
+                     size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip
         at = (rows_ * n + token) * (HEADS * GROUP) + query_head
         lse = tl.load(LSE + at, mask=real, other=-float("inf"))
         seen = seen & (lse > -float("inf"))[:, None]

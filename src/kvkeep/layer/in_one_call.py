@@ -13,7 +13,7 @@ from kvkeep.layer.native_step import SEQUENCE, NativeStep, ReadyStep
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import StepInputs
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import limits
+from kvkeep.planes import hides_chunks, limits
 from kvkeep.policy import Policy
 
 _MOST = 2**62  # slots, where a policy has no budget
@@ -33,6 +33,7 @@ class InOneCall(ABC):
 
     policy: Policy
     window: int | None
+    chunked: bool
     evicted: list[Tensor] | None
     turn: Turn
     _slots: LayerSlots
@@ -123,7 +124,10 @@ class InOneCall(ABC):
             drops = length - self.reachable
             if drops > 1 or (drops and (native.frozen or self.evicted is not None)):
                 return None
-            if limits(reach, self.window, 1, length + 1 - drops, columns + 1):
+            after = (1, length + 1 - drops, columns + 1)
+            if limits(reach, self.window, *after, chunked=self.chunked):
+                return None
+            if self.chunked and hides_chunks(reach, self.window or 0, *after):
                 return None
         if held - drops >= native.capacity or length - drops >= (self.policy.budget or _MOST):
             return None
@@ -142,5 +146,10 @@ class InOneCall(ABC):
                 self._native = HeadsStep.of(self._slots, history.geometry, inputs)
                 return
             self._native = NativeStep.of(
-                self._slots, history.geometry, self.policy.reach, self.window, inputs
+                self._slots,
+                history.geometry,
+                self.policy.reach,
+                self.window,
+                inputs,
+                self.chunked,
             )

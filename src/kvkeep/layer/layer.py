@@ -10,28 +10,30 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Attend, Segment, View
-from kvkeep.checks import Checks, wants_gradients
+from kvkeep.attention import Attend, View
+from kvkeep.checks import Checks, check_until, wants_gradients
 from kvkeep.codec import Codec, caution
-from kvkeep.errors import RollbackError, SpecError, StateError
+from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.beginning import runs_for
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
+from kvkeep.layer.reaching import Reaching, limit_in_words
 from kvkeep.layer.readable import Readable
+from kvkeep.layer.rollback import Rollback
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
-from kvkeep.layer.step import Phases, Step, StepInputs, driven, view_of
+from kvkeep.layer.step import Phases, Step, StepInputs, driven
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import POSITION, Planes, Reach, part, positions_of, slot_count
+from kvkeep.planes import LAST, POSITION, Planes, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, InOneCall, Step):
+class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -39,6 +41,8 @@ class LayerCache(Readable, InOneCall, Step):
         key_codec, value_codec: encode and decode keys and values.
         storage: holds the slots; the layer takes ownership.
         window: the layer's own sliding window, if it has one.
+        chunked: the window begins at a multiple of its size (chunked attention): a query at
+            position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: it has none.
 
     Raises:
@@ -53,6 +57,7 @@ class LayerCache(Readable, InOneCall, Step):
         storage: Storage,
         *,
         window: int | None = None,
+        chunked: bool = False,
         rotary: Rotary | None = None,
     ) -> None:
         if (storage.limit or policy.budget or 0) < (policy.budget or 0):
@@ -63,7 +68,7 @@ class LayerCache(Readable, InOneCall, Step):
         evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):
             own = window is not None and policy.reach == Reach(window)
-            who = f"a sliding window of {window} tokens" if own else f"policy {policy.name}"
+            who = limit_in_words(window, chunked) if own else f"policy {policy.name}"
             raise SpecError(
                 f"{who} evicts single slots, but codec {key_codec.name}/{value_codec.name} encodes "
                 "blocks of tokens; use int8 or int8/int4, or keep_all on layers without a sliding "
@@ -73,7 +78,7 @@ class LayerCache(Readable, InOneCall, Step):
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
-        self.window, self.rotary = window, rotary
+        self.window, self.chunked, self.rotary = window, chunked, rotary
         self.record_past = False
         self.evicted: list[Tensor] | None = None  # recorded by `positions_of`; None: not recorded
         self._planes_of_policy = tuple(policy.planes)
@@ -96,7 +101,9 @@ class LayerCache(Readable, InOneCall, Step):
 
     # -- the step ---------------------------------------------------------------------------
 
-    def extend(self, k: Tensor, v: Tensor, position: Tensor | None = None) -> View:
+    def extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None = None, until: Tensor | None = None
+    ) -> View:
         """Write n new tokens and return the view that their queries attend to.
 
         Args:
@@ -106,6 +113,9 @@ class LayerCache(Readable, InOneCall, Step):
                 padding. None continues every row. A padding query sees the kept tokens before it in
                 its row; slots beyond the policy's reach may already be gone. If the policy needs
                 the mass, a padding query sees nothing.
+            until: the newest position that each token's query sees, integers (n,) or (B, n), where
+                tokens see later ones, such as those of one image; None, or less than its own: its
+                own. What comes in a later call is not seen, and windows limit this as well.
 
         Returns:
             All kept slots and the new tokens; valid until the next change.
@@ -117,11 +127,15 @@ class LayerCache(Readable, InOneCall, Step):
                 changing the layer; or an eviction was interrupted.
         """
         with self.turn:
-            return self._extend(k, v, position)
+            return self._extend(k, v, position, until)
 
-    def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
+    def _extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+    ) -> View:
         self._mend()
         self._checks.chunk(k, v, position, self._history.geometry)
+        if until is not None:
+            check_until(until, k)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
@@ -147,7 +161,11 @@ class LayerCache(Readable, InOneCall, Step):
             raise
         self._writing = False
         slots, history = self._slots, self._history
-        return self.view_of(slots.segments(), queries, history, slots.length, slots.frozen.hides)
+        if until is not None:
+            until = torch.where(position < 0, -1, until.to(k.device)).to(torch.int32)
+        return self.view_of(
+            slots.segments(), queries, history, slots.length, slots.frozen.hides, until
+        )
 
     def settle(self, observation: Observation | None = None) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
@@ -175,17 +193,23 @@ class LayerCache(Readable, InOneCall, Step):
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        until: Tensor | None = None,
+        causal: bool = True,
         attend: Attend | None = None,
     ) -> Tensor:
         """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv).
 
-        `attend` replaces the attention function; None uses `dispatch`. The other arguments are
+        `attend` replaces the attention function; None uses `dispatch`. Unless `causal`, every query
+        sees all slots that hold a token, those of the whole chunk included. The other arguments are
         those of `extend` and `attend`. What is invalid, and a lack of memory for slots, raises
         before anything is changed. If attention fails or is interrupted, or memory runs out while
         settling, the new tokens are removed; slots that no later query can reach may be gone. If an
         eviction fails after it has changed slots, every later call raises until `reset`.
         """
-        return self.run(StepInputs(q, k, v, position, scale, softcap, sinks), attend)
+        if not causal:
+            self._require_no_order()
+            until = torch.full(k.shape[2:3], LAST, dtype=torch.int32, device=k.device)
+        return self.run(StepInputs(q, k, v, position, scale, softcap, sinks, until), attend)
 
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Like `step`, with the inputs as one record."""
@@ -274,39 +298,6 @@ class LayerCache(Readable, InOneCall, Step):
         self._history, self._chunk, self._begun = History(), None, None
         self._native = self._next = None
         self._moving = False
-
-    @property
-    def rollback_limit(self) -> int:
-        """How many of the newest tokens `crop` can remove exactly."""
-        return self.fed - self._history.floor if self.policy.rollback else 0
-
-    def require_rollback(self, tokens: int) -> None:
-        """Raise RollbackError when the newest `tokens` tokens cannot be removed."""
-        if tokens < 0:
-            raise RollbackError(
-                f"crop({-tokens}) is positive; to remove the newest {-tokens} tokens, call "
-                f"crop({tokens})"
-            )
-        if tokens > self.rollback_limit:
-            raise RollbackError(
-                f"crop of {tokens} tokens, but {self.rollback_limit} can be removed exactly: "
-                f"{self.fed} were fed{self._why_lasting}"
-            )
-
-    @property
-    def _why_lasting(self) -> str:
-        """Why some tokens cannot be removed, and the remedy; empty if all of them can."""
-        policy, again = self.policy, "reset() and feed the tokens again"
-        if not policy.rollback:
-            return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
-        if not self._history.floor:
-            return ""
-        if not policy.evicts:
-            codec = self.key_codec.name
-            return f", and codec {codec} encodes tokens in blocks; {again}, or use int8"
-        if self.window is not None and policy.reach == Reach(self.window):
-            return f", and a sliding window of {self.window} tokens drops the older ones; {again}"
-        return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def crop(self, tokens: int) -> None:
         """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. While
@@ -402,7 +393,8 @@ class LayerCache(Readable, InOneCall, Step):
     @property
     def kind(self) -> str:
         """The policy, codecs and window as text; states fit only layers of the same kind."""
-        return f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
+        kind = f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
+        return f"{kind} chunked" if self.chunked else kind
 
     # -- figures ----------------------------------------------------------------------------
 
@@ -410,14 +402,6 @@ class LayerCache(Readable, InOneCall, Step):
     def length(self) -> int:
         """Slots in use, a padded row's empty ones included; of the longest row or head."""
         return self._slots.length
-
-    @property
-    def reachable(self) -> int:
-        """How many of the slots in use the next query can reach; `extend` drops the others."""
-        reach = self.policy.reach
-        if reach is None or self.record_past:
-            return self.length
-        return min(self.length, reach.size - 1 + reach.fixed)
 
     @property
     def capacity(self) -> int:
@@ -501,24 +485,13 @@ class LayerCache(Readable, InOneCall, Step):
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes
 
-    def view_of(
-        self,
-        segments: tuple[Segment, ...],
-        queries: Tensor,
-        history: History,
-        length: int,
-        hides: bool = False,
-    ) -> View:
-        """The view of queries over `length` slots, after `history`. `hides`: some are hidden."""
-        empty = history.pads is not None or self.policy.ragged or hides
-        return view_of(segments, queries, self.policy, self.window, length, history.columns, empty)
-
     def seeing(self, observation: Observation | None) -> Observation:
         """The observation, completed with the layer's own state."""
         return (observation or Observation())._replace(
             position=self._chunk,
             newest=self._history.newest,
             window=self.window,
+            chunked=self.chunked,
             rotary=self.rotary,
             state=self._history.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),

@@ -103,6 +103,7 @@ class HeadsStep:
             inputs.k.shape[2] == inputs.v.shape[2] == 1
             and kind_of(inputs) is self._kind
             and inputs.sinks is None
+            and inputs.until is None
             and not wants_gradients(*inputs[:3])
         )
 

@@ -58,7 +58,7 @@ class NativeStep:
     Args:
         slots: the layer's slots, after a decode step with these inputs.
         geometry: that of the tokens held.
-        reach, window: the policy's reach and the layer's own sliding window.
+        reach, window, chunked: the policy's reach and the layer's own window.
         inputs: of a step that has just been made.
     """
 
@@ -69,6 +69,7 @@ class NativeStep:
         reach: Reach | None,
         window: int | None,
         inputs: StepInputs,
+        chunked: bool = False,
     ) -> None:
         q, k, v = inputs[:3]
         segments, codecs = slots.segments(), slots.codecs
@@ -104,7 +105,7 @@ class NativeStep:
                 _PLACE.pack(*places, 0, position_heads),
                 RANKING.pack(
                     *(0, places[0], 0, 0, 0, 0, *places[1:3], 0, rows, position_heads, 0, 1),
-                    *(0, *kept[1:], window or 0),
+                    *(0, *kept[1:], window or 0, chunked),
                 ),
             ]
         )
@@ -120,11 +121,12 @@ class NativeStep:
         reach: Reach | None,
         window: int | None,
         inputs: StepInputs,
+        chunked: bool = False,
     ) -> NativeStep | None:
         """The records of a step like the one just made; None if the library cannot perform it."""
         if geometry is None or not _possible(slots, inputs):
             return None
-        return cls(slots, geometry, reach, window, inputs)
+        return cls(slots, geometry, reach, window, inputs, chunked)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return no_step, ()  # copies of a layer have other addresses
@@ -157,6 +159,7 @@ class NativeStep:
             inputs.k.shape[2] == inputs.v.shape[2] == 1
             and kind_of(inputs) == self.kind
             and inputs.sinks is None
+            and inputs.until is None
             and not wants_gradients(*inputs[:3])
         )
 

@@ -24,7 +24,7 @@ from kvkeep.layer.native_step import (
     ReadyStep,
     kind_of,
 )
-from kvkeep.layer.step import Phases, StepInputs, finished
+from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
 from kvkeep.native_library import LIBRARY, address_of
 
 _CALL = Struct("=3q")  # the arguments of kv_step_packed
@@ -117,6 +117,7 @@ class PackedLayer(AttendingLayer):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
+        require_causal(inputs)
         q, v = inputs.q, inputs.v
         # As models use it next: the heads of a token side by side.
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)

@@ -9,7 +9,7 @@ from kvkeep.attention import Held, Options, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
-from kvkeep.layer.step import StepInputs
+from kvkeep.layer.step import StepInputs, require_causal
 from kvkeep.planes import POSITION, Reach
 
 
@@ -22,12 +22,18 @@ class Rereading(AttendingLayer):
         start: the position of the chunk's first token.
         window: the layer's own sliding window in tokens; None: it has none, and the weights are
             recorded.
+        chunked: whether that window begins at a multiple of its size.
     """
 
     def __init__(
-        self, held: Held, runs: list[tuple[int, int]], start: int, window: int | None
+        self,
+        held: Held,
+        runs: list[tuple[int, int]],
+        start: int,
+        window: int | None,
+        chunked: bool = False,
     ) -> None:
-        self._window = window
+        self._window, self._chunked = window, chunked
         self._start = start
         # In the order of the runs, as if they had been the only tokens before the chunk.
         self._past = tuple(
@@ -48,13 +54,18 @@ class Rereading(AttendingLayer):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of the chunk: (1, Hq, n, Dv)."""
+        require_causal(inputs)
         q, k, v, position = inputs[:4]
         if position is None:
             position = self.next_positions(q.shape[2], q.device)
         segments = (*self._past, _segment(k, v, position.reshape(1, 1, -1)))
-        reaches = () if self._window is None else (Reach(self._window),)
-        view = View(segments, position.flatten(), False, reaches)
-        observed = self._window is None
+        position, window = position.flatten(), self._window
+        view = View(segments, position, False)
+        if window is not None and self._chunked:
+            view = view._replace(bounds=torch.stack([position - position % window, position]))
+        elif window is not None:
+            view = view._replace(reaches=(Reach(window),))
+        observed = window is None
         options = Options(
             inputs.scale, inputs.softcap, inputs.sinks, need_mass=observed, peak=observed
         )

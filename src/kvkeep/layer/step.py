@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Options, Segment, View, dispatch
-from kvkeep.planes import limits
+from kvkeep.errors import UnsupportedError
+from kvkeep.planes import hides_chunks, limits
 from kvkeep.policy import Need, Observation, Policy
 
 
@@ -18,7 +20,7 @@ class StepInputs(NamedTuple):
 
     Args:
         q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv); keys after the rotary embedding.
-        position: see `LayerCache.extend`.
+        position: see `LayerCache.extend`; likewise `until`.
         scale, softcap, sinks: see `Options`.
     """
 
@@ -29,6 +31,17 @@ class StepInputs(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    until: Tensor | None = None
+
+
+def require_causal(inputs: StepInputs) -> None:
+    """Raise UnsupportedError if some query of a step that does not support it sees later tokens."""
+    if inputs.until is not None:
+        raise UnsupportedError(
+            "some tokens see later ones, such as those of an image, which neither packed forwards, "
+            "compiled and graphed steps, training nor compressing support; feed them to a cache of "
+            "one sequence by a plain forward"
+        )
 
 
 class AttendCall(NamedTuple):
@@ -67,7 +80,9 @@ class Step(ABC):
     policy: Policy
 
     @abstractmethod
-    def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
+    def _extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+    ) -> View:
         """Write n new tokens and return the view that their queries attend to."""
 
     @abstractmethod
@@ -80,7 +95,7 @@ class Step(ABC):
 
     def _phases(self, inputs: StepInputs) -> Phases:
         """A step whose attention the caller computes."""
-        view = self._extend(inputs.k, inputs.v, inputs.position)
+        view = self._extend(inputs.k, inputs.v, inputs.position, inputs.until)
         policy = self.policy
         options = Options(
             inputs.scale,
@@ -103,6 +118,9 @@ def view_of(
     length: int | None,
     fed: int,
     empty: bool,
+    *,
+    chunked: bool = False,
+    until: Tensor | None = None,
 ) -> View:
     """The view that queries attend to.
 
@@ -115,6 +133,18 @@ def view_of(
             limit on what a query sees is applied.
         fed: columns fed, including the chunk.
         empty: whether some slots are empty.
+        chunked: whether the window begins at a multiple of its size.
+        until: the newest position that each query sees, (n,) or (B, n), if it is later than its
+            own.
     """
-    reaches = limits(policy.reach, window, queries.shape[-1], length, fed)
-    return View(segments, queries, empty, reaches)
+    reach, n = policy.reach, queries.shape[-1]
+    reaches = limits(reach, window, n, length, fed, chunked=chunked)
+    first: Tensor | None = None
+    if chunked and window is not None:
+        hidden = hides_chunks(reach, window, n, length, fed) or (empty and fed > window)
+        first = queries - queries % window if hidden else None
+    if first is None and until is None:
+        return View(segments, queries, empty, reaches)
+    last = queries if until is None else torch.maximum(queries, until)
+    first = torch.zeros_like(last) if first is None else first.expand_as(last)
+    return View(segments, queries, empty, reaches, torch.stack([first, last], dim=-2))

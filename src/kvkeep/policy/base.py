@@ -52,6 +52,7 @@ class Observation(NamedTuple):
         position: the chunk's positions, (n,), or (B, n) with -1 for padding.
         newest: the newest position, one int for all rows, or int64 (B, 1, 1) if rows differ.
         window: the layer's own sliding window in tokens; None: it has none.
+        chunked: whether that window begins at a multiple of its size.
         scale: the factor on q . k; None if the caller computed attention itself.
         rotary: the model's rotary embedding; None if its keys have none.
         state: tensors (B, ...) that the policy keeps for each row, by name; it may change them.
@@ -63,6 +64,7 @@ class Observation(NamedTuple):
     position: Tensor | None = None
     newest: int | Tensor = -1
     window: int | None = None
+    chunked: bool = False
     scale: float | None = None
     rotary: Rotary | None = None
     state: dict[str, Tensor] | None = None

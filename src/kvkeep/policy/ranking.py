@@ -18,13 +18,12 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError, StateError
 from kvkeep.native_library import LIBRARY
-from kvkeep.planes import POSITION, Planes
+from kvkeep.planes import LAST, POSITION, Planes
 from kvkeep.policy.base import Observation
 
-RANKING = Struct("=18q")
+RANKING = Struct("=19q")
 """KvRanking of native/abi.h."""
 
-_LAST = 2**31 - 1
 _NOISE = 0xFF
 """The bits of a float32 score that are rounded off, as in `native/slots.cpp`."""
 
@@ -75,7 +74,9 @@ def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protect
         protected |= position > seen.newest - kept.recent
     dead = position < 0
     if seen.window is not None:  # the next query is at newest + 1
-        dead |= position <= seen.newest + 1 - seen.window
+        after = seen.newest + 1
+        behind = after % seen.window + 1 if seen.chunked else seen.window
+        dead |= position <= after - behind
     return result.masked_fill(protected, torch.inf).masked_fill(dead, -torch.inf)
 
 
@@ -90,7 +91,7 @@ def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:
     """The `count` slots of least worth, the oldest first among equals: int64 (..., count)."""
     if count == 1:
         least = worth.amin(dim=-1, keepdim=True)
-        return position.masked_fill(worth > least, _LAST).argmin(dim=-1, keepdim=True)
+        return position.masked_fill(worth > least, LAST).argmin(dim=-1, keepdim=True)
     by_age = position.argsort(dim=-1, stable=True)
     order = worth.gather(-1, by_age).argsort(dim=-1, stable=True)
     return by_age.gather(-1, order[..., :count])
@@ -136,6 +137,7 @@ def least_worthy(
         count,
         *kept,
         seen.window or 0,
+        seen.chunked,
     )
     if LIBRARY.kv_lowest(ranking):
         raise MemoryError(f"no scratch memory to rank {slots} slots")

@@ -1,0 +1,75 @@
+"""Reaching: what the queries of a layer see, and which slots later ones cannot reach."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvkeep.attention import Segment, View
+from kvkeep.errors import UnsupportedError
+from kvkeep.layer.history import History
+from kvkeep.layer.slots import LayerSlots
+from kvkeep.layer.step import view_of
+from kvkeep.planes import Reach
+from kvkeep.policy import Policy
+
+
+class Reaching:
+    """The methods of `LayerCache` that depend on what its policy and its own window show."""
+
+    policy: Policy
+    window: int | None
+    chunked: bool
+    record_past: bool
+    _slots: LayerSlots
+    _history: History
+
+    @property
+    def reachable(self) -> int:
+        """How many of the slots in use the next query can reach; `extend` drops the others."""
+        reach = self.policy.reach
+        if reach is None or self.record_past:
+            return self._slots.length
+        if self.chunked and reach == Reach(self.window or 0):
+            held = (self._history.newest + 1) % reach.size
+            return min(self._slots.length, held if isinstance(held, int) else int(held.max()))
+        return min(self._slots.length, reach.size - 1 + reach.fixed)
+
+    def view_of(
+        self,
+        segments: tuple[Segment, ...],
+        queries: Tensor,
+        history: History,
+        length: int,
+        hides: bool = False,
+        until: Tensor | None = None,
+    ) -> View:
+        """The view of queries over `length` slots, after `history`. `hides`: some are hidden;
+        `until`: see `view_of`."""
+        return view_of(
+            segments,
+            queries,
+            self.policy,
+            self.window,
+            length,
+            history.columns,
+            empty=history.pads is not None or self.policy.ragged or hides,
+            chunked=self.chunked,
+            until=until,
+        )
+
+    def _require_no_order(self) -> None:
+        """Raise UnsupportedError if what a query sees depends on the order of the tokens."""
+        own, reach = self.window, self.policy.reach
+        if own is None and reach is None:
+            return
+        limit = f"policy {self.policy.name}" if own is None else limit_in_words(own, self.chunked)
+        raise UnsupportedError(
+            f"causal=False, but {limit} drops what lies too far before a query, so not every query "
+            "can see all tokens; use a layer without a window, and keep_all or a policy that "
+            "scores, such as h2o:1024"
+        )
+
+
+def limit_in_words(window: int | None, chunked: bool) -> str:
+    """A layer's own window, for messages."""
+    return f"{'chunked attention' if chunked else 'a sliding window'} of {window} tokens"
