@@ -53,7 +53,8 @@ struct Ranked {
         const int32_t sinks = (int32_t)ranking.sinks;
         const int32_t from = (int32_t)ranking.keep_from, to = (int32_t)ranking.keep_to;
         const int64_t next = (int64_t)newest + 1;
-        const int64_t behind = ranking.chunked ? next % ranking.window + 1 : ranking.window;
+        int64_t behind = ranking.window;
+        if (ranking.window && ranking.chunked) behind = next % ranking.window + 1;
         const int32_t out = ranking.window ? (int32_t)(next - behind) : -1;
         for (int64_t slot = 0; slot < ranking.slots; ++slot) {
             const int32_t place = position[slot];

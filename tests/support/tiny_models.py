@@ -43,6 +43,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**_HYBRID, "head_dim": 8, "attn_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3", {**_HYBRID, "head_dim": 8}),
+    "llama4": (
+        "Llama4",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0],
+            "num_local_experts": 2,
+            "moe_layers": [1],
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "granite": ("Granite", {"attention_multiplier": 0.3}),
     "olmo2": ("Olmo2", {}),
@@ -73,7 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
-_CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 
 
 def growing_rope(kind: str) -> dict[str, Any]:

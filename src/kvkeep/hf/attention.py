@@ -75,18 +75,26 @@ def attention_over(original: str) -> AttentionFunction:
         assert attention_mask is not None
         traced = handed.traced  # None in training, which is not compiled
         if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
-            position = attention_mask.flatten(1)
-            out = traced.run(StepInputs(query, key, value, position, scale, softcap, s_aux))
+            position, until = _parts(attention_mask)
+            inputs = StepInputs(query, key, value, position, scale, softcap, s_aux, until)
+            out = traced.run(inputs)
         else:
-            known = None if asked is None else asked.position
+            known, until = (None, None) if asked is None else asked[1:]
             if known is None:
-                known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            inputs = StepInputs(query, key, value, known, scale, softcap, s_aux)
+                position, until = _parts(attention_mask)
+                known = _confirmed(position, handed.layer, len(key))
+            inputs = StepInputs(query, key, value, known, scale, softcap, s_aux, until)
             out = _step(handed.layer, inputs, *([] if explicit is None else [explicit]))
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights
 
     return attention
+
+
+def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The positions of a mask that kvkeep made, int32 (1|B, n), and those until which the tokens
+    see, if some see later ones."""
+    return (mask.flatten(1), None) if mask.shape[2] == 1 else (mask[:, 0, 0], mask[:, 0, 1])
 
 
 def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
@@ -131,7 +139,9 @@ def _unfit(
         return "changes its keys after the cache"
     if with_values is not handed:
         return "changes its values after the cache"
-    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:3] != (1, 1):
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
+        return "uses a mask of its own"
+    if mask.shape[1] != 1 or mask.shape[2] not in (1, 2):
         return "uses a mask of its own"
     if asked is not None and asked.window != handed.layer.window:
         return (

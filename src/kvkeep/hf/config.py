@@ -16,6 +16,7 @@ ATTENTION_PREFIX = "kvkeep_"
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
+_CHUNKED = "chunked_attention"
 _HYBRID, _HYBRID_SLIDING = "hybrid", "hybrid_sliding"
 _RECURRENT = frozenset({"linear_attention", "conv"})
 _STATELESS = frozenset({"moe", "mlp"})
@@ -61,13 +62,14 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     if count is None:
         raise _refused(text, "its config does not say how many layers it has")
     window = getattr(text, "sliding_window", None)
+    chunk = getattr(text, "attention_chunk_size", None)
     names = getattr(text, "layer_types", None)
     if names is None:
-        if getattr(text, "attention_chunk_size", None) is not None:
-            names = ["chunked_attention"] * count
+        if chunk is not None:
+            names = [_CHUNKED] * count
         else:
             names = [_FULL if window is None else _SLIDING] * count
-    attending = {_FULL, _SLIDING, _HYBRID, _HYBRID_SLIDING}
+    attending = {_FULL, _SLIDING, _HYBRID, _HYBRID_SLIDING} | ({_CHUNKED} if chunk else set())
     unknown = sorted(set(names) - attending - _RECURRENT - _STATELESS)
     if unknown:
         raise _refused(
@@ -75,7 +77,9 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
         )
     sliding = {_SLIDING, _HYBRID_SLIDING}
     kinds = [
-        LayerKind(name, window if name in sliding else None, place)
+        LayerKind(name, chunk, place, chunked=True)
+        if name == _CHUNKED
+        else LayerKind(name, window if name in sliding else None, place)
         for place, name in enumerate(names)
         if name in attending
     ]

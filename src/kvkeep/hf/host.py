@@ -266,7 +266,8 @@ class TransformersHost(Host):
                     return tuple(map(some, x))
                 asked: MaskRequest | None = getattr(x, "kvkeep", None)
                 if asked is not None:
-                    return as_mask(positions.to(torch.int32), asked.window)
+                    until = None if asked.until is None else asked.until[..., indices]
+                    return as_mask(positions.to(torch.int32), asked.window, until)
                 if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == tokens:
                     return x[:, indices]
                 return x

@@ -21,6 +21,7 @@ from kvkeep.hf.attach import attach, decoder_of, unwrapped
 from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds, recurrent_numbers
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
+from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.history import History
 from kvkeep.layer.step import StepInputs, require_causal
@@ -57,13 +58,13 @@ class Decoder(Layerwise):
                 f"{type(inner).__name__} has recurrent layers, through which kvkeep computes no "
                 "gradients; train a model that only attends"
             )
-        windows = [kind.window for kind in layer_kinds(inner.config)]
-        self._modules = _layers_of(self.decoder, len(windows))
+        kinds = layer_kinds(inner.config)
+        self._modules = _layers_of(self.decoder, len(kinds))
         check_tokens(inner, input_ids)
         vocabulary: int = decoder_config(inner.config).vocab_size
         layers = [layer for layer in self._modules._modules.values() if layer is not None]
         super().__init__(inner, input_ids, attention_mask, layers=layers, vocabulary=vocabulary)
-        self._cache = _TextCache(self, windows)
+        self._cache = _TextCache(self, kinds)
         self._attachment: Any = None
 
     def __enter__(self) -> Self:
@@ -252,8 +253,9 @@ class _TextLayer:
     """A layer after some columns of a text. It holds no slots; a `LayerStep` computes its
     attention."""
 
-    def __init__(self, text: Layerwise, history: History, window: int | None) -> None:
-        self._text, self.history, self.window = text, history, window
+    def __init__(self, text: Layerwise, history: History, kind: LayerKind) -> None:
+        self._text, self.history = text, history
+        self.window, self.chunked = kind.window, kind.chunked
         self.attention: LayerStep | None = None
 
     @property
@@ -287,15 +289,15 @@ class _TextCache(transformers.Cache):
 
     is_compileable = False
 
-    def __init__(self, text: Layerwise, windows: list[int | None]) -> None:
-        self._text, self._windows = text, windows
+    def __init__(self, text: Layerwise, kinds: list[LayerKind]) -> None:
+        self._text, self._kinds = text, kinds
         self._running: tuple[_TextLayer, list[Handed]] | None = None
         self.seek(0)
 
     def seek(self, columns: int) -> None:
         """Set the state to that after `columns` columns."""
         history = self._text.history(columns)
-        self._layers = [_TextLayer(self._text, history, window) for window in self._windows]
+        self._layers = [_TextLayer(self._text, history, kind) for kind in self._kinds]
 
     @contextmanager
     def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
@@ -329,12 +331,12 @@ class _TextCache(transformers.Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [window is not None for window in self._windows]
+        return [kind.window is not None for kind in self._kinds]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [False] * len(self._windows)
+        return [False] * len(self._kinds)
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [False] * len(self._windows)
+        return [False] * len(self._kinds)

@@ -6,7 +6,7 @@ creates masks before the forward, as it does for caches that it may compile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
+    chunked_causal_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -30,12 +31,17 @@ class MaskRequest(NamedTuple):
 
     window: int | None
     position: Tensor | None = None  # in the shape that a layer's step takes; None while tracing
+    until: Tensor | None = None  # likewise
 
 
-def as_mask(position: Tensor, window: int | None) -> Tensor:
-    """Positions, int32 (n,) or (B, n), with the axes of a mask and the tag of a request."""
+def as_mask(position: Tensor, window: int | None, until: Tensor | None = None) -> Tensor:
+    """Positions, int32 (n,) or (B, n), with the axes of a mask and the tag of a request. If tokens
+    see later ones, the third axis has their positions, then those `until` which they see."""
     found: Any = position.view(-1, 1, 1, position.shape[-1])
-    found.kvkeep = MaskRequest(window, position)
+    if until is not None:
+        pair = torch.broadcast_tensors(found, until.to(found.dtype)[..., None, None, :])
+        found = torch.cat(pair, dim=2)
+    found.kvkeep = MaskRequest(window, position, until)
     return cast(Tensor, found)
 
 
@@ -76,18 +82,19 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                 "the cache was built for another model; build it as kvkeep.Cache(model)"
             )
         layer = kv_length.layer
+        newest: Tensor | None = None
         # transformers does not skip the mask of a single token for a cache that it may compile.
         plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
         if use_vmap or not plain:
             local_size = layer.window if local_size is None else local_size
-            asked = request | {"use_vmap": use_vmap, "device": device}
-            if torch.compiler.is_compiling() or not _is_causal(
-                q_length, int(kv_length), local_size, asked
-            ):
+            if torch.compiler.is_compiling():
                 raise UnsupportedError(
-                    "the model asks for a mask that is not causal, sliding or padding (image "
-                    "blocks, packed sequences, ...); use the cache with kvkeep.detach(model)"
+                    "the model asks for a mask of its own making, which a compiled step cannot "
+                    "compare with causal attention; call the model uncompiled"
                 )
+            asked = request | {"use_vmap": use_vmap, "device": device}
+            own = _own_mask(local_size, layer.chunked, attention_mask, asked)
+            newest = _Asked(q_length, int(kv_length), asked).newest(own)
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
             assert kv_length.traced is not None
@@ -95,41 +102,122 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             found: Any = kv_length.traced.next_positions(q_length, real, place)[:, None, None]
             found.kvkeep = MaskRequest(local_size)
         else:
+            if layer.chunked and attention_mask is not None:
+                _require_padding_in_front(attention_mask, layer.window or 0)
             position = _positions(layer, q_length, attention_mask, torch.device(device))
-            found = as_mask(position, local_size)
+            until = None
+            if newest is not None:  # padding there is at the position of the token before it
+                real = position.expand(len(newest), -1).cummax(dim=1).values
+                until = real.gather(1, newest - int(request["q_offset"]))
+            found = as_mask(position, local_size, until)
         return cast(Tensor, found)
 
     return mask
 
 
-def _is_causal(n: int, columns: int, window: int | None, request: dict[str, Any]) -> bool:
-    """Whether a mask function equals causal attention within a window for the n new tokens, as one
-    for image blocks does in texts without images. It is compared for a block of queries at a
-    time."""
-    causal = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    rows, start, first_column = request["batch_size"], request["q_offset"], request["kv_offset"]
-    some = max(1, _AT_ONCE // (rows * columns))
+class _Asked(NamedTuple):
+    """A request for the mask of n new tokens, as transformers makes it."""
 
-    def shown(first: int, function: Callable[..., Any], use_vmap: bool) -> Tensor:
+    n: int
+    columns: int
+    request: dict[str, Any]
+
+    @property
+    def fed(self) -> int:
+        """The column of the first new token."""
+        return int(self.request["q_offset"])
+
+    def shown(
+        self,
+        function: Callable[..., Any],
+        queries: range,
+        columns: range,
+        *,
+        use_vmap: bool = False,
+    ) -> Tensor:
+        """What a mask function shows, bool (B, queries, columns)."""
         mask = sdpa_mask(
-            rows,
-            min(some, n - first),
-            columns,
-            start + first,
-            first_column,
+            self.request["batch_size"],
+            len(queries),
+            len(columns),
+            queries.start,
+            columns.start,
             function,
             allow_is_causal_skip=False,
             use_vmap=use_vmap,
-            device=request["device"],
+            device=self.request["device"],
         )
-        return cast(Tensor, mask)
+        return cast(Tensor, mask)[:, 0]
 
-    return all(
-        shown(first, request["mask_function"], request["use_vmap"]).equal(
-            shown(first, causal, False)
+    def at_once(self, queries: range, columns: range) -> Iterator[range]:
+        """The queries in blocks whose masks are small enough to compare."""
+        some = max(1, _AT_ONCE // max(1, self.request["batch_size"] * len(columns)))
+        return (queries[at : at + some] for at in range(0, len(queries), some))
+
+    def newest(self, own: Callable[..., Any]) -> Tensor | None:
+        """The last column that each new token sees, int64 (B, n), where the mask function shows
+        what `own` does and the columns up to that one; None if that is each token's own.
+
+        Raises:
+            UnsupportedError: the function shows anything else; or tokens that were fed before would
+                have seen the new ones.
+        """
+        function, use_vmap = self.request["mask_function"], self.request["use_vmap"]
+        new, first = range(self.fed, self.fed + self.n), int(self.request["kv_offset"])
+        held = range(first, first + self.columns)
+        column = torch.arange(held.start, held.stop, device=self.request["device"])
+        found = []
+        for some in self.at_once(new, held):
+            query = torch.arange(some.start, some.stop, device=column.device)[:, None]
+            asked = self.shown(function, some, held, use_vmap=use_vmap)
+            last = torch.where(asked, column, -1).amax(dim=2, keepdim=True).maximum(query)
+            later = (column > query) & (column <= last)
+            if not asked.equal(self.shown(own, some, held) | later):
+                raise UnsupportedError(
+                    "the model asks for a mask that is not causal, sliding, chunked or padding, "
+                    "also apart from tokens that see those up to a later one, as in an image "
+                    "(packed sequences, ...); use the cache with kvkeep.detach(model)"
+                )
+            found.append(last[:, :, 0])
+        before = range(self.fed)
+        for some in self.at_once(before, new):
+            if self.shown(function, some, new, use_vmap=use_vmap).any():
+                raise UnsupportedError(
+                    "tokens that see each other, such as those of an image, begin before column "
+                    f"{self.fed} and end after it, but those before it were fed already and did "
+                    "not see the rest; reset() the cache and feed them in one chunk"
+                )
+        newest = torch.cat(found, dim=1)
+        own_column = torch.arange(new.start, new.stop, device=newest.device)
+        return None if bool((newest == own_column).all()) else newest
+
+
+def _own_mask(
+    window: int | None, chunked: bool, attention_mask: Tensor | None, request: dict[str, Any]
+) -> Callable[..., Any]:
+    """The mask function of causal attention within a layer's own window."""
+    if window is None:
+        return causal_mask_function
+    if not chunked:
+        return sliding_window_causal_mask_function(window)
+    rows, device = request["batch_size"], request["device"]
+    left = torch.zeros(rows, dtype=torch.int64, device=device)
+    if attention_mask is not None:
+        left = (attention_mask.cumsum(dim=1) == 0).sum(dim=1).to(device)
+    return chunked_causal_mask_function(window, left)
+
+
+def _require_padding_in_front(attention_mask: Tensor, size: int) -> None:
+    """Raise UnsupportedError if transformers would count padding between tokens as part of a
+    chunk, whose positions kvkeep counts without it."""
+    real = attention_mask.bool()
+    fed = real.cumsum(dim=1)
+    between = ~real & (fed > 0) & (fed < fed[:, -1:])
+    if real.shape[1] > size and bool(between.any()):
+        raise UnsupportedError(
+            f"padding between tokens in chunked attention of {size} tokens, which transformers "
+            "counts in its chunks; pad rows on the left only"
         )
-        for first in range(0, n, some)
-    )
 
 
 def _positions(

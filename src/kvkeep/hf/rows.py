@@ -27,12 +27,13 @@ class RowsOf:
 
     Args:
         window: the layer's own sliding window, in tokens; None if it has none.
+        chunked: whether that window begins at a multiple of its size.
     """
 
     padded, fed = False, 0
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    def __init__(self, window: int | None, chunked: bool = False) -> None:
+        self.window, self.chunked = window, chunked
         self._layer: PackedLayer | None = None
         self._known: tuple[StepInputs, object, bytes] | None = None
 
@@ -89,7 +90,7 @@ class RowsCache(transformers.Cache):
     def __init__(self, config: Any) -> None:
         self._config = decoder_config(config)
         self.layers: list[RowsOf] = [  # type: ignore[assignment]
-            RowsOf(kind.window) for kind in layer_kinds(config)
+            RowsOf(kind.window, kind.chunked) for kind in layer_kinds(config)
         ]
         self.tickets = [LayerTicket(layer) for layer in self.layers]
 

@@ -22,6 +22,11 @@ class AttendingLayer(ABC):
     def window(self) -> int | None:
         """The layer's own sliding window, in tokens."""
 
+    @property
+    @abstractmethod
+    def chunked(self) -> bool:
+        """Whether that window begins at a multiple of its size."""
+
     @abstractmethod
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """The chunk's positions: int32 (n,)."""

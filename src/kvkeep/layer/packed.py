@@ -77,6 +77,10 @@ class PackedLayer(AttendingLayer):
         """The layer's own sliding window, in tokens."""
         return self._layers[0].window
 
+    @property
+    def chunked(self) -> bool:
+        return self._layers[0].chunked
+
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """The tokens' positions, each in its own sequence: int32 (n,)."""
         if n != sum(self._counts) or real is not None:

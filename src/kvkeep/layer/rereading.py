@@ -46,6 +46,10 @@ class Rereading(AttendingLayer):
     def window(self) -> int | None:
         return self._window
 
+    @property
+    def chunked(self) -> bool:
+        return self._chunked
+
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the chunk: int32 (n,)."""
         if real is not None:
