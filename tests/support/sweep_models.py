@@ -86,7 +86,9 @@ _SIZES: dict[str, Any] = {
         ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"], 128
     ),
     **dict.fromkeys(["max_target_positions", "max_source_positions", "seq_length"], 128),
-    **dict.fromkeys(["sliding_window", "attention_window_size", "window_size"], 8),
+    **dict.fromkeys(
+        ["sliding_window", "attention_window_size", "window_size", "attention_chunk_size"], 8
+    ),
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
     **dict.fromkeys(
         ["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"], 2

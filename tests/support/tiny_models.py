@@ -87,6 +87,32 @@ _MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 _CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 
 
+IMAGE = 95
+"""The token of images in `with_vision`, four for each."""
+
+
+def with_vision(**overrides: Any) -> PreTrainedModel:
+    """A tiny Gemma 3 with a vision tower."""
+    vision = tf.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    both = tf.Gemma3Config(
+        text_config=config("gemma3", **overrides),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=93,
+        eoi_token_index=94,
+    )
+    torch.manual_seed(0)
+    return _vivid(tf.Gemma3ForConditionalGeneration(both).eval())
+
+
 def growing_rope(kind: str) -> dict[str, Any]:
     """Rotary parameters whose frequencies follow the length of a text: "dynamic" or "longrope"."""
     rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
@@ -108,7 +134,11 @@ def tiny(name: str, **overrides: Any) -> PreTrainedModel:
     prefix, _ = FAMILIES[name]
     torch.manual_seed(0)
     cls = getattr(tf, _MODEL_CLASS.get(prefix, f"{prefix}ForCausalLM"))
-    model: PreTrainedModel = cls(config(name, **overrides)).eval()
+    return _vivid(cls(config(name, **overrides)).eval())
+
+
+def _vivid(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with weights so large that its text varies."""
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.dim() >= 2:
