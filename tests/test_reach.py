@@ -115,13 +115,19 @@ def test_not_causal(spec):
 
 
 def test_the_mass_counts_what_is_not_causal():
+    """Padding neither sees nor counts, whatever it is told to see."""
     layer = CacheSpec.parse("h2o:64").layer()
-    q, k, v = tokens(4)
-    layer.step(q, k, v, scale=0.5, causal=False)
-    scores = torch.einsum("hgnd,hsd->hgns", q[0].unflatten(0, (2, 2)), k[0]) * 0.5
-    mass = scores.softmax(-1).sum(2).mean(1)
-    held = layer.state().parts["slots"]["score"][0]
-    torch.testing.assert_close(held / held.sum(), mass / mass.sum(), atol=1e-5, rtol=1e-4)
+    q, k, v = tokens(4, rows=2)
+    position = torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3]])
+    out = layer.step(q, k, v, position, scale=0.5, causal=False)
+    assert out[0, :, :2].eq(0).all()
+    held = layer.slots.positions()
+    for row, first in ((0, 2), (1, 0)):
+        own = q[row, :, first:].unflatten(0, (2, 2)), k[row, :, first:]
+        scores = torch.einsum("hgnd,hsd->hgns", *own) * 0.5
+        mass = scores.softmax(-1).sum(2).mean(1)
+        found = layer.slots.evictable()["score"][row][held[row].expand(2, -1) >= 0].view(2, -1)
+        torch.testing.assert_close(found / found.sum(), mass / mass.sum(), atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_where_tokens_see_later_ones():

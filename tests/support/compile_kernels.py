@@ -68,14 +68,16 @@ def spilled(kernel):
 
 
 def everything(view, q, k, v, codec):
-    """Empty slots, reaches, a length on the device, and a segment that all rows share."""
+    """Empty slots, reaches, a length on the device, a segment that all rows share, and for several
+    queries bounds."""
     (own,) = view.segments
     own = own._replace(used=torch.tensor(2000, dtype=torch.int32))
     turned = Rotation(7, torch.ones(64))
     shared = segment(k, v, torch.arange(k.shape[2]), turned, codec, codec)
     rows = view.position.expand(len(q), -1)
     reaches = (Reach(64, 4), Reach(900), Reach(99, 0, 3, 9))
-    return View((shared, own), rows, True, reaches)
+    bounds = torch.stack([rows - 70, rows + 5], dim=1) if view.chunk > 1 else None
+    return View((shared, own), rows, True, reaches, bounds)
 
 
 def told(compiled, **what):

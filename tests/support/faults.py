@@ -414,6 +414,63 @@ FAULTS = (
         "0,",
         "attention/test_native.py policy/test_decisions.py test_rows.py",
     ),
+    # What queries see
+    Fault(
+        "bounds-of-the-first-rows",
+        "attention/__init__.py",
+        "bounds = bounds.index_select(0, rows)",
+        "bounds = bounds[: len(rows)]",
+        "test_reach.py",
+    ),
+    Fault(
+        "native-bounds-of-the-first-row",
+        "attention/native.py",
+        "2 * n if bounds is not None and bounds.dim() == 3 else 0,",
+        "0,",
+        "attention/test_attend.py attention/test_native.py test_reach.py",
+    ),
+    Fault(
+        "chunk-begins-late",
+        "layer/step.py",
+        "first = queries - queries % window if hidden else None",
+        "first = queries - (queries - 1) % window if hidden else None",
+        "test_reach.py",
+    ),
+    Fault(
+        "chunk-needs-no-mask-with-a-budget",
+        "planes.py",
+        "return n > 1 or kept != Reach(size) or length - 1 > (fed - 1) % size",
+        "return n > 1 or length - 1 > (fed - 1) % size",
+        "test_reach.py",
+    ),
+    Fault(
+        "sinks-that-the-layers-window-has-passed",
+        "planes.py",
+        "newest = newest and not (kept and kept.sinks and window is not None)",
+        "",
+        "test_reach.py test_layer.py",
+    ),
+    Fault(
+        "padding-sees-until",
+        "layer/layer.py",
+        "until = torch.where(position < 0, -1, until.to(k.device)).to(torch.int32)",
+        "until = until.to(k.device).to(torch.int32)",
+        "test_reach.py",
+    ),
+    Fault(
+        "an-image-cut-in-two",
+        "hf/masks.py",
+        "before = range(self.fed)",
+        "before = range(0)",
+        "hf/test_image_blocks.py",
+    ),
+    Fault(
+        "copied-masks-lose-until",
+        "hf/attention.py",
+        "else (mask[:, 0, 0], mask[:, 0, 1])",
+        "else (mask[:, 0, 0], None)",
+        "hf/test_image_blocks.py",
+    ),
     # Frozen runs and forks
     Fault(
         "forks-share-scores",
