@@ -39,8 +39,9 @@ def as_mask(position: Tensor, window: int | None, until: Tensor | None = None) -
     see later ones, the third axis has their positions, then those `until` which they see."""
     found: Any = position.view(-1, 1, 1, position.shape[-1])
     if until is not None:
-        pair = torch.broadcast_tensors(found, until.to(found.dtype)[..., None, None, :])
-        found = torch.cat(pair, dim=2)
+        later = until.to(found.dtype).reshape(-1, 1, 1, until.shape[-1])
+        rows = max(len(found), len(later))
+        found = torch.cat([x.expand(rows, -1, -1, -1) for x in (found, later)], dim=2)
     found.kvkeep = MaskRequest(window, position, until)
     return cast(Tensor, found)
 
