@@ -113,6 +113,7 @@ class CacheSpec:
         index: int = 0,
         count: int = 1,
         rotary: Rotary | None = None,
+        readers: int = 0,
     ) -> LayerCache:
         """A new, empty layer.
 
@@ -123,6 +124,7 @@ class CacheSpec:
             window: the layer's own sliding window in tokens, if it has one.
             capacity: slots of fixed storage if the spec gives none and the policy has no budget,
                 which is used otherwise.
+            readers: how many layers without slots of their own attend to this layer's.
 
         Raises:
             SpecError: the parts cannot work together.
@@ -136,6 +138,7 @@ class CacheSpec:
             self.storage.build(policy.budget + policy.room if policy.budget else capacity),
             window=window,
             rotary=rotary,
+            readers=readers,
         )
 
 

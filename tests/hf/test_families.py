@@ -67,7 +67,9 @@ def skip_if_windowed(model, padding):
 def test_attached(model, uncached, padding, spec):
     skip_if_windowed(model, padding)
     with kvkeep.attach(model) as attachment:
-        assert attachment.layers == model.config.num_hidden_layers
+        layers = model.config.num_hidden_layers
+        assert attachment.layers == layers - getattr(model.config, "num_kv_shared_layers", 0)
+        assert attachment.attention in (0, layers)
         cache = kvkeep.Cache(model, spec)
         text = generate(model, prompts()[padding], past_key_values=cache)
     assert text.equal(uncached[padding])
@@ -152,7 +154,6 @@ REFUSED = {
     "falcon": (tf.FalconConfig, tf.FalconForCausalLM, "AttentionInterface"),
     "llama4_text": (tf.Llama4TextConfig, tf.Llama4ForCausalLM, "chunked_attention"),
     "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM, "linear_attention"),
-    "gemma3n_text": (tf.Gemma3nTextConfig, tf.Gemma3nForCausalLM, "reuse"),
 }
 
 

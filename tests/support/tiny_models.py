@@ -25,7 +25,18 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_HYBRID = {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]}
+_SHARED = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _FULL],
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
+}
+"""The last three layers reuse the keys and values of the second and the third."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -43,6 +54,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**_HYBRID, "head_dim": 8, "attn_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3", {**_HYBRID, "head_dim": 8}),
+    "gemma3n": ("Gemma3n", {**_SHARED, "laurel_rank": 8}),
+    "gemma4": ("Gemma4", {**_SHARED, "global_head_dim": 16}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "granite": ("Granite", {"attention_multiplier": 0.3}),
     "olmo2": ("Olmo2", {}),
@@ -73,7 +86,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
-_CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIG_CLASS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma3n": "Gemma3nTextConfig",
+    "Gemma4": "Gemma4TextConfig",
+}
 
 
 def growing_rope(kind: str) -> dict[str, Any]:

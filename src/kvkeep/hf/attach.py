@@ -17,7 +17,14 @@ from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
+from kvkeep.hf.config import (
+    ATTENTION_PREFIX,
+    decoder_config,
+    is_latent,
+    is_routed,
+    layer_kinds,
+    require_unshared,
+)
 from kvkeep.hf.generate_hook import (
     PREFILL_CHUNK,
     PromptStore,
@@ -47,7 +54,8 @@ class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
     `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
-    attention runs in kvkeep too (0 for a latent cache, which the model expands itself); `linears`
+    attention runs in kvkeep, layers that share another's slots included (0 for a latent cache,
+    which the model expands itself); `linears`
     that of linear layers whose calls of few rows kvkeep's kernel computes; `compiled` whether steps
     of one token run in a compiled graph.
     """
@@ -155,6 +163,8 @@ def attach(
             f"this {type(model).__name__} shares its config with an attached model; give each "
             "model a config of its own, copy.deepcopy(config)"
         )
+    if compile:
+        require_unshared(text, "a compiled graph", "attach the model without compile=True")
     empty = Cache(model, spec)
     layers = len(empty)
     if compile and empty.recurrent is not None:
@@ -162,6 +172,7 @@ def attach(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it has recurrent layers; "
             "attach it without compile=True"
         )
+    attending = layers + sum(kind.readers for kind in layer_kinds(text))
     original = text._attn_implementation
     latent = is_latent(model.config)
     implementation = None if latent else _registered(model, original)
@@ -178,7 +189,7 @@ def attach(
         model,
         spec,
         layers,
-        0 if latent else layers,
+        0 if latent else attending,
         original,
         store,
         namespace,

@@ -64,7 +64,7 @@ def attention_over(original: str) -> AttentionFunction:
             raise UnsupportedError(
                 f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
             )
-        handed.taken = True
+        again, handed.taken = handed.taken, True
         if kwargs.get("position_bias") is not None:
             raise StateError(
                 "attention through a kvkeep cache has no position bias; use the cache with "
@@ -74,7 +74,11 @@ def attention_over(original: str) -> AttentionFunction:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert attention_mask is not None
         traced = handed.traced  # None in training, which is not compiled
-        if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
+        if again:
+            assert handed.shared is not None  # `_misused`
+            inputs = StepInputs(query, key, value, None, scale, softcap, s_aux)
+            out = _in_own_dtype(handed.shared.read, inputs, explicit)
+        elif traced is not None and (torch.compiler.is_compiling() or traced.on_device):
             position = attention_mask.flatten(1)
             out = traced.run(StepInputs(query, key, value, position, scale, softcap, s_aux))
         else:
@@ -82,23 +86,26 @@ def attention_over(original: str) -> AttentionFunction:
             if known is None:
                 known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
             inputs = StepInputs(query, key, value, known, scale, softcap, s_aux)
-            out = _step(handed.layer, inputs, *([] if explicit is None else [explicit]))
+            out = _in_own_dtype(handed.layer.run, inputs, explicit)
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights
 
     return attention
 
 
-def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
-    """Run a layer's step. Under autocast, which does not cast rotated keys, it runs in the dtype
-    that autocast uses for torch's own attention."""
+def _in_own_dtype(
+    run: Callable[..., Tensor], inputs: StepInputs, explicit: Attend | None
+) -> Tensor:
+    """Run a layer's step, or a reading. Under autocast, which does not cast rotated keys, it runs
+    in the dtype that autocast uses for torch's own attention."""
+    attend = () if explicit is None else (explicit,)
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) for x in inputs[:3])
         with torch.autocast(device, enabled=False):
-            return layer.run(inputs._replace(q=q, k=k, v=v), *attend)
-    return layer.run(inputs, *attend)
+            return run(inputs._replace(q=q, k=k, v=v), *attend)
+    return run(inputs, *attend)
 
 
 def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
@@ -141,9 +148,9 @@ def _unfit(
 
 
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
-    """Why these are not the tensors as the cache returned them, used for the first time; empty if
-    they are."""
-    if handed.taken:
+    """Why these are not the tensors as the cache returned them, used for the first time, or as
+    often as layers share them; empty if they are."""
+    if handed.taken and not (handed.shared is not None and handed.shared.unread):
         return "attends more than once to what it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"

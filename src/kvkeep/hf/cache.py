@@ -23,9 +23,11 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
+    is_shared,
     layer_geometries,
     layer_kinds,
     recurrent_numbers,
+    require_unshared,
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
@@ -129,6 +131,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
+            require_unshared(self.config, "a compiled graph", "call the model uncompiled")
             hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if layer_idx == 0:
@@ -149,6 +152,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         if self.routed:
             self._handed = hand_over(key_states, value_states, layer, traced)
             self._handed.weights = self.weights
+            self._handed.shared = layer if layer.readers else None
             return key_states, value_states
         spec = self.specs[layer_idx]
         latent = is_latent(self.config)
@@ -162,7 +166,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         """Raise StateError while another thread runs a forward."""
         if self._feeding is not None:
             thread, until = self._feeding
-            if thread != get_ident() and any(layer.fed < until for layer in self.layers):
+            if thread != get_ident() and any(x.fed < until or x.unread for x in self.layers):
                 raise StateError(
                     "another thread's forward of this cache has not ended: a cache serves one "
                     "thread at a time; wait for it, or give each thread a fork. If it was "
@@ -244,6 +248,8 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
                 "the model's last layer gave keys to the cache and attended to others, so its "
                 "output is wrong; reset() the cache, and use it with kvkeep.detach(model)"
             )
+        for layer in self.layers:
+            layer.require_read()
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
         """The value of `live_bytes` after `tokens` columns were fed.
@@ -482,7 +488,9 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return is_routed(self.config)
         plain = is_routed(self.config) and not self.written_out and self.recurrent is None
-        return plain and all(layer.storage.fixed_addresses for layer in self.layers)
+        if not plain or is_shared(self.config):
+            return False
+        return all(layer.storage.fixed_addresses for layer in self.layers)
 
     @property
     def is_initialized(self) -> bool:
@@ -499,11 +507,13 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [place not in self._index for place in range(self._places)]
+        others = enumerate(recurrent_numbers(self.config) or [0] * self._places)
+        return [number > 0 and place not in self._index for place, number in others]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [False] * self._places
+        places = enumerate(self.is_linear)
+        return [not linear and place not in self._index for place, linear in places]
 
     @property
     def _places(self) -> int:

@@ -23,6 +23,7 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
+    is_shared,
     layer_geometries,
     layer_kinds,
     recurrent_numbers,
@@ -247,7 +248,7 @@ class TransformersHost(Host):
 
     @property
     def narrows(self) -> bool:
-        return bool(self._stack())
+        return bool(self._stack()) and not is_shared(self._config)
 
     @contextmanager
     def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:

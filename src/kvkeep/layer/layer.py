@@ -20,10 +20,11 @@ from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
+from kvkeep.layer.read_again import ReadAgain
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
-from kvkeep.layer.step import Phases, Step, StepInputs, driven, view_of
+from kvkeep.layer.step import Phases, StepInputs, driven, view_of
 from kvkeep.layer.turn import Turn
 from kvkeep.planes import POSITION, Planes, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
@@ -31,7 +32,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, InOneCall, Step):
+class LayerCache(Readable, InOneCall, ReadAgain):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -40,6 +41,7 @@ class LayerCache(Readable, InOneCall, Step):
         storage: holds the slots; the layer takes ownership.
         window: the layer's own sliding window, if it has one.
         rotary: the model's rotary embedding, for policies that need it; None: it has none.
+        readers: how many layers attend to the slots after each step; see `ReadAgain`.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -54,6 +56,7 @@ class LayerCache(Readable, InOneCall, Step):
         *,
         window: int | None = None,
         rotary: Rotary | None = None,
+        readers: int = 0,
     ) -> None:
         if (storage.limit or policy.budget or 0) < (policy.budget or 0):
             raise SpecError(
@@ -74,6 +77,7 @@ class LayerCache(Readable, InOneCall, Step):
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
         self.window, self.rotary = window, rotary
+        self.readers, self.unread = readers, 0
         self.record_past = False
         self.evicted: list[Tensor] | None = None  # recorded by `positions_of`; None: not recorded
         self._planes_of_policy = tuple(policy.planes)
@@ -120,6 +124,7 @@ class LayerCache(Readable, InOneCall, Step):
             return self._extend(k, v, position)
 
     def _extend(self, k: Tensor, v: Tensor, position: Tensor | None) -> View:
+        self.require_read()
         self._mend()
         self._checks.chunk(k, v, position, self._history.geometry)
         self.check_gradients(k, v)
@@ -146,7 +151,14 @@ class LayerCache(Readable, InOneCall, Step):
             self._take_back()
             raise
         self._writing = False
+        self._queries = queries if self.readers else None
+        return self._view(queries)
+
+    def _view(self, queries: Tensor | None) -> View:
         slots, history = self._slots, self._history
+        if queries is None:
+            assert history.geometry is not None
+            queries = history.next_positions(1, history.geometry.device) - 1
         return self.view_of(slots.segments(), queries, history, slots.length, slots.frozen.hides)
 
     def settle(self, observation: Observation | None = None) -> None:
@@ -154,16 +166,23 @@ class LayerCache(Readable, InOneCall, Step):
         the policy chooses by what it observed before. While `record_past` is set, nothing is
         evicted, so that the next `crop` can roll back."""
         with self.turn:
-            self._settle(observation)
-            self._pack()
+            self._settle_now(observation, packs=True)
 
-    def _settle(self, observation: Observation | None) -> None:
+    def _settle(self, observation: Observation) -> None:
+        if self.readers:
+            self._await_readings(observation)
+        else:
+            self._settle_now(observation, packs=False)
+
+    def _settle_now(self, observation: Observation | None, *, packs: bool) -> None:
         if observation is not None:
             self.policy.require_shown(observation)
         if self.record_past:
             self._evict(0, observation)
         else:
             self._fit(observation)
+        if packs:
+            self._pack()
 
     def step(
         self,
@@ -191,6 +210,7 @@ class LayerCache(Readable, InOneCall, Step):
         """Like `step`, with the inputs as one record."""
         single = attend is None and inputs.q.shape[2] == 1
         with self.turn:
+            self.require_read()
             if not self._writing:  # otherwise `mend` needs it
                 self._begun = None
             ready = self.prepare(inputs) if single else None
@@ -199,6 +219,8 @@ class LayerCache(Readable, InOneCall, Step):
                 try:
                     if ready.run():
                         assert ready.out is not None
+                        self._queries = None
+                        self._await_readings()
                         return ready.out
                 finally:
                     ready.end()
@@ -220,7 +242,7 @@ class LayerCache(Readable, InOneCall, Step):
             self._checks.queries(inputs.q, inputs.k, inputs.sinks)
             self.check_gradients(*inputs[:3])
             out = yield from self._phases(inputs)
-            if packs:
+            if packs and not self.unread:
                 self._pack()
         except BaseException:
             begun = self._begun
@@ -270,6 +292,7 @@ class LayerCache(Readable, InOneCall, Step):
 
     def _forget(self) -> None:
         self._writing, self._moving = False, True
+        self._forget_readings()
         self._slots = self._slots.reset()
         self._history, self._chunk, self._begun = History(), None, None
         self._native = self._next = None
@@ -318,11 +341,12 @@ class LayerCache(Readable, InOneCall, Step):
         self.mend()
         self.require_rollback(-tokens)
         with self.turn:
+            unread = self._forget_readings()
             if tokens < 0:
                 left = self._history.without(self._slots.newest_positions(-tokens))
                 self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
                 self._take_back()
-            if self.record_past:
+            if self.record_past or unread:
                 self._fit()
 
     def take_rows(self, index: Tensor) -> None:
@@ -599,6 +623,7 @@ class LayerCache(Readable, InOneCall, Step):
         can be repeated."""
         assert self._begun is not None
         self._writing = True
+        self._forget_readings()
         before, mark = self._begun
         self._slots.cut(mark)
         self._history = before
