@@ -16,13 +16,14 @@ from kvkeep.hf.cuda_graph import Graphed
 from kvkeep.hf.export import export
 from kvkeep.host import host_of
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import StepInputs
 from kvkeep.spec import CacheSpec
 from kvkeep.train import backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPECS = ["h2o:10,recent=4", "window:12,sinks=2", "snapkv:10,window=4,pool=3", "adakv(h2o:10)"]
-CHUNKS = [9, 1, 1, 14, 3, 1, 1]
+CHUNKS = [9, 1, 1, 14, 3, 1, 1]  # 30 in all
 NEAR = {"atol": 5e-5, "rtol": 2e-4}
 
 
@@ -31,7 +32,7 @@ def model(request):
     return tiny(request.param)
 
 
-def ids(rows=1, n=sum(CHUNKS), seed=3):
+def ids(rows=1, n=30, seed=3):
     return torch.randint(2, 96, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
@@ -151,16 +152,12 @@ def test_saved_forked_and_restored(tmp_path, model, spec):
         assert model(more, past_key_values=cache).logits.equal(expected)
 
 
-class Stopped(Exception):
-    pass
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("spec", "back"), [("keep_all", 5), ("h2o:10,recent=4", 0)])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_forward_that_ends_between_the_readings(model, spec, back, n):
     def stop(*_):
-        raise Stopped
+        raise InterruptedError
 
     prompt, more = ids(1, 5), ids(1, n, seed=4)
     with kvkeep.attach(model):
@@ -168,7 +165,7 @@ def test_a_forward_that_ends_between_the_readings(model, spec, back, n):
         for part in prompt.split([3, 1, 1], dim=1):
             model(part, past_key_values=cache)
         hook = model.model.layers[5].register_forward_pre_hook(stop)
-        with pytest.raises(Stopped):
+        with pytest.raises(InterruptedError):
             model(more, past_key_values=cache)
         hook.remove()
         assert {layer.fed for layer in cache.layers} == {5 + n}
@@ -249,6 +246,8 @@ def test_what_has_no_reading_is_refused_before_anything_changes(model):
             Graphed(model, cache)
         with pytest.raises(UnsupportedError, match=REUSED):
             cache.compress(model, ids(), "kvzip:50%")
+        with pytest.raises(UnsupportedError, match="a drafting model"):
+            model(ids(1, 1), past_key_values=cache, return_shared_kv_states=True)
         assert not host_of(model).narrows
         assert model(ids(1, 1), past_key_values=cache).logits.isfinite().all()
 
@@ -280,8 +279,6 @@ def test_readings_decide_nothing_and_see_what_the_step_saw(spec):
 
 
 def read(layer, q, k, v):
-    from kvkeep.layer.step import StepInputs  # noqa: PLC0415
-
     return layer.read(StepInputs(q, k, v, None, 0.3))
 
 
@@ -297,3 +294,27 @@ def test_a_reading_without_a_step_or_with_other_queries():
     read(layer, q, k, v)
     with pytest.raises(StateError, match="feed that layer first"):
         read(layer, q, k, v)
+
+
+def test_slots_move_after_the_last_reading_only():
+    layer = layer_of("h2o:6,recent=2", 2)
+    q, k, v = (x.repeat(2, 1, 1, 1) for x in qkv(9))
+    position = torch.arange(9).repeat(2, 1)
+    position[0] = (position[0] - 6).clamp(min=-1)
+    layer.step(q, k, v, position, scale=0.3)
+    read(layer, q, k, v)
+    assert len(layer.slots.segments()) == 1
+    assert layer.length == 9
+    read(layer, q, k, v)
+    assert [int((x >= 0).sum()) for x in layer.positions()[:, 0]] == [3, 6]
+    assert len(layer.slots.segments()) == 2, "rows of different lengths were not parted"
+
+
+def test_a_layer_that_expects_no_readings_any_more_keeps_its_budget():
+    layer = layer_of("h2o:6,recent=2", 2)
+    layer.step(*qkv(9), scale=0.3)
+    layer.crop(0)
+    assert layer.length == 6
+    with pytest.raises(StateError, match="feed that layer first"):
+        read(layer, *qkv(9))
+    layer.step(*qkv(1), scale=0.3)

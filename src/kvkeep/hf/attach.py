@@ -336,6 +336,7 @@ def _supply_cache(
             if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
                 kwargs["position_ids"] = _next_positions(given, cache.fed)
     ask_for_weights(decoder, kwargs)
+    _require_no_keys_given(kwargs)
     if cache is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = _arguments(decoder, args, kwargs)
@@ -358,7 +359,18 @@ def _supply_cache(
     if built.recurrent is not None:
         built.begin_forward(decoder, given)
     ask_for_weights(decoder, kwargs)
+    _require_no_keys_given(kwargs)
     return args, kwargs
+
+
+def _require_no_keys_given(kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError if a model that drafts is to be given the keys and values that layers
+    share, because those that an attached model hands from layer to layer are the new tokens'."""
+    if isinstance(kwargs.get("past_key_values"), Cache) and kwargs.get("return_shared_kv_states"):
+        raise UnsupportedError(
+            "a drafting model asks for the keys and values of all tokens, which stay in the "
+            "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
+        )
 
 
 def _require_attended(
