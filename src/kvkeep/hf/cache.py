@@ -23,7 +23,6 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
-    is_shared,
     layer_geometries,
     layer_kinds,
     recurrent_numbers,
@@ -488,9 +487,8 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return is_routed(self.config)
         plain = is_routed(self.config) and not self.written_out and self.recurrent is None
-        if not plain or is_shared(self.config):
-            return False
-        return all(layer.storage.fixed_addresses for layer in self.layers)
+        layers = self.layers
+        return plain and all(x.storage.fixed_addresses and not x.readers for x in layers)
 
     @property
     def is_initialized(self) -> bool:

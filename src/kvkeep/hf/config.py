@@ -137,7 +137,8 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
         return Geometry(1, heads // processes, width, width, dtype)
 
-    return [geometry(text.per_layer_config[kind.place]) for kind in layer_kinds(config)]
+    places = [kind.place for kind in layer_kinds(config)]
+    return [geometry(text.per_layer_config[place]) for place in places if place is not None]
 
 
 def changing_ropes(config: PreTrainedConfig) -> list[str]:
