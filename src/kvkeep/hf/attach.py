@@ -20,10 +20,9 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
     ATTENTION_PREFIX,
     decoder_config,
-    is_latent,
     is_routed,
     layer_kinds,
-    require_unshared,
+    require_plain_steps,
 )
 from kvkeep.hf.generate_hook import (
     PREFILL_CHUNK,
@@ -54,8 +53,7 @@ class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
     `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
-    attention runs in kvkeep, layers that share another's slots included (0 for a latent cache,
-    which the model expands itself); `linears`
+    attention runs in kvkeep, layers that share another's slots included; `linears`
     that of linear layers whose calls of few rows kvkeep's kernel computes; `compiled` whether steps
     of one token run in a compiled graph.
     """
@@ -164,7 +162,7 @@ def attach(
             "model a config of its own, copy.deepcopy(config)"
         )
     if compile:
-        require_unshared(text, "a compiled graph", "attach the model without compile=True")
+        require_plain_steps(text, "a compiled graph", "attach the model without compile=True")
     empty = Cache(model, spec)
     layers = len(empty)
     if compile and empty.recurrent is not None:
@@ -174,11 +172,9 @@ def attach(
         )
     attending = layers + sum(kind.readers for kind in layer_kinds(text))
     original = text._attn_implementation
-    latent = is_latent(model.config)
-    implementation = None if latent else _registered(model, original)
+    implementation = _registered(model, original)
     _require_fit(model, implementation)
-    if implementation is not None:
-        _set_attention(model, implementation)
+    _set_attention(model, implementation)
     decoder = decoder_of(model)
     by_token = route_tokens(decoder) if empty.recurrent is not None else []
     hooks = (
@@ -189,7 +185,7 @@ def attach(
         model,
         spec,
         layers,
-        0 if latent else attending,
+        attending,
         original,
         store,
         namespace,
@@ -228,8 +224,7 @@ def detach(model: PreTrainedModel) -> None:
     for hook in attachment._hooks:
         hook.remove()
     unroute_tokens(attachment._by_token)
-    if attachment.attention:
-        _set_attention(model, attachment.original)
+    _set_attention(model, attachment.original)
     if attachment.linears:
         unroute(model)
     if attachment.compiled:
@@ -295,7 +290,7 @@ def _registered(model: PreTrainedModel, original: str) -> str:
     return name
 
 
-def _require_fit(model: PreTrainedModel, implementation: str | None) -> None:
+def _require_fit(model: PreTrainedModel, implementation: str) -> None:
     """Raise UnsupportedError if a rehearsal shows that the model's forward would raise or be wrong
     with a kvkeep cache."""
     decoder = decoder_of(model)

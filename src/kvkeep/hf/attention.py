@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.handover import AttendedLayer, Handed
+from kvkeep.hf.latent import begun_step
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.weights import explicit_step
 from kvkeep.layer.step import StepInputs
@@ -42,7 +43,8 @@ def attention_over(original: str) -> AttentionFunction:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
-        if handed is None and with_values is None and asked is None:
+        step = begun_step(attention_mask)
+        if handed is None and with_values is None and asked is None and step is None:
             if softcap is not None:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
@@ -57,40 +59,44 @@ def attention_over(original: str) -> AttentionFunction:
                 dropout=dropout,
                 **kwargs,
             )
-        reason = _unfit(handed, with_values, asked, attention_mask)
-        if not reason and handed is not None:
-            reason = _misused(handed, key, value)
-        if handed is None or reason:
-            raise UnsupportedError(
-                f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
-            )
-        again, handed.taken = handed.taken, True
+        if step is None:
+            _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
         if kwargs.get("position_bias") is not None:
             raise StateError(
                 "attention through a kvkeep cache has no position bias; use the cache with "
                 "kvkeep.detach(model)"
             )
-        explicit = explicit_step(handed, dropout)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        tag = handed if step is None else step
+        assert tag is not None
         assert attention_mask is not None
-        traced = handed.traced  # None in training, which is not compiled
-        if again:
-            assert handed.shared is not None  # `_misused`
-            inputs = StepInputs(query, key, value, None, scale, softcap, s_aux)
-            out = _in_own_dtype(handed.shared.read, inputs, explicit)
-        elif traced is not None and (torch.compiler.is_compiling() or traced.on_device):
-            position = attention_mask.flatten(1)
-            out = traced.run(StepInputs(query, key, value, position, scale, softcap, s_aux))
+        explicit = explicit_step(tag, dropout)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        inputs = StepInputs(query, key, value, None, scale, softcap, s_aux)
+        if step is not None:
+            out = _in_own_dtype(step.run, inputs, explicit)
         else:
-            known = None if asked is None else asked.position
-            if known is None:
-                known = _confirmed(attention_mask.flatten(1), handed.layer, len(key))
-            inputs = StepInputs(query, key, value, known, scale, softcap, s_aux)
-            out = _in_own_dtype(handed.layer.run, inputs, explicit)
+            assert handed is not None  # `_require_tagged`
+            out = _stepped(handed, inputs, explicit, attention_mask)
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights
 
     return attention
+
+
+def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: Tensor) -> Tensor:
+    """Run the step of the layer that tagged the keys, or, after it, a reading."""
+    again, handed.taken = handed.taken, True
+    if again:
+        assert handed.shared is not None  # `_misused`
+        return _in_own_dtype(handed.shared.read, inputs, explicit)
+    traced = handed.traced  # None in training, which is not compiled
+    if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
+        return traced.run(inputs._replace(position=mask.flatten(1)))
+    asked: MaskRequest | None = getattr(mask, "kvkeep", None)
+    known = None if asked is None else asked.position
+    if known is None:
+        known = _confirmed(mask.flatten(1), handed.layer, len(inputs.k))
+    return _in_own_dtype(handed.layer.run, inputs._replace(position=known), explicit)
 
 
 def _in_own_dtype(
@@ -122,6 +128,25 @@ def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
             "the cache with kvkeep.detach(model)"
         )
     return position if len(position) == rows else position[0]
+
+
+def _require_tagged(
+    module: nn.Module,
+    handed: Handed | None,
+    with_values: Handed | None,
+    asked: MaskRequest | None,
+    given: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Raise UnsupportedError unless keys, values and mask form one step of a layer, or a reading of
+    one, as they are."""
+    key, value, mask = given
+    reason = _unfit(handed, with_values, asked, mask)
+    if not reason and handed is not None:
+        reason = _misused(handed, key, value)
+    if reason:
+        raise UnsupportedError(
+            f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
+        )
 
 
 def _unfit(

@@ -153,21 +153,29 @@ def is_latent(config: PreTrainedConfig) -> bool:
     return getattr(decoder_config(config), "kv_lora_rank", None) is not None
 
 
+def odd_steps(config: PreTrainedConfig) -> str:
+    """How layers attend otherwise than by a step on keys and values of their own; empty if they do
+    not."""
+    if is_latent(config):
+        return "expands a latent cache itself"
+    return "has layers that reuse the keys and values of others" if is_shared(config) else ""
+
+
 def is_shared(config: PreTrainedConfig) -> bool:
     """Whether some layers reuse the keys and values of others, and cache none."""
     return any(kind.readers for kind in layer_kinds(config))
 
 
-def require_unshared(config: PreTrainedConfig, what: str, remedy: str) -> None:
-    """Raise UnsupportedError if some layers reuse the keys and values of others.
+def require_plain_steps(config: PreTrainedConfig, what: str, remedy: str) -> None:
+    """Raise UnsupportedError if there are `odd_steps`.
 
     Args:
-        what: names what cannot be done with such layers.
+        what: names what has no such steps.
     """
-    if is_shared(config):
+    odd = odd_steps(config)
+    if odd:
         raise UnsupportedError(
-            f"some layers of {decoder_config(config).model_type} reuse the keys and values of "
-            f"others, which {what} does not support; {remedy}"
+            f"{decoder_config(config).model_type} {odd}, which {what} does not support; {remedy}"
         )
 
 

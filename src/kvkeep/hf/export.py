@@ -20,7 +20,7 @@ from kvkeep.hf.config import (
     decoder_config,
     is_routed,
     layer_kinds,
-    require_unshared,
+    require_plain_steps,
 )
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.parallel import is_parallel
@@ -57,7 +57,7 @@ def export(
             f"each process has a part of this {type(model).__name__}, and a program runs in one; "
             "export a model that was loaded whole"
         )
-    require_unshared(model.config, "an exported program", "run the model itself")
+    require_plain_steps(model.config, "an exported program", "run the model itself")
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
     if not attached:

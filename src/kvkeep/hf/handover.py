@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,6 +78,8 @@ class MaskLength(int):
     traced: Traced | None
     routed: bool
     compileable: bool
+    note: Callable[[Tensor], None] | None = None
+    """Told the positions that the mask function returns, (n,) or (B, n); None: nobody is."""
 
 
 @dataclass(eq=False)

@@ -23,9 +23,9 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
-    is_shared,
     layer_geometries,
     layer_kinds,
+    odd_steps,
     recurrent_numbers,
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
@@ -248,7 +248,7 @@ class TransformersHost(Host):
 
     @property
     def narrows(self) -> bool:
-        return bool(self._stack()) and not is_shared(self._config)
+        return bool(self._stack()) and not odd_steps(self._config)
 
     @contextmanager
     def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:

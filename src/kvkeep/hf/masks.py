@@ -96,6 +96,8 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             found.kvkeep = MaskRequest(local_size)
         else:
             position = _positions(layer, q_length, attention_mask, torch.device(device))
+            if kv_length.note is not None:
+                kv_length.note(position)
             found = as_mask(position, local_size)
         return cast(Tensor, found)
 

@@ -27,6 +27,7 @@ from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, recurrent_numbers
 from kvkeep.hf.handover import Handed
+from kvkeep.hf.latent import LatentStep
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
@@ -39,13 +40,12 @@ _passed: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """The configs with which decoders have passed a rehearsal."""
 
 
-def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None:
+def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
     """The reason why a decoder cannot use a kvkeep cache; empty if it can. None: unknown, because
     the copy without weights does not run with transformers' own cache either.
 
     Args:
-        implementation: the attention implementation that the decoder will get; None: it keeps its
-            own.
+        implementation: the attention implementation that the decoder will get.
     """
     described = f"{implementation} {decoder.config.to_dict()}"
     if _passed.get(decoder) == described:
@@ -71,9 +71,9 @@ def serves_unattached(decoder: PreTrainedModel) -> bool:
     return True
 
 
-def _fault(decoder: PreTrainedModel, implementation: str | None) -> str | None:
+def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
     text = decoder_config(decoder.config)
-    text._attn_implementation = implementation or _EAGER
+    text._attn_implementation = implementation
     try:
         _forwards(decoder, _CountingCache)
     except KVKeepError as error:
@@ -97,6 +97,7 @@ class _CountingCache(Cache):
         self._given: Counter[int] = Counter()
         self._attended: Counter[int] = Counter()
         self._read: Counter[int] = Counter()
+        self._begun: list[tuple[int, LatentStep]] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -107,7 +108,9 @@ class _CountingCache(Cache):
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, place, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
-        if handed is None:
+        if isinstance(self._handed, LatentStep):
+            self._begun.append((layer_idx, self._handed))
+        elif handed is None:
             self._attended[layer_idx] += 1
         else:
             layer = _CheckedLayer(
@@ -123,6 +126,8 @@ class _CountingCache(Cache):
     def require_complete(self) -> None:
         """Raise UnsupportedError unless a forward fed each layer, and attended in it, exactly
         once, and layers that reuse its keys attended to them as its config says."""
+        self._attended.update(index for index, step in self._begun if step.taken)
+        self._begun.clear()
         for index in range(len(self)):
             given, attended = self._given[index], self._attended[index]
             if given != 1:

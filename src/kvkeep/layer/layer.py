@@ -161,12 +161,12 @@ class LayerCache(Readable, InOneCall, ReadAgain):
             queries = history.next_positions(1, history.geometry.device) - 1
         return self.view_of(slots.segments(), queries, history, slots.length, slots.frozen.hides)
 
-    def settle(self, observation: Observation | None = None) -> None:
+    def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
         the policy chooses by what it observed before. While `record_past` is set, nothing is
         evicted, so that the next `crop` can roll back."""
         with self.turn:
-            self._settle_now(observation, packs=True)
+            self._settle_now(observation, packs=packs)
 
     def _settle(self, observation: Observation) -> None:
         if self.readers:
