@@ -214,6 +214,33 @@ def test_weights_beams_and_batches(model):
 
 
 @torch.no_grad()
+def test_a_mask_that_was_moved_to_a_layers_device_is_recognised_and_no_other(model):
+    """Such a copy lacks what the mask function attached to the mask."""
+    expected = model(ids(), use_cache=False).logits
+    changes = []
+
+    def changed(module, args, kwargs):
+        return args, kwargs | {"attention_mask": kwargs["attention_mask"].clone() + changes[-1]}
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(changed, with_kwargs=True)
+        for layer in model.model.layers
+    ]
+    try:
+        with kvkeep.attach(model):
+            changes.append(0)
+            found = model(ids(), past_key_values=kvkeep.Cache(model)).logits
+            torch.testing.assert_close(found, expected, **NEAR)
+            for other in (1, torch.zeros(3, 1, 1, 1, dtype=torch.int32), 0.0):
+                changes.append(other)
+                with pytest.raises((UnsupportedError, StateError)):
+                    model(ids(), past_key_values=kvkeep.Cache(model))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
 def test_an_interrupted_step_is_noticed(model):
     def stop(*_):
         raise InterruptedError

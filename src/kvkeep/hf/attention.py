@@ -44,7 +44,7 @@ def attention_over(original: str) -> AttentionFunction:
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         step = begun_step(attention_mask)
-        if handed is None and with_values is None and asked is None and step is None:
+        if handed is None and with_values is None and not _is_positions(attention_mask):
             if softcap is not None:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
@@ -163,13 +163,20 @@ def _unfit(
         return "changes its keys after the cache"
     if with_values is not handed:
         return "changes its values after the cache"
-    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:3] != (1, 1):
+    if not _is_positions(mask):
         return "uses a mask of its own"
     if asked is not None and asked.window != handed.layer.window:
         return (
             f"masks a window of {asked.window} tokens where its config says {handed.layer.window}"
         )
     return ""
+
+
+def _is_positions(mask: Tensor | None) -> bool:
+    """Whether a mask has the form of those that kvkeep's mask function returns."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
+        return False
+    return mask.dim() == 4 and mask.shape[1:3] == (1, 1)
 
 
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
