@@ -140,7 +140,7 @@ def test_the_mass_decides_as_the_weights_say(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", ["keep_all", *POLICIES[:3], "keep_all+int8", "h2o:10+int8"])
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:20,recent=4", *POLICIES[:3], "h2o:10+int8"])
 def test_padded_rows_equal_rows_alone(model, spec):
     prompt, pads = ids(3, 24), (12, 1, 0)
     mask = torch.ones_like(prompt)
@@ -156,7 +156,7 @@ def test_padded_rows_equal_rows_alone(model, spec):
             own = model.generate(prompt[row : row + 1, count:], past_key_values=alone, **options)
             assert own[0].equal(text[row, count:])
             assert [kept(x)[row] for x in cache.layers] == [kept(x)[0] for x in alone.layers]
-        if spec == "keep_all":
+        if spec in ("keep_all", "h2o:20,recent=4"):
             assert len(cache.layers[0].slots.segments()) > 1, "rows were not parted"
 
 
@@ -204,6 +204,13 @@ def test_weights_beams_and_batches(model):
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other, atol=5e-6, rtol=1e-4)
         assert model.generate(ids(2), num_beams=3, **options).equal(beams)
+        padded = torch.ones_like(ids(2))
+        padded[0, :20] = 0  # rows that would be parted, but for the weights of all columns
+        cache = kvkeep.Cache(model)
+        given = {"attention_mask": padded, "past_key_values": cache}
+        found = model(ids(2), output_attentions=True, **given).attentions
+        assert found[0].shape[-1] == cache.layers[0].length == 30
+        assert len(cache.layers[0].slots.segments()) == 1
         prompts = [ids(1, n, seed=n)[0] for n in (5, 20)]
         for spec in ("keep_all", "h2o:10"):
             several = generate_many(model, prompts, Settings(5), spec=spec, progress=False)

@@ -77,7 +77,7 @@ class LatentStep:
                 f"{held.keys.shape[2]} latents; use the cache with kvkeep.detach(model)"
             )
         made = Segment({"k": k, "v": v, POSITION: held.position}, Plain(), Plain())
-        view = view._replace(segments=(made,), ragged=view.ragged or view.in_parts)
+        view = view._replace(segments=(made,))
         needs_mass = Need.MASS in policy.needs
         options = Options(inputs.scale, inputs.softcap, inputs.sinks, needs_mass, policy.observed)
         out, mass = (attend or dispatch)(q, view, options)
