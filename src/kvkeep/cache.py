@@ -320,6 +320,8 @@ class Cache:
                 f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is running or "
                 "was interrupted; wait for it, rewind() to the smallest, or reset() the cache"
             )
+        for layer in self.layers:
+            layer.require_read()
 
     @property
     def rows(self) -> int:

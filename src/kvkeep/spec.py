@@ -114,6 +114,7 @@ class CacheSpec:
         index: int = 0,
         count: int = 1,
         rotary: Rotary | None = None,
+        readers: int = 0,
     ) -> LayerCache:
         """A new, empty layer.
 
@@ -125,6 +126,7 @@ class CacheSpec:
             chunked: whether that window begins at a multiple of its size.
             capacity: slots of fixed storage if the spec gives none and the policy has no budget,
                 which is used otherwise.
+            readers: how many layers without slots of their own attend to this layer's.
 
         Raises:
             SpecError: the parts cannot work together.
@@ -139,6 +141,7 @@ class CacheSpec:
             window=window,
             chunked=chunked,
             rotary=rotary,
+            readers=readers,
         )
 
 

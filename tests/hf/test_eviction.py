@@ -25,11 +25,12 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
 CASES = [("llama", spec) for spec in POLICIES + QUANTISED]
 CASES += [("gemma3", spec) for spec in (POLICIES[0], POLICIES[1], QUANTISED[2])]
+CASES += [("gemma4", spec) for spec in (POLICIES[1], QUANTISED[2])]
 CASES += [("gpt2", spec) for spec in (POLICIES[2], QUANTISED[0])]
 each_case = pytest.mark.parametrize(("model", "spec"), CASES, indirect=["model"])
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4", "gpt2"])
 def model(request):
     model = tiny(request.param)
     with kvkeep.attach(model):

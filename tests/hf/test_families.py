@@ -67,7 +67,9 @@ def skip_if_windowed(model, padding):
 def test_attached(model, uncached, padding, spec):
     skip_if_windowed(model, padding)
     with kvkeep.attach(model) as attachment:
-        assert attachment.layers == model.config.num_hidden_layers
+        layers = model.config.num_hidden_layers
+        assert attachment.layers == layers - getattr(model.config, "num_kv_shared_layers", 0)
+        assert attachment.attention == layers
         cache = kvkeep.Cache(model, spec)
         text = generate(model, prompts()[padding], past_key_values=cache)
     assert text.equal(uncached[padding])
@@ -96,7 +98,7 @@ def test_right_padded_rows_equal_rows_alone(model):
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     more = torch.randint(2, 96, (len(PADS), 5))
     lengths = mask.sum(dim=1, keepdim=True)
-    with kvkeep.attach(model) as attachment:
+    with kvkeep.attach(model):
         cache = kvkeep.Cache(model)
         model(ids, attention_mask=mask, past_key_values=cache)
         going_on = {
@@ -104,7 +106,6 @@ def test_right_padded_rows_equal_rows_alone(model):
             "position_ids": lengths + torch.arange(5),
         }
         logits = model(more, past_key_values=cache, **going_on).logits
-    if attachment.attention:
         assert cache.seen.tolist() == (lengths[:, 0] + 5).tolist()
     for row, length in enumerate(lengths[:, 0].tolist()):
         alone = torch.cat([ids[row, :length], more[row]])[None]
@@ -152,7 +153,6 @@ REFUSED = {
     "falcon": (tf.FalconConfig, tf.FalconForCausalLM, "AttentionInterface"),
     "llama4_text": (tf.Llama4TextConfig, tf.Llama4ForCausalLM, "chunked_attention"),
     "qwen3_next": (tf.Qwen3NextConfig, tf.Qwen3NextForCausalLM, "linear_attention"),
-    "gemma3n_text": (tf.Gemma3nTextConfig, tf.Gemma3nForCausalLM, "reuse"),
 }
 
 
@@ -167,13 +167,3 @@ def test_refused_by_name_with_the_reason(family):
     assert family.split("_")[0] in str(error.value).lower()
     assert model.config._attn_implementation == implementation
     assert set(model.__dict__) == state
-
-
-def test_latent_attention_takes_exact_caches_only():
-    model = tiny("deepseek-v3")
-    with kvkeep.attach(model) as attachment:
-        assert attachment.attention == 0
-        cache = kvkeep.Cache(model, "window:4")
-        with pytest.raises(UnsupportedError, match="keep_all only"):
-            generate(model, prompts()["single"], past_key_values=cache)
-    assert cache.fed == 0

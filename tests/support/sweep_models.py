@@ -120,6 +120,9 @@ _QWEN4 = {
     "make_ngram_vocab_size_divisible_by": 1,
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+_GEMMA4 = {**_SHARED, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
+_GEMMA3N = {**_GEMMA4, "laurel_rank": 8}
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 90},
     "cohere_compass_text": {
@@ -132,6 +135,12 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": {"text_config": _GEMMA3N},
+    "gemma4_text": _GEMMA4,
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_unified_text": _SHARED,
+    "gemma4_unified": {"text_config": _SHARED},
     "dots3_note": {"text_config": {"num_key_value_heads": _HEADS}},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},

@@ -25,7 +25,18 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_HYBRID = {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]}
+_SHARED = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _FULL],
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
+}
+"""The last three layers reuse the keys and values of the second and the third."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -54,6 +65,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layers": [1],
         },
     ),
+    "gemma3n": ("Gemma3n", {**_SHARED, "laurel_rank": 8}),
+    "gemma4": ("Gemma4", {**_SHARED, "global_head_dim": 16}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "granite": ("Granite", {"attention_multiplier": 0.3}),
     "olmo2": ("Olmo2", {}),
@@ -83,8 +96,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+UNGRAPHED = ("deepseek-v3", "gemma3n", "gemma4")
+"""Families that no graph computes: they expand a latent, or their layers share slots."""
+
 _MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
-_CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
+_CONFIG_CLASS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma3n": "Gemma3nTextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Llama4": "Llama4TextConfig",
+}
 
 
 IMAGE = 95

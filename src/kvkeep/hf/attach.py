@@ -17,7 +17,13 @@ from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config, is_latent, is_routed
+from kvkeep.hf.config import (
+    ATTENTION_PREFIX,
+    decoder_config,
+    is_routed,
+    layer_kinds,
+    require_plain_steps,
+)
 from kvkeep.hf.generate_hook import (
     PREFILL_CHUNK,
     PromptStore,
@@ -47,7 +53,7 @@ class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
     `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
-    attention runs in kvkeep too (0 for a latent cache, which the model expands itself); `linears`
+    attention runs in kvkeep, layers that share another's slots included; `linears`
     that of linear layers whose calls of few rows kvkeep's kernel computes; `compiled` whether steps
     of one token run in a compiled graph.
     """
@@ -155,6 +161,8 @@ def attach(
             f"this {type(model).__name__} shares its config with an attached model; give each "
             "model a config of its own, copy.deepcopy(config)"
         )
+    if compile:
+        require_plain_steps(text, "a compiled graph", "attach the model without compile=True")
     empty = Cache(model, spec)
     layers = len(empty)
     if compile and empty.recurrent is not None:
@@ -162,12 +170,11 @@ def attach(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it has recurrent layers; "
             "attach it without compile=True"
         )
+    attending = layers + sum(kind.readers for kind in layer_kinds(text))
     original = text._attn_implementation
-    latent = is_latent(model.config)
-    implementation = None if latent else _registered(model, original)
+    implementation = _registered(model, original)
     _require_fit(model, implementation)
-    if implementation is not None:
-        _set_attention(model, implementation)
+    _set_attention(model, implementation)
     decoder = decoder_of(model)
     by_token = route_tokens(decoder) if empty.recurrent is not None else []
     hooks = (
@@ -178,7 +185,7 @@ def attach(
         model,
         spec,
         layers,
-        0 if latent else layers,
+        attending,
         original,
         store,
         namespace,
@@ -217,8 +224,7 @@ def detach(model: PreTrainedModel) -> None:
     for hook in attachment._hooks:
         hook.remove()
     unroute_tokens(attachment._by_token)
-    if attachment.attention:
-        _set_attention(model, attachment.original)
+    _set_attention(model, attachment.original)
     if attachment.linears:
         unroute(model)
     if attachment.compiled:
@@ -284,7 +290,7 @@ def _registered(model: PreTrainedModel, original: str) -> str:
     return name
 
 
-def _require_fit(model: PreTrainedModel, implementation: str | None) -> None:
+def _require_fit(model: PreTrainedModel, implementation: str) -> None:
     """Raise UnsupportedError if a rehearsal shows that the model's forward would raise or be wrong
     with a kvkeep cache."""
     decoder = decoder_of(model)
@@ -325,6 +331,7 @@ def _supply_cache(
             if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
                 kwargs["position_ids"] = _next_positions(given, cache.fed)
     ask_for_weights(decoder, kwargs)
+    _require_no_keys_given(kwargs)
     if cache is not None or torch.is_grad_enabled() or decoder.training:
         return None
     given = _arguments(decoder, args, kwargs)
@@ -347,7 +354,18 @@ def _supply_cache(
     if built.recurrent is not None:
         built.begin_forward(decoder, given)
     ask_for_weights(decoder, kwargs)
+    _require_no_keys_given(kwargs)
     return args, kwargs
+
+
+def _require_no_keys_given(kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError if a model that drafts is to be given the keys and values that layers
+    share, because those that an attached model hands from layer to layer are the new tokens'."""
+    if isinstance(kwargs.get("past_key_values"), Cache) and kwargs.get("return_shared_kv_states"):
+        raise UnsupportedError(
+            "a drafting model asks for the keys and values of all tokens, which stay in the "
+            "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
+        )
 
 
 def _require_attended(

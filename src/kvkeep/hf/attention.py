@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.handover import AttendedLayer, Handed
+from kvkeep.hf.latent import begun_step
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.weights import explicit_step
 from kvkeep.layer.step import StepInputs
@@ -42,7 +43,8 @@ def attention_over(original: str) -> AttentionFunction:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
-        if handed is None and with_values is None and asked is None:
+        step = begun_step(attention_mask)
+        if handed is None and with_values is None and not _is_positions(attention_mask):
             if softcap is not None:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
@@ -57,34 +59,24 @@ def attention_over(original: str) -> AttentionFunction:
                 dropout=dropout,
                 **kwargs,
             )
-        reason = _unfit(handed, with_values, asked, attention_mask)
-        if not reason and handed is not None:
-            reason = _misused(handed, key, value)
-        if handed is None or reason:
-            raise UnsupportedError(
-                f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
-            )
-        handed.taken = True
+        if step is None:
+            _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
         if kwargs.get("position_bias") is not None:
             raise StateError(
                 "attention through a kvkeep cache has no position bias; use the cache with "
                 "kvkeep.detach(model)"
             )
-        explicit = explicit_step(handed, dropout)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        tag = handed if step is None else step
+        assert tag is not None
         assert attention_mask is not None
-        traced = handed.traced  # None in training, which is not compiled
-        if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
-            position, until = _parts(attention_mask)
-            inputs = StepInputs(query, key, value, position, scale, softcap, s_aux, until)
-            out = traced.run(inputs)
+        explicit = explicit_step(tag, dropout)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        inputs = StepInputs(query, key, value, None, scale, softcap, s_aux)
+        if step is not None:
+            out = _in_own_dtype(step.run, inputs, explicit)
         else:
-            known, until = (None, None) if asked is None else asked[1:]
-            if known is None:
-                position, until = _parts(attention_mask)
-                known = _confirmed(position, handed.layer, len(key))
-            inputs = StepInputs(query, key, value, known, scale, softcap, s_aux, until)
-            out = _step(handed.layer, inputs, *([] if explicit is None else [explicit]))
+            assert handed is not None  # `_require_tagged`
+            out = _stepped(handed, inputs, explicit, attention_mask)
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights
 
@@ -97,16 +89,37 @@ def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return (mask.flatten(1), None) if mask.shape[2] == 1 else (mask[:, 0, 0], mask[:, 0, 1])
 
 
-def _step(layer: AttendedLayer, inputs: StepInputs, *attend: Attend) -> Tensor:
-    """Run a layer's step. Under autocast, which does not cast rotated keys, it runs in the dtype
-    that autocast uses for torch's own attention."""
+def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: Tensor) -> Tensor:
+    """Run the step of the layer that tagged the keys, or, after it, a reading."""
+    again, handed.taken = handed.taken, True
+    if again:
+        assert handed.shared is not None  # `_misused`
+        return _in_own_dtype(handed.shared.read, inputs, explicit)
+    traced = handed.traced  # None in training, which is not compiled
+    if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
+        position, until = _parts(mask)
+        return traced.run(inputs._replace(position=position, until=until))
+    asked: MaskRequest | None = getattr(mask, "kvkeep", None)
+    known, until = (None, None) if asked is None else asked[1:]
+    if known is None:
+        position, until = _parts(mask)
+        known = _confirmed(position, handed.layer, len(inputs.k))
+    return _in_own_dtype(handed.layer.run, inputs._replace(position=known, until=until), explicit)
+
+
+def _in_own_dtype(
+    run: Callable[..., Tensor], inputs: StepInputs, explicit: Attend | None
+) -> Tensor:
+    """Run a layer's step, or a reading. Under autocast, which does not cast rotated keys, it runs
+    in the dtype that autocast uses for torch's own attention."""
+    attend = () if explicit is None else (explicit,)
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) for x in inputs[:3])
         with torch.autocast(device, enabled=False):
-            return layer.run(inputs._replace(q=q, k=k, v=v), *attend)
-    return layer.run(inputs, *attend)
+            return run(inputs._replace(q=q, k=k, v=v), *attend)
+    return run(inputs, *attend)
 
 
 def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
@@ -125,6 +138,25 @@ def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
     return position if len(position) == rows else position[0]
 
 
+def _require_tagged(
+    module: nn.Module,
+    handed: Handed | None,
+    with_values: Handed | None,
+    asked: MaskRequest | None,
+    given: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Raise UnsupportedError unless keys, values and mask form one step of a layer, or a reading of
+    one, as they are."""
+    key, value, mask = given
+    reason = _unfit(handed, with_values, asked, mask)
+    if not reason and handed is not None:
+        reason = _misused(handed, key, value)
+    if reason:
+        raise UnsupportedError(
+            f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
+        )
+
+
 def _unfit(
     handed: Handed | None,
     with_values: Handed | None,
@@ -139,9 +171,7 @@ def _unfit(
         return "changes its keys after the cache"
     if with_values is not handed:
         return "changes its values after the cache"
-    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
-        return "uses a mask of its own"
-    if mask.shape[1] != 1 or mask.shape[2] not in (1, 2):
+    if not _is_positions(mask):
         return "uses a mask of its own"
     if asked is not None and asked.window != handed.layer.window:
         return (
@@ -150,10 +180,17 @@ def _unfit(
     return ""
 
 
+def _is_positions(mask: Tensor | None) -> bool:
+    """Whether a mask has the form of those that kvkeep's mask function returns."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
+        return False
+    return mask.dim() == 4 and mask.shape[1:3] == (1, 1)
+
+
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
-    """Why these are not the tensors as the cache returned them, used for the first time; empty if
-    they are."""
-    if handed.taken:
+    """Why these are not the tensors as the cache returned them, used for the first time, or as
+    often as layers share them; empty if they are."""
+    if handed.taken and not (handed.shared is not None and handed.shared.unread):
         return "attends more than once to what it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"

@@ -26,9 +26,11 @@ from kvkeep.hf.config import (
     layer_geometries,
     layer_kinds,
     recurrent_numbers,
+    require_plain_steps,
 )
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.latent import LatentStep, require_fitting
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import KeepsStates, TransformersStates
 from kvkeep.hf.replay import Forwards
@@ -63,7 +65,10 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             recurrent state.
     """
 
-    _handed: Handed | None = None  # the last tag that `update` issued
+    _handed: Handed | LatentStep | None = None  # of the last call of `update`
+    _noted: tuple[int, Tensor] | None = None
+    """The columns fed before the last mask was made, and the positions of its tokens."""
+
     _start = 0  # columns fed before the current forward
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
@@ -82,6 +87,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         self.config = decoder_config(config)
         self._kinds = layer_kinds(config)
         numbers = recurrent_numbers(config)
+        self._latent = is_latent(config)
         self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
@@ -94,6 +100,8 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
             recurrent=TransformersStates(numbers) if numbers else None,
         )
+        if self._latent:
+            require_fitting(self.specs)
         # The place of each layer that attends among all layers of the model, and its index here.
         self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
         self._fed_since = Forwards()  # since recording began, or the last crop
@@ -129,6 +137,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
+            require_plain_steps(self.config, "a compiled graph", "call the model uncompiled")
             hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if layer_idx == 0:
@@ -146,23 +155,46 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
                 f"layer {place} is given keys more than once in a forward; use transformers' "
                 "own cache for this model"
             )
+        if self.routed and self._latent:
+            position = self._positions(key_states.shape[2])
+            step = LatentStep(layer, key_states, value_states, position, self.weights)
+            self._handed = step
+            return step.latents
         if self.routed:
             self._handed = hand_over(key_states, value_states, layer, traced)
             self._handed.weights = self.weights
+            self._handed.shared = layer if layer.readers else None
             return key_states, value_states
         spec = self.specs[layer_idx]
-        latent = is_latent(self.config)
-        require_fitting_mask(layer, spec, key_states, alike=self._alike, latent=latent)
+        require_fitting_mask(layer, spec, key_states, alike=self._alike)
         view = layer.extend(key_states, value_states)
         held = layer.in_order(view)
         layer.settle()
         return held.keys, held.values
 
+    def _note(self, position: Tensor) -> None:
+        """Note the positions that the mask of a forward was made for."""
+        self._noted = self.fed, position
+
+    def _positions(self, n: int) -> Tensor:
+        """The positions of the n tokens of this forward.
+
+        Raises:
+            UnsupportedError: no mask was made for them.
+        """
+        fed, position = self._noted or (-1, torch.empty(0))
+        if fed != self._start or position.shape[-1] != n:
+            raise UnsupportedError(
+                "the model uses a mask of its own, or was given one of four axes; give a mask (B, "
+                "columns), or use the cache with kvkeep.detach(model)"
+            )
+        return position
+
     def _require_turn(self) -> None:
         """Raise StateError while another thread runs a forward."""
         if self._feeding is not None:
             thread, until = self._feeding
-            if thread != get_ident() and any(layer.fed < until for layer in self.layers):
+            if thread != get_ident() and any(x.fed < until or x.unread for x in self.layers):
                 raise StateError(
                     "another thread's forward of this cache has not ended: a cache serves one "
                     "thread at a time; wait for it, or give each thread a fork. If it was "
@@ -244,6 +276,8 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
                 "the model's last layer gave keys to the cache and attended to others, so its "
                 "output is wrong; reset() the cache, and use it with kvkeep.detach(model)"
             )
+        for layer in self.layers:
+            layer.require_read()
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
         """The value of `live_bytes` after `tokens` columns were fed.
@@ -348,6 +382,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self.is_compileable
+        length.note = self._note if self._latent else None
         return length, fed - kept
 
     def _require_routed(self) -> None:
@@ -482,7 +517,9 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return is_routed(self.config)
         plain = is_routed(self.config) and not self.written_out and self.recurrent is None
-        return plain and all(layer.storage.fixed_addresses for layer in self.layers)
+        layers = self.layers
+        odd = self._latent or any(layer.readers for layer in layers)
+        return plain and not odd and all(layer.storage.fixed_addresses for layer in layers)
 
     @property
     def is_initialized(self) -> bool:
@@ -499,11 +536,13 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [place not in self._index for place in range(self._places)]
+        others = enumerate(recurrent_numbers(self.config) or [0] * self._places)
+        return [number > 0 and place not in self._index for place, number in others]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [False] * self._places
+        places = enumerate(self.is_linear)
+        return [not linear and place not in self._index for place, linear in places]
 
     @property
     def _places(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,20 +43,17 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
-    """The kind of each layer of a model that attends.
+    """The kind of each layer of a model that attends to keys and values of its own.
 
     Raises:
-        UnsupportedError: some layer caches something else than keys and values of its own or a
-            recurrent state, or no layer attends.
+        UnsupportedError: some layer caches something else than keys and values or a recurrent
+            state, or no layer attends.
     """
     text = decoder_config(config)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise _refused(
             text, "it is an encoder-decoder, whose cross attention has a cache of its own"
         )
-    shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", 0)
-    if shared:
-        raise _refused(text, "some of its layers reuse another layer's keys and values")
     if getattr(text, "cross_attention_layers", None):
         raise _refused(text, "some of its layers attend to images and cache those")
     count = getattr(text, "num_hidden_layers", None)
@@ -75,17 +73,39 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
         raise _refused(
             text, f"its layers of type {', '.join(unknown)} do not cache plain keys and values"
         )
+    readers = _readers(text, names)
     sliding = {_SLIDING, _HYBRID_SLIDING}
     kinds = [
-        LayerKind(name, chunk, place, chunked=True)
+        LayerKind(name, chunk, place, readers[place], chunked=True)
         if name == _CHUNKED
-        else LayerKind(name, window if name in sliding else None, place)
+        else LayerKind(name, window if name in sliding else None, place, readers[place])
         for place, name in enumerate(names)
-        if name in attending
+        if name in attending and place in readers
     ]
     if not kinds:
         raise _refused(text, "none of its layers attends, so there are no keys and values")
     return kinds
+
+
+def _readers(text: PreTrainedConfig, names: Sequence[str]) -> dict[int, int]:
+    """How many layers reuse the keys and values of each layer that has its own, by its place.
+
+    Raises:
+        UnsupportedError: a layer reuses those of a layer that comes later, or in another way.
+    """
+    modes = getattr(text, "kv_sharing_modes", None) or [None] * len(names)
+    found: dict[int, int] = {}
+    stored: dict[str, int] = {}  # the layer whose keys and values are reused, for each type
+    for place, (mode, name) in enumerate(zip(modes, names, strict=True)):
+        if mode == "reuse" and name in stored:
+            found[stored[name]] += 1
+        elif mode in (None, "store"):
+            found[place] = 0
+            if mode is not None:
+                stored[name] = place
+        else:
+            raise _refused(text, f"layer {place} shares keys and values in an unknown way, {mode}")
+    return found
 
 
 def recurrent_numbers(config: PreTrainedConfig) -> list[int]:
@@ -112,13 +132,17 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
     text = decoder_config(config)
     if is_latent(text):
         raise UnsupportedError(f"{text.model_type} keeps a latent, not keys and values")
-    query_heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-    heads = int(getattr(text, "num_key_value_heads", None) or query_heads)
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
-    heads //= processes
-    return [Geometry(1, heads, width, width, dtype)] * len(layer_kinds(config))
+
+    def geometry(layer: PreTrainedConfig) -> Geometry:
+        query_heads = layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
+        heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
+        return Geometry(1, heads // processes, width, width, dtype)
+
+    places = [kind.place for kind in layer_kinds(config)]
+    return [geometry(text.per_layer_config[place]) for place in places if place is not None]
 
 
 def changing_ropes(config: PreTrainedConfig) -> list[str]:
@@ -131,6 +155,32 @@ def changing_ropes(config: PreTrainedConfig) -> list[str]:
 def is_latent(config: PreTrainedConfig) -> bool:
     """Whether the model caches a latent and expands it itself (DeepSeek's MLA)."""
     return getattr(decoder_config(config), "kv_lora_rank", None) is not None
+
+
+def odd_steps(config: PreTrainedConfig) -> str:
+    """How layers attend otherwise than by a step on keys and values of their own; empty if they do
+    not."""
+    if is_latent(config):
+        return "expands a latent cache itself"
+    return "has layers that reuse the keys and values of others" if is_shared(config) else ""
+
+
+def is_shared(config: PreTrainedConfig) -> bool:
+    """Whether some layers reuse the keys and values of others, and cache none."""
+    return any(kind.readers for kind in layer_kinds(config))
+
+
+def require_plain_steps(config: PreTrainedConfig, what: str, remedy: str) -> None:
+    """Raise UnsupportedError if there are `odd_steps`.
+
+    Args:
+        what: names what has no such steps.
+    """
+    odd = odd_steps(config)
+    if odd:
+        raise UnsupportedError(
+            f"{decoder_config(config).model_type} {odd}, which {what} does not support; {remedy}"
+        )
 
 
 def is_routed(config: PreTrainedConfig) -> bool:

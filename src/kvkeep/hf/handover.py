@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention import Attend
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.layer.history import History
 from kvkeep.layer.step import StepInputs
@@ -61,6 +63,17 @@ class AttendedLayer(Protocol):
         """Attention of one chunk; see `LayerCache.run`."""
 
 
+class ReadLayer(Protocol):
+    """What the attention function asks of a layer whose slots other layers attend to."""
+
+    @property
+    def unread(self) -> int:
+        """How many of them have not attended since its last step."""
+
+    def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """See `ReadAgain.read`."""
+
+
 class MaskLength(int):
     """The key length of a mask request. It also carries the request's layer to the mask
     function."""
@@ -69,18 +82,22 @@ class MaskLength(int):
     traced: Traced | None
     routed: bool
     compileable: bool
+    note: Callable[[Tensor], None] | None = None
+    """Told the positions that the mask function returns, (n,) or (B, n); None: nobody is."""
 
 
 @dataclass(eq=False)
 class Handed:
     """The tag that `update` puts on new keys and values: the layer whose step the attention
     function runs on them, and whether it did (`taken`), since it may do so only once. `versions`
-    are the version counters of both tensors, where torch keeps them."""
+    are the version counters of both tensors, where torch keeps them. `shared` is the same layer if
+    others, which are given the same tensors, attend to its slots after it."""
 
     layer: AttendedLayer
     traced: Traced | None
     versions: tuple[int, int] | None = None
     taken: bool = False
+    shared: ReadLayer | None = None
     weights: bool = False
     """Whether the attention function must return attention weights."""
 

@@ -25,6 +25,7 @@ from kvkeep.hf.config import (
     is_routed,
     layer_geometries,
     layer_kinds,
+    odd_steps,
     recurrent_numbers,
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
@@ -247,7 +248,7 @@ class TransformersHost(Host):
 
     @property
     def narrows(self) -> bool:
-        return bool(self._stack())
+        return bool(self._stack()) and not odd_steps(self._config)
 
     @contextmanager
     def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:

@@ -18,7 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach, decoder_of, unwrapped
-from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds, recurrent_numbers
+from kvkeep.hf.config import (
+    decoder_config,
+    is_routed,
+    layer_kinds,
+    recurrent_numbers,
+    require_plain_steps,
+)
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.host import LayerKind
@@ -189,11 +195,7 @@ def _require_trainable_adapters(model: Any) -> None:
 def _require_layerwise(model: Any) -> None:
     """Raise UnsupportedError or StateError if the model computes something that running it layer
     by layer would omit."""
-    if is_latent(model.config):
-        raise UnsupportedError(
-            f"{type(model).__name__} caches a latent, which its own attention expands; "
-            "there are no gradients through a kvkeep cache for it"
-        )
+    require_plain_steps(model.config, "training through a cache", "train it without kvkeep")
     if getattr(decoder_config(model.config), "output_router_logits", False):
         raise UnsupportedError(
             "the model's config asks for router logits, for an auxiliary loss which is not "

@@ -106,6 +106,8 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             if layer.chunked and attention_mask is not None:
                 _require_padding_in_front(attention_mask, layer.window or 0)
             position = _positions(layer, q_length, attention_mask, torch.device(device))
+            if kv_length.note is not None:
+                kv_length.note(position)
             until = None
             if newest is not None:  # padding there is at the position of the token before it
                 real = position.expand(len(newest), -1).cummax(dim=1).values

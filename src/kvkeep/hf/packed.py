@@ -17,6 +17,7 @@ from kvkeep.hf.config import (
     decoder_config,
     is_latent,
     is_routed,
+    is_shared,
     recurrent_numbers,
 )
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
@@ -32,6 +33,8 @@ def unpackable(model: PreTrainedModel) -> str:
         return "it expands a latent cache itself, for all tokens of a forward alike"
     if recurrent_numbers(model.config):
         return "its recurrent layers would carry a state from one sequence to the next"
+    if is_shared(model.config):
+        return "some of its layers reuse the keys and values of others"
     changing = next(iter(changing_ropes(model.config)), "")
     if changing:
         return (

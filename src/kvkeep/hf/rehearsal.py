@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from kvkeep.attention import Attend
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, recurrent_numbers
 from kvkeep.hf.handover import Handed
+from kvkeep.hf.latent import LatentStep
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
@@ -38,13 +40,12 @@ _passed: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """The configs with which decoders have passed a rehearsal."""
 
 
-def rehearse(decoder: PreTrainedModel, implementation: str | None) -> str | None:
+def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
     """The reason why a decoder cannot use a kvkeep cache; empty if it can. None: unknown, because
     the copy without weights does not run with transformers' own cache either.
 
     Args:
-        implementation: the attention implementation that the decoder will get; None: it keeps its
-            own.
+        implementation: the attention implementation that the decoder will get.
     """
     described = f"{implementation} {decoder.config.to_dict()}"
     if _passed.get(decoder) == described:
@@ -70,9 +71,9 @@ def serves_unattached(decoder: PreTrainedModel) -> bool:
     return True
 
 
-def _fault(decoder: PreTrainedModel, implementation: str | None) -> str | None:
+def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
     text = decoder_config(decoder.config)
-    text._attn_implementation = implementation or _EAGER
+    text._attn_implementation = implementation
     try:
         _forwards(decoder, _CountingCache)
     except KVKeepError as error:
@@ -95,6 +96,8 @@ class _CountingCache(Cache):
         super().__init__(config)
         self._given: Counter[int] = Counter()
         self._attended: Counter[int] = Counter()
+        self._read: Counter[int] = Counter()
+        self._begun: list[tuple[int, LatentStep]] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -105,19 +108,26 @@ class _CountingCache(Cache):
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, place, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
-        if handed is None:
+        if isinstance(self._handed, LatentStep):
+            self._begun.append((layer_idx, self._handed))
+        elif handed is None:
             self._attended[layer_idx] += 1
         else:
-            layer = _CheckedLayer(self.layers[layer_idx], found, lambda: self._attend(layer_idx))
+            layer = _CheckedLayer(
+                self.layers[layer_idx],
+                found,
+                lambda: self._attended.update([layer_idx]),
+                lambda: self._read.update([layer_idx]),
+            )
             handed.layer = cast(LayerCache, layer)
+            handed.shared = layer
         return found
-
-    def _attend(self, index: int) -> None:
-        self._attended[index] += 1
 
     def require_complete(self) -> None:
         """Raise UnsupportedError unless a forward fed each layer, and attended in it, exactly
-        once."""
+        once, and layers that reuse its keys attended to them as its config says."""
+        self._attended.update(index for index, step in self._begun if step.taken)
+        self._begun.clear()
         for index in range(len(self)):
             given, attended = self._given[index], self._attended[index]
             if given != 1:
@@ -128,37 +138,60 @@ class _CountingCache(Cache):
                     f"layer {index} computes attention elsewhere, not in transformers' "
                     "AttentionInterface"
                 )
+            read, readers = self._read[index], self.layers[index].readers
+            if read != readers:
+                raise UnsupportedError(
+                    f"{read} layers reuse the keys of layer {index} where its config says {readers}"
+                )
         if self.recurrent is not None:
             kept = {int(name.partition(".")[0]) for name in self.recurrent.tensors()}
             for place, number in enumerate(recurrent_numbers(self.config)):
                 if number and place not in kept:
                     raise UnsupportedError(f"layer {place} keeps its state outside of the cache")
-        self._given.clear()
-        self._attended.clear()
+        for counted in (self._given, self._attended, self._read):
+            counted.clear()
 
 
 class _CheckedLayer:
     """Stands in for a layer: its step checks the inputs and fills the cache, but computes no
-    attention."""
+    attention. `attended` and `read` count its steps and readings."""
 
     def __init__(
-        self, layer: LayerCache, given: tuple[Tensor, Tensor], note: Callable[[], None]
+        self,
+        layer: LayerCache,
+        given: tuple[Tensor, Tensor],
+        attended: Callable[[], None],
+        read: Callable[[], None],
     ) -> None:
-        self._layer, self._note = layer, note
+        self._layer, self._attended, self._read = layer, attended, read
         self._given = [x.clone() for x in given]
         self.window, self.next_positions = layer.window, layer.next_positions
 
+    @property
+    def unread(self) -> int:
+        """See `ReadAgain`."""
+        return self._layer.unread
+
     def run(self, inputs: StepInputs) -> Tensor:
         """See `LayerCache.run`."""
+        out = self._checked(self._layer.run, inputs)
+        self._attended()
+        return out
+
+    def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """See `LayerCache.read`."""
+        out = self._checked(self._layer.read, inputs)
+        self._read()
+        return out
+
+    def _checked(self, run: Callable[..., Tensor], inputs: StepInputs) -> Tensor:
         q, k, v = inputs[:3]
         if not all(
             bool(x.isclose(y, rtol=0, atol=0, equal_nan=True).all())
             for x, y in zip((k, v), self._given, strict=True)
         ):
             raise UnsupportedError("its keys or values are changed in place after the cache")
-        out = self._layer.run(inputs, lambda *_: (_numbers((*q.shape[:3], v.shape[3]), q), None))
-        self._note()
-        return out
+        return run(inputs, lambda *_: (_numbers((*q.shape[:3], v.shape[3]), q), None))
 
 
 def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], Any]) -> None:

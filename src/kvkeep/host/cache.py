@@ -75,6 +75,7 @@ class ModelCache(Cache):
                         rotary=rotary[index],
                         index=index,
                         count=len(kinds),
+                        readers=kind.readers,
                     )
                 )
             except SpecError as error:

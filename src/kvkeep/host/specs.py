@@ -15,14 +15,16 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer's attention: the model library's name for its type, its sliding window in tokens
-    (None: it has none), and its place among all layers of the model, which also counts those that
-    do not attend (None: the same as among those that do). In `chunked` attention the window begins
-    at a multiple of its size: a query at position p sees positions from p // window * window on."""
+    """The attention of a layer with keys and values of its own: the model library's name for its
+    type, its sliding window in tokens (None: it has none), its place among all layers of the model,
+    which also counts the others (None: the same as among those with keys and values), and how many
+    layers without them reuse its own. In `chunked` attention the window begins at a multiple of its
+    size: a query at position p sees positions from p // window * window on."""
 
     name: str
     window: int | None
     place: int | None = field(default=None, compare=False)
+    readers: int = field(default=0, compare=False)
     chunked: bool = False
 
 

@@ -36,6 +36,7 @@ class InOneCall(ABC):
     chunked: bool
     evicted: list[Tensor] | None
     turn: Turn
+    unread: int
     _slots: LayerSlots
     _history: History
     _begun: tuple[History, tuple[int, ...]] | None
@@ -100,7 +101,7 @@ class InOneCall(ABC):
     def untouched(self) -> bool:
         """Whether nothing has happened since a step after which there is room for one token."""
         following = self._next
-        return following is not None and following.follows(self.turn)
+        return following is not None and following.follows(self.turn) and not self.unread
 
     def _following(self) -> ReadyStep | None:
         """The next step of one token a row, without its token; None if the library cannot make

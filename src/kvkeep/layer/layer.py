@@ -21,11 +21,12 @@ from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.reaching import Reaching, limit_in_words
+from kvkeep.layer.read_again import ReadAgain
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.rollback import Rollback
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
-from kvkeep.layer.step import Phases, Step, StepInputs, driven
+from kvkeep.layer.step import Phases, StepInputs, driven
 from kvkeep.layer.turn import Turn
 from kvkeep.planes import LAST, POSITION, Planes, Reach, part, positions_of, slot_count
 from kvkeep.policy import Arrivals, Need, Observation, Policy
@@ -33,7 +34,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
+class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -44,6 +45,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
         chunked: the window begins at a multiple of its size (chunked attention): a query at
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: it has none.
+        readers: how many layers attend to the slots after each step; see `ReadAgain`.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -59,6 +61,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
         window: int | None = None,
         chunked: bool = False,
         rotary: Rotary | None = None,
+        readers: int = 0,
     ) -> None:
         if (storage.limit or policy.budget or 0) < (policy.budget or 0):
             raise SpecError(
@@ -79,6 +82,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
         self.window, self.chunked, self.rotary = window, chunked, rotary
+        self.readers, self.unread = readers, 0
         self.record_past = False
         self.evicted: list[Tensor] | None = None  # recorded by `positions_of`; None: not recorded
         self._planes_of_policy = tuple(policy.planes)
@@ -132,6 +136,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
     def _extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
     ) -> View:
+        self.require_read()
         self._mend()
         self._checks.chunk(k, v, position, self._history.geometry)
         if until is not None:
@@ -160,28 +165,41 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
             self._take_back()
             raise
         self._writing = False
-        slots, history = self._slots, self._history
         if until is not None:
             until = torch.where(position < 0, -1, until.to(k.device)).to(torch.int32)
-        return self.view_of(
-            slots.segments(), queries, history, slots.length, slots.frozen.hides, until
-        )
+        self._queries = (queries, until) if self.readers else None
+        return self._view(queries, until)
 
-    def settle(self, observation: Observation | None = None) -> None:
+    def _view(self, queries: Tensor | None, until: Tensor | None) -> View:
+        slots, history = self._slots, self._history
+        if queries is None:
+            assert history.geometry is not None
+            queries = history.next_positions(1, history.geometry.device) - 1
+        hides = slots.frozen.hides
+        return self.view_of(slots.segments(), queries, history, slots.length, hides, until)
+
+    def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
         the policy chooses by what it observed before. While `record_past` is set, nothing is
         evicted, so that the next `crop` can roll back."""
         with self.turn:
-            self._settle(observation)
-            self._pack()
+            self._settle_now(observation, packs=packs)
 
-    def _settle(self, observation: Observation | None) -> None:
+    def _settle(self, observation: Observation) -> None:
+        if self.readers:
+            self._await_readings(observation)
+        else:
+            self._settle_now(observation, packs=False)
+
+    def _settle_now(self, observation: Observation | None, *, packs: bool) -> None:
         if observation is not None:
             self.policy.require_shown(observation)
         if self.record_past:
             self._evict(0, observation)
         else:
             self._fit(observation)
+        if packs:
+            self._pack()
 
     def step(
         self,
@@ -215,6 +233,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
         """Like `step`, with the inputs as one record."""
         single = attend is None and inputs.q.shape[2] == 1
         with self.turn:
+            self.require_read()
             if not self._writing:  # otherwise `mend` needs it
                 self._begun = None
             ready = self.prepare(inputs) if single else None
@@ -223,6 +242,8 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
                 try:
                     if ready.run():
                         assert ready.out is not None
+                        self._queries = None
+                        self._await_readings()
                         return ready.out
                 finally:
                     ready.end()
@@ -244,7 +265,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
             self._checks.queries(inputs.q, inputs.k, inputs.sinks)
             self.check_gradients(*inputs[:3])
             out = yield from self._phases(inputs)
-            if packs:
+            if packs and not self.unread:
                 self._pack()
         except BaseException:
             begun = self._begun
@@ -294,6 +315,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
 
     def _forget(self) -> None:
         self._writing, self._moving = False, True
+        self._forget_readings()
         self._slots = self._slots.reset()
         self._history, self._chunk, self._begun = History(), None, None
         self._native = self._next = None
@@ -309,11 +331,12 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
         self.mend()
         self.require_rollback(-tokens)
         with self.turn:
+            unread = self._forget_readings()
             if tokens < 0:
                 left = self._history.without(self._slots.newest_positions(-tokens))
                 self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
                 self._take_back()
-            if self.record_past:
+            if self.record_past or unread:
                 self._fit()
 
     def take_rows(self, index: Tensor) -> None:
@@ -572,6 +595,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, Step):
         can be repeated."""
         assert self._begun is not None
         self._writing = True
+        self._forget_readings()
         before, mark = self._begun
         self._slots.cut(mark)
         self._history = before

@@ -27,10 +27,11 @@ class Readable:
 
     @property
     def moved(self) -> bool:
-        """Whether the order of slots may differ from that of positions: after an eviction, or when
-        the layer holds more than its budget."""
-        length, policy = self._slots.length, self.policy.at(self._history.columns)
-        return bool(self._history.floor) or length > (policy.budget or length)
+        """Whether the order of slots may differ from that of positions, or is about to: after an
+        eviction, or when the layer holds more than its budget, or tokens to encode as a block."""
+        slots, policy = self._slots, self.policy.at(self._history.columns)
+        over = slots.length > (policy.budget or slots.length)
+        return bool(self._history.floor) or over or bool(slots.waiting)
 
     @property
     def kept(self) -> float:

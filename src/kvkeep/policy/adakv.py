@@ -46,6 +46,7 @@ class AdaKV(Policy):
         # Policies declare these as class variables; a wrapper has those of the inner policy.
         object.__setattr__(self, "needs", self.inner.needs)
         object.__setattr__(self, "rollback", self.inner.rollback)
+        object.__setattr__(self, "weighs_values", self.inner.weighs_values)
 
     @property
     def scored(self) -> Scored:

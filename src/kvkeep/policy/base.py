@@ -101,6 +101,9 @@ class Policy(ABC):
     """Whether heads may keep different numbers of tokens. `victims` then returns a bool mask
     (B, H, S) of the slots to evict, and the budget is the average over heads."""
 
+    weighs_values: ClassVar[bool] = False
+    """Whether its scores depend on values. A cache of latents has none."""
+
     counts_empty: ClassVar[bool] = False
     """Whether its choices count empty slots, which must then not be freed separately."""
 

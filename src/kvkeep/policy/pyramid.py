@@ -37,6 +37,7 @@ class Pyramid(Policy):
         # Policies declare these as class variables; a wrapper has those of the inner policy.
         object.__setattr__(self, "needs", self.inner.needs)
         object.__setattr__(self, "rollback", self.inner.rollback)
+        object.__setattr__(self, "weighs_values", self.inner.weighs_values)
         if not self.beta >= 1.0:
             raise SpecError(
                 f"pyramid beta {self.beta}: it must be at least 1, for equal budgets; use 20"

@@ -22,6 +22,7 @@ class VLen(H2O):
     """
 
     name: ClassVar[str] = "vlen"
+    weighs_values: ClassVar[bool] = True
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:

@@ -1,0 +1,120 @@
+"""Steps of models that cache a latent, from which they compute keys and values themselves.
+
+Such a model (DeepSeek's MLA) gives `update` the latents of new tokens, and makes keys and values of
+all that `update` returns. So a step has two halves: `update` writes the slots, and the attention
+function attends, to what the model made of them, and lets the policy observe and evict.
+"""
+
+from __future__ import annotations
+
+from threading import local
+from weakref import ref
+
+from torch import Tensor
+
+from kvkeep.attention import Attend, Held, Options, Segment, View, dispatch
+from kvkeep.codec import Plain
+from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.hf.masks import MaskRequest
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import StepInputs
+from kvkeep.planes import POSITION
+from kvkeep.policy import Need, Observation
+from kvkeep.spec import CacheSpec
+
+_of_thread = local()  # `step` refers to the step that the last `update` began
+
+
+class LatentStep:
+    """A step of a layer that holds latents, one kv head for all query heads.
+
+    Args:
+        layer: the layer.
+        latent, rotated: of the new tokens, (B, 1, n, R) each: the latent, and the rotary part of
+            the key.
+        position: the tokens' positions; see `LayerCache.extend`.
+        weights: whether the attention function must return attention weights.
+
+    Attributes:
+        taken: whether the attention function has ended the step.
+    """
+
+    traced = None
+    _begun: tuple[View, Held] | None  # until then
+
+    def __init__(
+        self,
+        layer: LayerCache,
+        latent: Tensor,
+        rotated: Tensor,
+        position: Tensor,
+        weights: bool,
+    ) -> None:
+        self.layer, self.position, self.weights, self.taken = layer, position, weights, False
+        view = layer.extend(latent, rotated, position)
+        self._begun = view, view.in_order(latent.dtype, rotated.dtype, moved=False)
+        _of_thread.step = ref(self)
+
+    @property
+    def latents(self) -> tuple[Tensor, Tensor]:
+        """What `update` returns: `latent` and `rotated` of all tokens held, (B, 1, S, R) each, in
+        any order; valid until the step ends."""
+        assert self._begun is not None
+        return self._begun[1][:2]
+
+    def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """Attend to keys and values (B, Hq, S, D) that the model made of all `latents`, and settle.
+
+        Raises:
+            UnsupportedError: they are not as many.
+        """
+        assert self._begun is not None
+        q, k, v = inputs[:3]
+        (view, held), policy = self._begun, self.layer.policy
+        if k.shape[2] != held.keys.shape[2]:
+            raise UnsupportedError(
+                f"the model attends to {k.shape[2]} tokens where its cache gave it "
+                f"{held.keys.shape[2]} latents; use the cache with kvkeep.detach(model)"
+            )
+        made = Segment({"k": k, "v": v, POSITION: held.position}, Plain(), Plain())
+        view = view._replace(segments=(made,))
+        needs_mass = Need.MASS in policy.needs
+        options = Options(inputs.scale, inputs.softcap, inputs.sinks, needs_mass, policy.observed)
+        out, mass = (attend or dispatch)(q, view, options)
+        if mass is not None:
+            mass = held.as_slots(mass.mean(dim=1, keepdim=True))
+        self.layer.settle(Observation(mass, scale=inputs.scale), packs=attend is None)
+        self.taken, self._begun = True, None
+        return out
+
+
+def begun_step(mask: object) -> LatentStep | None:
+    """The step that waits for attention with this mask: the positions of its tokens, int32
+    (1|B, 1, 1, n), or a copy on another device. None: there is none."""
+    found: ref[LatentStep] | None = getattr(_of_thread, "step", None)
+    step = None if found is None else found()
+    if step is None or step.taken or not isinstance(mask, Tensor):
+        return None
+    asked: MaskRequest | None = getattr(mask, "kvkeep", None)
+    if asked is not None:
+        return step if asked.position is step.position else None
+    own = step.position.view(-1, 1, 1, step.position.shape[-1]).to(mask.device)
+    return step if mask.dtype == own.dtype and mask.equal(own) else None
+
+
+def require_fitting(specs: list[CacheSpec]) -> None:
+    """Raise SpecError if a policy reads what a cache of latents does not hold."""
+    for spec in dict.fromkeys(specs):
+        policy = spec.policy
+        why = ""
+        if policy.weighs_values:
+            why = "weighs values"
+        elif Need.ROTARY in policy.needs or Need.QUERIES in policy.needs:
+            why = "computes attention of its own"
+        elif policy.ragged:
+            why = "divides slots among heads"
+        if why:
+            raise SpecError(
+                f"policy {policy.name} {why}, but the model caches a latent, one for all heads, of "
+                "which it makes keys and values itself; use h2o, snapkv, tova, keydiff or window"
+            )
