@@ -60,6 +60,8 @@ def attention_over(original: str) -> AttentionFunction:
         reason = _unfit(handed, with_values, asked, attention_mask)
         if not reason and handed is not None:
             reason = _misused(handed, key, value)
+        if not reason and query.shape[2] > 1 and not _is_causal(original, module, kwargs):
+            reason = "lets tokens attend to later ones"
         if handed is None or reason:
             raise UnsupportedError(
                 f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
@@ -148,6 +150,13 @@ def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"
     return ""
+
+
+def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a token attends to those before it only. Where transformers leaves out a causal mask,
+    which it does not for "eager", its attention functions are causal by this flag."""
+    flag = kwargs.get("is_causal")
+    return original == "eager" or bool(getattr(module, "is_causal", True) if flag is None else flag)
 
 
 def _original(name: str, module: nn.Module) -> AttentionFunction:

@@ -17,6 +17,7 @@ from kvkeep.hf.attach import attach, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, decoder_config, is_routed, layer_kinds
 from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.multimodal import require_counted
 from kvkeep.hf.parallel import is_parallel
 from kvkeep.host import Specs
 
@@ -51,6 +52,7 @@ def export(
             f"each process has a part of this {type(model).__name__}, and a program runs in one; "
             "export a model that was loaded whole"
         )
+    require_counted(model, None, "exported programs")
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
     if not attached:

@@ -19,6 +19,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
+from kvkeep.hf.multimodal import holds_tensors, resume
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
@@ -132,9 +133,11 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     columns = 0 if ids is None else ids.shape[1]
     call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks, ids)
     token = _CALL.set(call)
+    given_cache = kwargs.get("past_key_values")
+    if isinstance(given_cache, Cache) and given_cache.fed:
+        resume(model, given_cache)
     try:
-        own = kwargs.get("past_key_values")
-        with _rows_restored(own), _as_stateless(model, own):
+        with _rows_restored(given_cache), _as_stateless(model, given_cache):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
@@ -291,8 +294,9 @@ def _chunk_prompt(
 
 
 def _brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has other tensors than those in `beside`, such as images."""
-    return any(isinstance(x, Tensor) and name not in beside for name, x in model_kwargs.items())
+    """Whether a call has other tensors than those in `beside`, such as images, or the features that
+    transformers computed from them before it asked for a cache."""
+    return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 
 def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -445,5 +449,6 @@ def _is_plain(model: PreTrainedModel, call: _Call, model_kwargs: dict[str, Any])
 
 
 def _counts(place: Tensor, tokens: int) -> bool:
-    """Whether positions (B, n) are 0, 1, 2, ..."""
-    return place.dim() == 2 and bool((place == torch.arange(tokens, device=place.device)).all())
+    """Whether positions (B, n), or (parts, B, n), are 0, 1, 2, ..."""
+    counted = torch.arange(tokens, device=place.device)
+    return place.shape[-1] == tokens and bool((place == counted).all())

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.attach import attach, decoder_of, unwrapped
-from kvkeep.hf.config import decoder_config, is_latent, is_routed, layer_kinds, recurrent_numbers
+from kvkeep.hf.attach import attach, unwrapped
+from kvkeep.hf.config import (
+    decoder_config,
+    decoder_of,
+    is_latent,
+    is_routed,
+    layer_kinds,
+    recurrent_numbers,
+)
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
@@ -285,6 +292,7 @@ class _TextCache(transformers.Cache):
     the columns before a chunk, and tags new keys for the step that computes attention."""
 
     is_compileable = False
+    offset = None
 
     def __init__(self, text: Layerwise, windows: list[int | None]) -> None:
         self._text, self._windows = text, windows
