@@ -81,6 +81,13 @@ def runs(case, spec):
         cache = new_cache(model, spec)
         first = found[f"{name}: text"] = said(model, prompt, cache)
         found[f"{name}: second turn"] = next_turn(model, first, prompt["attention_mask"], cache)
+        found[f"{name}: beams"] = model.generate(
+            **prompt,
+            past_key_values=new_cache(model, spec),
+            max_new_tokens=NEW,
+            do_sample=False,
+            num_beams=2,
+        )
         found[f"{name}: logits"] = logits(model, prompt, new_cache(model, spec))
     found["logits in chunks"] = logits_in_chunks(model, case.prompt(), new_cache(model, spec))
     return found
@@ -204,6 +211,8 @@ def test_a_store_never_serves_a_prompt_with_an_image(name):
         cache = Cache(model)
         ids = said(model, prompts[0], cache)
         assert store.learn(model, ids[0, : cache.fed], cache) == 0
+        if case.typed:
+            text["mm_token_type_ids"] = torch.zeros_like(text["input_ids"], dtype=torch.int32)
         for _ in range(2):
             assert said(model, text, None).equal(spoken)
         assert store.stats().hits == 1

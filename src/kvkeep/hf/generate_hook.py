@@ -112,6 +112,7 @@ class _Call:
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 _OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+_OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """The tensors that transformers divides into chunks along with the token ids."""
 
@@ -440,8 +441,10 @@ def _plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> _Call |
 def _is_plain(model: PreTrainedModel, call: _Call, model_kwargs: dict[str, Any]) -> bool:
     """Whether a call is one of this model, and nothing but its token ids, their mask and their
     positions changes the result."""
+    types = model_kwargs.get("mm_token_type_ids")
     return call.model is model and not (
-        _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
+        _brings_tensors(model_kwargs, beside=_OF_TEXT)
+        or (types is not None and bool(types.any()))  # 0: a token of text
         or model.training
         or names_adapters(model)
         or learns_prompts(model)
