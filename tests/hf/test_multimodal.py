@@ -216,6 +216,12 @@ def test_a_store_never_serves_a_prompt_with_an_image(name):
         for _ in range(2):
             assert said(model, text, None).equal(spoken)
         assert store.stats().hits == 1
+    texts = text_of(case, 2)
+    texts["input_ids"][:, :-3] = texts["input_ids"][0, :-3]
+    spoken = said(model, texts, None)
+    with attach(model, store=store):
+        assert said(model, texts, None).equal(spoken)
+        assert store.stats().hits > 1
 
 
 def test_caches_of_images_are_neither_joined_nor_compressed():
