@@ -316,6 +316,7 @@ def test_another_conversation_in_between(name):
 def test_forwards_continue_at_the_positions_of_their_own_cache(name):
     case = build(name)
     model, batch = case.model, case.prompt(2)
+    batch["image_grid_thw"] = torch.tensor([[1, 4, 8], [1, 2, 16]])  # as many tokens, but wider
     after = torch.tensor([[7, 8, 9], [10, 11, 12]])
     with torch.no_grad():
         own = new_cache(model, None)
