@@ -14,7 +14,7 @@ Attention needs none of this: which slots a query sees follows from the order of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,7 +51,9 @@ _MEDIA: ContextVar[bool | None] = ContextVar("media", default=None)
 """Whether the forward of a model around a decoder is given more than text; None: there is none."""
 
 _counting: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
-_counts: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+"""The parts of models that keep the difference of positions."""
+
+_from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 """Whether models give the positions 0, 1, 2, ... to their decoders."""
 
 
@@ -220,7 +222,8 @@ def why_not_counted(model: PreTrainedModel, cache: Any = None) -> str:
 
 
 def require_counted(model: PreTrainedModel, cache: Any, what: str) -> None:
-    """Raise UnsupportedError if there is a reason by `why_not_counted` that rules out `what`."""
+    """Raise UnsupportedError if there is a reason by `why_not_counted`; `what` needs that there is
+    none."""
     reason = why_not_counted(model, cache)
     if reason:
         raise UnsupportedError(
@@ -229,14 +232,14 @@ def require_counted(model: PreTrainedModel, cache: Any, what: str) -> None:
         )
 
 
-class _Reached(Exception):  # noqa: N818 - it is no error
+class _Reached(Exception):  # noqa: N818 - this is not an error
     """Raised when a forward reaches its decoder."""
 
 
 def _counts_from_zero(model: PreTrainedModel) -> bool:
     """Whether a model gives the positions 0, 1, 2, ... to its decoder for a text, or leaves them to
-    the decoder. Found by a forward that ends there."""
-    known = _counts.get(model)
+    the decoder. Found by a forward that ends there; a model that takes no text alone does not."""
+    known = _from_zero.get(model)
     if known is None:
         found: list[Tensor | None] = []
 
@@ -247,13 +250,11 @@ def _counts_from_zero(model: PreTrainedModel) -> bool:
         hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True, prepend=True)
         try:
             ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-            with torch.no_grad():
+            with torch.no_grad(), suppress(Exception):
                 type(model).forward(model, input_ids=ids, use_cache=False)
-        except _Reached:
-            pass
         finally:
             hook.remove()
         position = found[0] if found else torch.full((1, 2), -1)
         plain = position is None or bool((_rotary(position).cpu() == torch.arange(2)).all())
-        known = _counts[model] = plain
+        known = _from_zero[model] = plain
     return known
