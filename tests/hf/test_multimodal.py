@@ -293,7 +293,7 @@ def conversation(model, prompt, cache, between=lambda: None):
     return next_turn(model, first, prompt["attention_mask"], cache)
 
 
-@pytest.mark.parametrize("name", MROPE)
+@pytest.mark.parametrize("name", [*MROPE, "qwen3_5"])
 def test_another_conversation_in_between(name):
     case = build(name)
     model, prompt, other = case.model, case.prompt(), case.prompt(2, seed=3, pads=4)

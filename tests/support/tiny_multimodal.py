@@ -198,6 +198,32 @@ def _qwen3_vl() -> Multimodal:
     return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
 
 
+def _qwen3_5() -> Multimodal:
+    text = _mrope((2, 1, 1), mrope_interleaved=True, partial_rotary_factor=1.0) | {
+        "head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    config = transformers.Qwen3_5Config(
+        text_config=text,
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 24,
+            "patch_size": 4,
+            "num_position_embeddings": 64,
+        },
+        **_VISION_TOKENS,
+    )
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
+
+
 def _glm4v() -> Multimodal:
     config = transformers.Glm4vConfig(
         text_config=_mrope((1, 1, 2)),
@@ -497,6 +523,7 @@ FAMILIES: dict[str, Callable[[], Multimodal]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_audio": _qwen2_audio,
     "qwen2_vl": _qwen2_vl,
+    "qwen3_5": _qwen3_5,
     "qwen3_vl": _qwen3_vl,
     "smolvlm": _smolvlm,
     "voxtral": _voxtral,

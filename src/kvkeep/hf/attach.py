@@ -328,12 +328,12 @@ def _supply_cache(
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         check_fed(decoder, args, kwargs, cache.fed)
+        require_placed(cache, decoder, args, kwargs)
         if cache.recurrent is not None:
             given = arguments_of(decoder, args, kwargs)
             cache.begin_forward(decoder, given)
             if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
                 kwargs["position_ids"] = _next_positions(given, cache.fed)
-        require_placed(cache, decoder, args, kwargs)
     ask_for_weights(decoder, kwargs)
     if cache is not None or torch.is_grad_enabled() or decoder.training:
         return None
