@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama as llama
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.attach import decoder_of
+from kvkeep.hf.config import decoder_of
 from kvkeep.hf.rehearsal import rehearse
 from kvkeep.train import backward
 

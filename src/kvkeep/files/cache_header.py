@@ -26,7 +26,7 @@ MOST_TOKENS = 1 << 31
 @dataclass(frozen=True)
 class LayerHeader:
     """The state and geometry of one layer; see `kvkeep.layer.history.History`, whose `joined` is
-    saved as `apart`."""
+    saved as `apart`, and whose `pads` and `offset` are tensors."""
 
     kind: str
     columns: int
@@ -37,6 +37,7 @@ class LayerHeader:
     value_width: int
     dtype: str
     apart: bool = False
+    embedded: bool = False
 
 
 @dataclass(frozen=True)

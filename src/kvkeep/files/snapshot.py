@@ -282,7 +282,7 @@ class Saved:
             raise SavedCacheError(f"{self.path}, layer {index}: unknown dtype {header.dtype:.50}")
         history, parts = History(), dict[str, dict[str, Tensor]]()
         history.columns, history.floor = header.columns, header.floor
-        history.joined = header.apart  # its name in files
+        history.joined, history.embedded = header.apart, header.embedded
         history.geometry = _geometry(header, dtype)
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
@@ -293,6 +293,14 @@ class Saved:
                     raise SavedCacheError(
                         f"{self.path}, layer {index}: padding counts {x.tolist()[:8]} do not fit "
                         f"{header.columns} columns"
+                    )
+            elif name == "offset":
+                history.offset = x.clone()
+                _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")
+                if not -MOST_TOKENS < int(x.min()) <= int(x.max()) < MOST_TOKENS:
+                    raise SavedCacheError(
+                        f"{self.path}, layer {index}: its next positions are {x.tolist()[:8]} from "
+                        "the tokens seen; save it again"
                     )
             elif part == "memory":
                 history.memory[plane] = x.clone()
@@ -366,6 +374,8 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
     found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
     if state.history.pads is not None:
         found["pads"] = state.history.pads.cpu()
+    if state.history.offset is not None:
+        found["offset"] = state.history.offset.cpu()
     return found
 
 
@@ -383,6 +393,7 @@ def _described(layer: LayerCache, state: LayerState) -> LayerHeader:
         value_width,
         str(dtype),
         history.joined,
+        history.embedded,
     )
 
 

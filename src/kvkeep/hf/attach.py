@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -11,7 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationMixin,
+    PreTrainedModel,
+)
 
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
@@ -20,6 +24,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
     ATTENTION_PREFIX,
     decoder_config,
+    decoder_of,
     is_routed,
     layer_kinds,
     require_plain_steps,
@@ -32,8 +37,9 @@ from kvkeep.hf.generate_hook import (
     prepare_cache,
     refuse_batching,
 )
-from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.inputs import arguments_of, check_fed
 from kvkeep.hf.masks import mask_over
+from kvkeep.hf.multimodal import note_fed, require_placed, watch
 from kvkeep.hf.one_by_one import route_tokens, unroute_tokens
 from kvkeep.hf.rehearsal import rehearse, serves_unattached
 from kvkeep.hf.weights import ask_for_weights
@@ -180,6 +186,7 @@ def attach(
     hooks = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
+        *watch(model),
     )
     decoder.__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
         model,
@@ -197,7 +204,8 @@ def attach(
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
-        model.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, model, settings)
+        for part in _generating(model):
+            part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
         model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
     if compile:
@@ -231,8 +239,10 @@ def detach(model: PreTrainedModel) -> None:
         model.__dict__.pop("forward", None)
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
-    for name in ("_prepare_cache_for_generation", "generate", "init_continuous_batching"):
+    for name in ("generate", "init_continuous_batching"):
         model.__dict__.pop(name, None)
+    for part in _generating(model):
+        part.__dict__.pop("_prepare_cache_for_generation", None)
     deactivate(model)
 
 
@@ -257,18 +267,18 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return model
 
 
+def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model, and parts of it whose `generate()` runs the same decoder; a model with images may
+    call that of its language model."""
+    decoder = decoder_of(model)
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, GenerationMixin)]
+    return [part for part in parts if decoder in (part, decoder_of(part))]
+
+
 def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
     """The forward of a model that is attached with `compile=True`; None if it is not."""
     attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
     return model.__dict__.get("forward") if attachment and attachment.compiled else None
-
-
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that creates a cache if it is given none."""
-    decoder: Any = model.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):
-        decoder = model.base_model
-    return cast(PreTrainedModel, decoder)
 
 
 def _registered(model: PreTrainedModel, original: str) -> str:
@@ -325,8 +335,9 @@ def _supply_cache(
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         check_fed(decoder, args, kwargs, cache.fed)
+        require_placed(cache, decoder, args, kwargs)
         if cache.recurrent is not None:
-            given = _arguments(decoder, args, kwargs)
+            given = arguments_of(decoder, args, kwargs)
             cache.begin_forward(decoder, given)
             if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
                 kwargs["position_ids"] = _next_positions(given, cache.fed)
@@ -334,7 +345,7 @@ def _supply_cache(
     _require_no_keys_given(kwargs)
     if cache is not None or torch.is_grad_enabled() or decoder.training:
         return None
-    given = _arguments(decoder, args, kwargs)
+    given = arguments_of(decoder, args, kwargs)
 
     def wants(option: str) -> bool:
         choice = given.get(option)
@@ -348,11 +359,12 @@ def _supply_cache(
     ):
         return None
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
+    kwargs["past_key_values"] = made = Cache(attachment.model, attachment.spec)
     if not torch.compiler.is_compiling():
         check_fed(decoder, args, kwargs, 0)
-    kwargs["past_key_values"] = built = Cache(attachment.model, attachment.spec)
-    if built.recurrent is not None:
-        built.begin_forward(decoder, given)
+        require_placed(made, decoder, args, kwargs)
+    if made.recurrent is not None:
+        made.begin_forward(decoder, given)
     ask_for_weights(decoder, kwargs)
     _require_no_keys_given(kwargs)
     return args, kwargs
@@ -371,10 +383,12 @@ def _require_no_keys_given(kwargs: dict[str, Any]) -> None:
 def _require_attended(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook: raise if the model's attention did not use the keys in its cache."""
+    """Forward hook: raise if the model's attention did not use the keys in its cache; record what
+    was fed beside token ids."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         cache.end_forward()
+        note_fed(cache, decoder, args, kwargs)
 
 
 def _next_positions(given: dict[str, Any], fed: int) -> Tensor:
@@ -382,15 +396,6 @@ def _next_positions(given: dict[str, Any], fed: int) -> Tensor:
     ids = given.get("input_ids")
     tokens: Tensor = given["inputs_embeds"] if ids is None else ids
     return torch.arange(fed, fed + tokens.shape[1], device=tokens.device)[None]
-
-
-def _arguments(
-    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a forward by name."""
-    given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    return given
 
 
 def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

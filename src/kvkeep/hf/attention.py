@@ -61,6 +61,11 @@ def attention_over(original: str) -> AttentionFunction:
             )
         if step is None:
             _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
+        if query.shape[2] > 1 and not _is_causal(original, module, kwargs):
+            raise UnsupportedError(
+                f"{type(module).__name__} lets tokens attend to later ones; use the cache with "
+                "kvkeep.detach(model)"
+            )
         if kwargs.get("position_bias") is not None:
             raise StateError(
                 "attention through a kvkeep cache has no position bias; use the cache with "
@@ -195,6 +200,13 @@ def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"
     return ""
+
+
+def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a token attends to those before it only. Where transformers leaves out a causal mask,
+    which it does not for "eager", its attention functions are causal by this flag."""
+    flag = kwargs.get("is_causal")
+    return original == "eager" or bool(getattr(module, "is_causal", True) if flag is None else flag)
 
 
 def _original(name: str, module: nn.Module) -> AttentionFunction:

@@ -31,6 +31,7 @@ from kvkeep.hf.config import (
 from kvkeep.hf.demands import require_croppable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.latent import LatentStep, require_fitting
+from kvkeep.hf.multimodal import is_only_text, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import KeepsStates, TransformersStates
 from kvkeep.hf.replay import Forwards
@@ -85,6 +86,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
     ) -> None:
         config = base_config(model)
         self.config = decoder_config(config)
+        self._around = self.config is not config  # a model around the decoder may feed images
         self._kinds = layer_kinds(config)
         numbers = recurrent_numbers(config)
         self._latent = is_latent(config)
@@ -170,6 +172,8 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         view = layer.extend(key_states, value_states)
         held = layer.in_order(view)
         layer.settle()
+        if self._around and not is_only_text():  # an unattached model does not tell what it is fed
+            layer.mark_embedded()
         return held.keys, held.values
 
     def _note(self, position: Tensor) -> None:
@@ -202,12 +206,19 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
                 )
 
     @property
+    def offset(self) -> Tensor | None:
+        """By how much the model's next rotary position exceeds the tokens seen, int64 (B,); None:
+        by nothing. See `kvkeep.hf.multimodal`."""
+        return self._layers[0].offset if self._layers else None
+
+    @property
     def compiles(self) -> bool:
         """Whether a step of one token a row may run in a compiled graph: the model is attached, a
         prompt without padding is held, and nothing else must look at the step."""
         return (
             self.fed > 0
             and self.activation is None
+            and self.offset is None
             and not (self.weights or self.written_out or self.lent)
             and self.recurrent is None
             and not self.layers[0].padded
@@ -330,7 +341,8 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             private: make a new file readable by its owner only.
 
         Raises:
-            StateError: the cache is empty, its model is unknown, or a forward is running.
+            StateError: the cache is empty, its model is unknown, or a forward is running; or the
+                model was not attached, and the tokens of images share positions in it.
             SavedCacheError: the file cannot be written; an existing file is unchanged.
         """
         model = model or (None if self._model is None else self._model())
@@ -338,6 +350,11 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             raise StateError(
                 "the model of this cache is unknown, because it was built from a config or the "
                 "model was deleted; give save(model=...)"
+            )
+        if self._around and self.routed is False and shares_positions(model):
+            raise StateError(
+                "the positions that follow an image are not known for a cache that an unattached "
+                "model filled; call kvkeep.attach(model) before it is filled"
             )
         saving.save(
             self,

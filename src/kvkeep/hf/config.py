@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
@@ -40,6 +40,14 @@ def base_config(model: Any) -> PreTrainedConfig:
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the language model inside `config`."""
     return config.get_text_config(decoder=True)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that creates a cache if it is given none."""
+    decoder: Any = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        decoder = model.base_model
+    return cast(PreTrainedModel, decoder)
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:

@@ -14,6 +14,7 @@ from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed, require_plain_steps
+from kvkeep.hf.multimodal import require_counted
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
@@ -51,6 +52,7 @@ class Graphed:
                 "call the model itself"
             )
         require_plain_steps(model.config, "a CUDA graph", "call the model itself")
+        require_counted(model, cache, "graphed steps")
         device = model.device
         if any(layer.slots.segments()[-1].position.device != device for layer in cache.layers):
             raise UnsupportedError(

@@ -23,6 +23,7 @@ from kvkeep.hf.config import (
     require_plain_steps,
 )
 from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.multimodal import require_counted
 from kvkeep.hf.parallel import is_parallel
 from kvkeep.host import Specs
 
@@ -58,6 +59,7 @@ def export(
             "export a model that was loaded whole"
         )
     require_plain_steps(model.config, "an exported program", "run the model itself")
+    require_counted(model, None, "exported programs")
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
     if not attached:

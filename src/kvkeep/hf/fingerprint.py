@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from kvkeep.hf.config import base_config, changing_ropes, decoder_config
 from kvkeep.host import Activation
@@ -50,15 +51,16 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
         `weights` (parameters and everything else in the state dict), `buffers` (all others, such as
         rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
         epsilon), and `adapter` ("none", or the active adapters), as hashes; `rope`, `dtype` and
-        `config` (the other fields of the decoder's config that affect the result), as text; and
+        `config` (the other fields of the model's config that affect the result), as text; and
         `tokenizer`, hashes of its parts, if one is given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
             kind.
     """
-    config = decoder_config(base_config(model))
-    described = {"rope": _rope(config), "config": as_text(relevant_fields(config))}
+    whole = base_config(model)
+    config = decoder_config(whole)
+    described = {"rope": _rope(config), "config": as_text(relevant_fields(whole))}
     changing = bool(changing_ropes(config))
     return fingerprint_of(model, described, tokenizer, glance=glance, changing=changing)
 
@@ -85,6 +87,10 @@ def relevant_fields(config: Any) -> dict[str, Any]:
         and name not in _IRRELEVANT_FIELDS
         and not name.endswith("_token_id")
     }
+    for name in config.sub_configs:  # of the decoder and of the towers around it
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            found[name] = relevant_fields(part)
     quantization = found.get("quantization_config") or {}
     if str(quantization.get("quant_method", "")).lower().endswith("gguf"):
         del found["quantization_config"]  # a GGUF file's weights are dequantised when it is loaded

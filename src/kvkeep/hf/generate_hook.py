@@ -19,6 +19,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import base_config, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
+from kvkeep.hf.multimodal import holds_tensors, resume
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
@@ -111,6 +112,7 @@ class _Call:
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 _OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+_OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """The tensors that transformers divides into chunks along with the token ids."""
 
@@ -132,9 +134,11 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     columns = 0 if ids is None else ids.shape[1]
     call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks, ids)
     token = _CALL.set(call)
+    given_cache = kwargs.get("past_key_values")
+    if isinstance(given_cache, Cache) and given_cache.fed:
+        resume(model, given_cache)
     try:
-        own = kwargs.get("past_key_values")
-        with _rows_restored(own), _as_stateless(model, own):
+        with _rows_restored(given_cache), _as_stateless(model, given_cache):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
@@ -291,8 +295,9 @@ def _chunk_prompt(
 
 
 def _brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has other tensors than those in `beside`, such as images."""
-    return any(isinstance(x, Tensor) and name not in beside for name, x in model_kwargs.items())
+    """Whether a call has other tensors than those in `beside`, such as images, or the features that
+    transformers computed from them before it asked for a cache."""
+    return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 
 def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -436,8 +441,10 @@ def _plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> _Call |
 def _is_plain(model: PreTrainedModel, call: _Call, model_kwargs: dict[str, Any]) -> bool:
     """Whether a call is one of this model, and nothing but its token ids, their mask and their
     positions changes the result."""
+    types = model_kwargs.get("mm_token_type_ids")
     return call.model is model and not (
-        _brings_tensors(model_kwargs, beside=("attention_mask", "position_ids"))
+        _brings_tensors(model_kwargs, beside=_OF_TEXT)
+        or (types is not None and bool(types.any()))  # 0: a token of text
         or model.training
         or names_adapters(model)
         or learns_prompts(model)
@@ -445,5 +452,6 @@ def _is_plain(model: PreTrainedModel, call: _Call, model_kwargs: dict[str, Any])
 
 
 def _counts(place: Tensor, tokens: int) -> bool:
-    """Whether positions (B, n) are 0, 1, 2, ..."""
-    return place.dim() == 2 and bool((place == torch.arange(tokens, device=place.device)).all())
+    """Whether positions (B, n), or (parts, B, n), are 0, 1, 2, ..."""
+    counted = torch.arange(tokens, device=place.device)
+    return place.shape[-1] == tokens and bool((place == counted).all())

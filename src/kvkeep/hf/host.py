@@ -32,6 +32,7 @@ from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
+from kvkeep.hf.multimodal import only_text, require_counted, why_not_counted
 from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import TransformersStates
@@ -168,7 +169,9 @@ class TransformersHost(Host):
         return logits
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
-        self._run(self.model.get_decoder(), ids, cache, position, {})
+        # A model around the decoder may count positions otherwise than the decoder does by itself.
+        alone = why_not_counted(unwrapped(self.model), cache) == ""
+        self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
 
     @cached_property
     def _skips_logits(self) -> bool:
@@ -193,13 +196,15 @@ class TransformersHost(Host):
                     f"{self.name} has recurrent layers, which compute tokens in their order, not "
                     "at given positions; feed the whole text"
                 )
+            require_counted(unwrapped(self.model), cache, "blocks of text")
             at = position
             # An attached model takes positions from what its mask function returns, which is this.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
             options["position_ids"] = position[None].to(ids.device)
         try:
             activate(self.model, cache.activation, at)
-            return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+            with only_text():
+                return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
         finally:  # so that the adapter takes no part in later forwards
             activate(self.model, None, at)
 

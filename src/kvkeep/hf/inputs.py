@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError
@@ -16,6 +16,19 @@ from kvkeep.hf.config import decoder_config
 
 _warned: WeakSet[PreTrainedModel] = WeakSet()
 """Decoders that have been warned about positions past their limit."""
+
+
+def arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a forward by name."""
+    if not args:
+        return kwargs
+    given: dict[str, Any] = dict(
+        inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    )
+    rest: dict[str, Any] = given.pop("kwargs", {})
+    return given | rest
 
 
 def check_fed(
@@ -28,9 +41,7 @@ def check_fed(
         ShapeError: there are no rows or no tokens, or a token id is outside the vocabulary (checked
             on the CPU only, since reading ids would synchronise other devices).
     """
-    given = kwargs
-    if args:
-        given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
+    given = arguments_of(decoder, args, kwargs)
     ids: Tensor | None = given.get("input_ids")
     fed: Tensor | None = given.get("inputs_embeds") if ids is None else ids
     if fed is None or fed.dim() < 2:

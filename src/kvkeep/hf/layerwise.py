@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.attach import attach, decoder_of, unwrapped
+from kvkeep.hf.attach import attach, unwrapped
 from kvkeep.hf.config import (
     decoder_config,
+    decoder_of,
     is_routed,
     layer_kinds,
     recurrent_numbers,
@@ -290,6 +291,7 @@ class _TextCache(transformers.Cache):
     the columns before a chunk, and tags new keys for the step that computes attention."""
 
     is_compileable = False
+    offset = None
 
     def __init__(self, text: Layerwise, kinds: list[LayerKind]) -> None:
         self._text, self._kinds = text, kinds

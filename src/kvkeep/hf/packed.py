@@ -22,6 +22,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
 from kvkeep.layer.attending import AttendingLayer
 
@@ -45,7 +46,7 @@ def unpackable(model: PreTrainedModel) -> str:
         return "its forward takes no positions"
     if not is_routed(text):
         return "it is not attached: call kvkeep.attach(model) first"
-    return ""
+    return why_not_counted(model)
 
 
 def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> None:
@@ -62,6 +63,7 @@ def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> No
                 f"a packed forward through a {type(cache).__name__}; build each sequence's cache "
                 "as kvkeep.Cache(model)"
             )
+        require_counted(model, cache, "packed forwards")
         if cache.activation is not None:
             raise UnsupportedError(
                 "a packed forward cannot start an activated adapter at a token of each sequence; "
@@ -87,6 +89,7 @@ class PackedCache(transformers.Cache):
     is_compileable = False
     is_initialized = True
     is_croppable = False
+    offset = None
 
     def __init__(self, layers: Sequence[AttendingLayer], config: Any) -> None:
         self.layers: list[AttendingLayer] = list(layers)  # type: ignore[assignment]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
@@ -32,7 +33,7 @@ def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
 def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None]:
     """The rotary embedding of each type of layer."""
     module = _code(text)
-    turning = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
+    turning = _turning(module)
     classes = [
         found
         for name, found in vars(module).items()
@@ -59,8 +60,34 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
             )
         # The first element of the result is the negative of the element paired with the first.
         interleaved = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0] == -2.0
-        found[name] = Rotary(inv_freq.float(), interleaved)
+        rotary = found[name] = Rotary(inv_freq.float(), interleaved)
+        if own.get("mrope_section") and not _turns_alike(module, embedding, rotary):
+            raise UnsupportedError(
+                f"kvkeep does not know how {text.model_type} rotates keys, which is needed to move "
+                "them and to predict queries; use the policy snapkv or h2o instead, and a "
+                "PrefixStore for texts"
+            )
     return found
+
+
+def _turning(module: ModuleType) -> Callable[[Tensor], Tensor] | None:
+    """The function that exchanges the halves or the neighbours of what a text's attention rotates;
+    a model may have another one for images."""
+    code = getattr(getattr(module, "apply_rotary_pos_emb", None), "__code__", None)
+    called = [name for name in getattr(code, "co_names", ()) if name.startswith("rotate_")]
+    names = (*called, "rotate_half", "rotate_every_two")
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def _turns_alike(module: ModuleType, embedding: Any, rotary: Rotary) -> bool:
+    """Whether the model's own code rotates as `rotary` does, up to a factor, if all three parts of
+    a position are equal."""
+    width, at = 2 * len(rotary.inv_freq), 3
+    x = torch.linspace(1.0, 2.0, width)[None, None, None]
+    cos, sin = embedding(x, torch.full((3, 1, 1), at))
+    found = module.apply_rotary_pos_emb(x, x, cos, sin)[0].flatten()
+    expected = rotary.turn(x, torch.tensor(at)).flatten()
+    return bool(torch.allclose(found / found.norm(), expected / expected.norm(), atol=1e-5))
 
 
 def _code(config: PreTrainedConfig) -> ModuleType:

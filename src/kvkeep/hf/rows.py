@@ -86,6 +86,7 @@ class RowsCache(transformers.Cache):
     is_compileable = False
     is_initialized = True
     is_croppable = False
+    offset = None
 
     def __init__(self, config: Any) -> None:
         self._config = decoder_config(config)

@@ -112,6 +112,11 @@ def _chosen(
                     f"compress evicts single slots, but codec {codec.name} encodes blocks of "
                     "tokens; use int8 or int8/int4"
                 )
+        if layer.history.embedded:
+            raise StateError(
+                "compress reads a text again by its token ids, and this cache was fed images, "
+                "sound or embeddings; evict from it by another policy, such as snapkv"
+            )
         if layer.length != tokens or layer.history.floor:
             raise StateError(
                 f"layer {index} holds {layer.length} of {tokens} tokens, or has evicted some: "

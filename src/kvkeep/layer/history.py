@@ -19,7 +19,17 @@ class History:
     """What was fed to a layer: the number of columns, each row's padding, the geometry; and the
     policy's state for each row."""
 
-    __slots__ = ("columns", "floor", "geometry", "joined", "memory", "pads", "shown")
+    __slots__ = (
+        "columns",
+        "embedded",
+        "floor",
+        "geometry",
+        "joined",
+        "memory",
+        "offset",
+        "pads",
+        "shown",
+    )
 
     def __init__(self) -> None:
         self.columns = 0
@@ -29,6 +39,10 @@ class History:
             None  # which columns were tokens, bool (B, n), if rows were packed
         )
         self.joined = False  # whether the slots join texts computed without each other
+        self.embedded = False  # whether token ids do not tell all that was fed: images, sound, ...
+        # (B,) by how much the model's next rotary position exceeds `seen`, negative after most
+        # images, whose tokens share positions; None: by nothing
+        self.offset: Tensor | None = None
         self.geometry: Geometry | None = None  # None before the first token
         self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
 
@@ -69,6 +83,7 @@ class History:
         after.columns, after.geometry = self.columns + 1, self.geometry
         after.floor = self.floor if floor is None else floor
         after.pads, after.shown, after.joined = self.pads, self.shown, self.joined
+        after.embedded, after.offset = self.embedded, self.offset
         after.memory = self.memory
         return after
 
@@ -86,6 +101,8 @@ class History:
             self.pads = self.pads.index_select(0, index)
         if self.shown is not None:
             self.shown = self.shown.index_select(0, index)
+        if self.offset is not None:
+            self.offset = self.offset.index_select(0, index.to(self.offset.device))
         if self.geometry is not None:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
@@ -129,6 +146,7 @@ class LayerState(NamedTuple):
         history = self.history.fork()
         history.pads = None if history.pads is None else history.pads.to(device)
         history.shown = None if history.shown is None else history.shown.to(device)
+        history.offset = None if history.offset is None else history.offset.to(device)
         history.memory = {name: x.to(device) for name, x in history.memory.items()}
         if history.geometry is not None:
             history.geometry = history.geometry._replace(device=device)

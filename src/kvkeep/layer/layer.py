@@ -355,6 +355,23 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         """A copy of the record of what was fed."""
         return self._history.fork()
 
+    @property
+    def offset(self) -> Tensor | None:
+        """By how much the model's next rotary position exceeds `seen`, int64 (B,); None: by
+        nothing. See `mark_embedded`."""
+        return self._history.offset
+
+    def mark_embedded(self, offset: Tensor | None = None, floor: int = 0) -> None:
+        """Record that token ids do not tell all that was fed: some tokens were those of images or
+        sound, or came as embeddings.
+
+        Args:
+            offset: see the attribute of that name.
+            floor: a crop must leave that many columns, because `offset` does not hold before.
+        """
+        self._history.embedded, self._history.offset = True, offset
+        self._history.floor = max(self._history.floor, floor)
+
     def state(self) -> LayerState:
         """The history and all slots; the planes are views, valid until the next change."""
         return LayerState(self.history, self._slots.parts())

@@ -45,6 +45,8 @@ class Rollback:
             return f", and policy {policy.name} cannot undo a step; {again}, or use keep_all"
         if not self._history.floor:
             return ""
+        if not policy.evicts and self.key_codec.block == 1:
+            return f", and the tokens of images share positions; {again}"
         if not policy.evicts:
             codec = self.key_codec.name
             return f", and codec {codec} encodes tokens in blocks; {again}, or use int8"

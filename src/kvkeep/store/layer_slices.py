@@ -99,6 +99,11 @@ def why_not_whole(layer: LayerCache) -> str:
     reason = _why_not_keepable(layer)
     if reason:
         return reason
+    if layer.history.embedded:
+        return (
+            "it was fed images, sound or embeddings, which token ids do not tell apart; feed such "
+            "a prompt again instead"
+        )
     if layer.policy.ragged:
         return f"policy {layer.policy.name} keeps texts of its own; use keep_all"
     if layer.padded:

@@ -1,0 +1,260 @@
+"""What multimodal models are fed beside token ids, and the positions that they count by themselves.
+
+Such a model replaces some tokens by the features of images or sound, and gives embeddings to its
+decoder. So token ids do not tell what a cache was fed, which its history records
+(`History.embedded`). Some of these models have rotary positions of three parts, which the tokens of
+an image share. The positions of the text after it are then behind the number of tokens; the model
+keeps the difference in an attribute `rope_deltas`, for the last prompt that it read, whichever
+cache that went to. A cache has its own (`History.offset`), and gives it to the model before each
+forward.
+
+Attention needs none of this: which slots a query sees follows from the order of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.hf.config import decoder_config, decoder_of
+from kvkeep.hf.inputs import arguments_of
+from kvkeep.policy import Need
+
+TEXT = frozenset(
+    (
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "cache_position",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "past_key_values",
+        "labels",
+        "logits_to_keep",
+    )
+)
+"""The arguments of a forward from which nothing but text can come."""
+
+_DELTAS = "rope_deltas"
+
+_MEDIA: ContextVar[bool | None] = ContextVar("media", default=None)
+"""Whether the forward of a model around a decoder is given more than text; None: there is none."""
+
+_counting: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+"""The parts of models that keep the difference of positions."""
+
+_from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+"""Whether models give the positions 0, 1, 2, ... to their decoders."""
+
+
+def brings_media(given: Mapping[str, Any]) -> bool:
+    """Whether a call has tensors from which more than text can come: images, sound, their features,
+    or embeddings."""
+    return any(holds_tensors(x) for name, x in given.items() if name not in TEXT)
+
+
+def holds_tensors(x: Any) -> bool:
+    """Whether a value is a tensor, or a container with one inside."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))
+
+
+def wraps(model: PreTrainedModel) -> bool:
+    """Whether a model is a decoder inside one that may give it more than text."""
+    return decoder_config(model.config) is not model.config
+
+
+def watch(model: PreTrainedModel) -> tuple[RemovableHandle, ...]:
+    """Hooks by which the forwards of a model around a decoder tell what they are given; none for
+    other models, whose decoders see it themselves."""
+    if not wraps(model):
+        return ()
+    return (
+        model.register_forward_pre_hook(_begin, with_kwargs=True),
+        model.register_forward_hook(_end, always_call=True),
+    )
+
+
+def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    given = arguments_of(model, args, kwargs)
+    _MEDIA.set(brings_media(given))
+    resume(model, given.get("past_key_values"))
+
+
+def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _MEDIA.set(None)
+
+
+def is_only_text() -> bool:
+    """Whether the current forward is given token ids and nothing else."""
+    return _MEDIA.get() is False
+
+
+@contextmanager
+def only_text() -> Iterator[None]:
+    """The forwards inside are given token ids and nothing else."""
+    before = _MEDIA.set(False)
+    try:
+        yield
+    finally:
+        _MEDIA.reset(before)
+
+
+def shares_positions(model: nn.Module) -> bool:
+    """Whether tokens of an image may share positions."""
+    return bool(_counting_parts(model))
+
+
+def _counting_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules that keep the difference of positions of the last prompt."""
+    found = _counting.get(model)
+    if found is None:
+        found = _counting[model] = [x for x in model.modules() if _DELTAS in x.__dict__]
+    return found
+
+
+def resume(model: nn.Module, cache: Any) -> None:
+    """Give the model the difference of positions that belongs to a cache of kvkeep's."""
+    if not hasattr(cache, "offset"):
+        return
+    for part in _counting_parts(model):
+        part.__dict__[_DELTAS] = None if cache.offset is None else cache.offset[:, None]
+
+
+def require_placed(cache: Any, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError, before a forward of a decoder, if some policy needs the positions for
+    which keys are rotated, and these are not those of the slots."""
+    policies = [layer.policy for layer in cache.layers if Need.ROTARY in layer.policy.needs]
+    given = arguments_of(decoder, args, kwargs) if policies else {}
+    position = given.get("position_ids")
+    if not isinstance(position, Tensor) or not cache.layers:
+        return
+    own = _slot_positions(given, position, cache)
+    if bool(((_rotary(position) != own) & (own >= 0)).any()):
+        raise UnsupportedError(
+            f"policy {policies[0].name} turns keys back by their positions, and the rotary "
+            "positions of these tokens are not 0, 1, 2, ...: they follow an image, or the call "
+            "sets position_ids; use snapkv or h2o instead"
+        )
+
+
+def note_fed(cache: Any, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Record in a cache, after a forward of its decoder, what token ids do not tell."""
+    media = _MEDIA.get()
+    if media is None:
+        media = arguments_of(decoder, args, kwargs).get("input_ids") is None
+    position = kwargs.get("position_ids")
+    if isinstance(position, Tensor) and position.dim() == 3 and position.shape[-1] > 1:
+        offset, floor = _shared_positions(cache, kwargs, position)
+        media = media or floor > 0
+    else:  # positions count up, from wherever they were
+        offset, floor = cache.offset, 0
+    if media:
+        for layer in cache.layers:
+            layer.mark_embedded(offset, floor)
+
+
+def _shared_positions(
+    cache: Any, given: Mapping[str, Any], position: Tensor
+) -> tuple[Tensor | None, int]:
+    """By how much the next position exceeds the tokens seen, (B,), None if by nothing; and the
+    columns after which all positions count up. Of a chunk that was just fed."""
+    n, rotary = position.shape[-1], _rotary(position)
+    own = _slot_positions(given, position, cache, fed=True)
+    seen = cache.seen.to(position.device)
+    highest = rotary.amax(dim=(0, 2))
+    if cache.offset is not None:
+        before = seen - (own >= 0).sum(dim=1)
+        highest = torch.maximum(highest, before + cache.offset.to(position.device) - 1)
+    offset = (highest + 1 - seen).to(torch.int64)
+    apart = ((rotary != own + offset[:, None]) & (own >= 0)).any(dim=0).any(dim=0).nonzero()
+    floor = cache.fed - n + int(apart[-1]) + 1 if len(apart) else 0
+    return (offset if bool(offset.any()) else None), floor
+
+
+def _rotary(position: Tensor) -> Tensor:
+    """The positions that rotate queries and keys, (parts, B, n), of a decoder's `position_ids`: a
+    fourth part in front counts tokens."""
+    return position[-3:] if position.dim() == 3 else position[None]
+
+
+def _slot_positions(
+    given: Mapping[str, Any], position: Tensor, cache: Any, *, fed: bool = False
+) -> Tensor:
+    """The slots' positions of a chunk, int64 (1|B, n), -1 for padding.
+
+    Args:
+        fed: whether the chunk was fed already.
+    """
+    n, rows, device = position.shape[-1], position.shape[-2], position.device
+    mask = given.get("attention_mask")
+    mask = next(iter(mask.values())) if isinstance(mask, Mapping) else mask
+    if isinstance(mask, Tensor) and mask.dim() == 4:  # positions, see `kvkeep.hf.masks`
+        return mask.flatten(1).to(device, torch.int64)
+    real = torch.ones(rows, n, dtype=torch.bool, device=device)
+    if isinstance(mask, Tensor):
+        real = mask[:, -n:].to(device, torch.bool)
+    seen = cache.seen.to(device)[:, None] if cache.rows else 0
+    before = seen - real.sum(dim=1, keepdim=True) if fed else seen
+    return (before + real.cumsum(dim=1) - 1).masked_fill(~real, -1)
+
+
+def why_not_counted(model: PreTrainedModel, cache: Any = None) -> str:
+    """Why the next tokens' positions are not the numbers of tokens before them, in a model or after
+    what a cache was fed; empty if they are."""
+    if getattr(cache, "offset", None) is not None:
+        return "the tokens of an image that it was fed share positions"
+    if wraps(model) and not _counts_from_zero(model):
+        return "it counts positions in another way than 0, 1, 2, ..."
+    return ""
+
+
+def require_counted(model: PreTrainedModel, cache: Any, what: str) -> None:
+    """Raise UnsupportedError if there is a reason by `why_not_counted`; `what` needs that there is
+    none."""
+    reason = why_not_counted(model, cache)
+    if reason:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot have {what}: {reason}; feed the tokens by the model's "
+            "own forward, in order"
+        )
+
+
+class _Reached(Exception):  # noqa: N818 - this is not an error
+    """Raised when a forward reaches its decoder."""
+
+
+def _counts_from_zero(model: PreTrainedModel) -> bool:
+    """Whether a model gives the positions 0, 1, 2, ... to its decoder for a text, or leaves them to
+    the decoder. Found by a forward that ends there; a model that takes no text alone does not."""
+    known = _from_zero.get(model)
+    if known is None:
+        found: list[Tensor | None] = []
+
+        def look(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            found.append(kwargs.get("position_ids"))
+            raise _Reached
+
+        hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True, prepend=True)
+        try:
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+            with torch.no_grad(), suppress(Exception):
+                type(model).forward(model, input_ids=ids, use_cache=False)
+        finally:
+            hook.remove()
+        position = found[0] if found else torch.full((1, 2), -1)
+        plain = position is None or bool((_rotary(position).cpu() == torch.arange(2)).all())
+        known = _from_zero[model] = plain
+    return known
