@@ -134,7 +134,7 @@ def test_prompts(tokenizer, spec):
         assert cache.length == 64
     found = model.generate(again, max_new_tokens=4, do_sample=False)
     assert found.shape == (1, again.input_ids.shape[1] + 4)
-    assert again.report.found == report.found
+    assert again.report.found > report.found  # the third block too, now
 
 
 def test_a_block_at_the_end(tokenizer):
