@@ -240,8 +240,8 @@ def test_what_nothing_was_evicted_from_is_stored(model):
     before = store.nbytes
     for spec in ("h2o:64+int8", "h2o:24", "adakv(h2o:64)", "keep_all+kivi"):
         other = PrefixStore()
-        cache = other.read(model, ids(70, 6), spec=spec).cache
-        assert store.learn(model, ids(70, 6), cache) == 0
+        cache = other.read(model, ids(50, 6), spec=spec).cache
+        assert store.learn(model, ids(50, 6), cache) == 0
     assert store.nbytes == before
     assert store.stats().refused == 4
 

@@ -107,6 +107,12 @@ def test_all_of_a_prompt_but_its_last_token():
     assert store.stats().hit_tokens == 39
 
 
+def test_what_all_begin_with():
+    prompts, store = [*PROMPTS, torch.cat([SHARED[:30], ids(25, 7)])], PrefixStore()
+    assert made(store=store)[1](prompts).equal(made()[1](prompts))
+    assert store.stats().tokens == 30
+
+
 @pytest.mark.parametrize(
     "prompts",
     [
