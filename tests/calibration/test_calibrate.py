@@ -151,6 +151,17 @@ def test_a_snapshot_a_fork_and_a_batch_go_on(attached, scorer, tmp_path):
     assert len(list(batch)) == len(answers)
 
 
+def test_it_begins_with_what_a_store_holds(attached, scorer):
+    """Scores are of the keys and values as the model gave them, so codes change none."""
+    store, spec = kvkeep.PrefixStore(), f"kvzap:50%,scorer={scorer[0]},recent=4+int8"
+    store.read(attached, IDS[0])
+    cache, found = store.read(attached, IDS[0], spec=spec)
+    plain = fed(attached, spec.removesuffix("+int8"))
+    assert found == IDS.shape[1]
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        assert layer.positions().sort(dim=2).values.equal(other.positions().sort(dim=2).values)
+
+
 def test_layers_with_a_window_keep_it(text_file, tmp_path):
     model = tiny("gemma3", vocab_size=512, max_position_embeddings=512)
     found = calibrated(model, text_file, tmp_path / "s", length=64)

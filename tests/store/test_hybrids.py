@@ -136,3 +136,36 @@ def _attached_with(model: Any, store: PrefixStore) -> Iterator[None]:
             yield
     finally:
         attach(model)
+
+
+@pytest.mark.parametrize("spec", ["snapkv:16,window=4", "keep_all@host"])
+def test_a_budget_begins_with_states_too(model: Any, spec: str) -> None:
+    store, text, rest = PrefixStore(block=8), _ids(40), _ids(5, 1)
+    first = store.read(model, text, spec=spec)
+    again = store.read(model, text, spec=spec)
+    assert again.found >= 32
+    logits = [_next(model, read.cache, rest) for read in (first, again)]
+    assert logits[0].equal(logits[1])
+
+
+def test_rows_that_begin_alike(model: Any) -> None:
+    """Unless they are padded: padding behind tokens would change the states."""
+    shared = _ids(24)
+    rows = torch.stack([torch.cat([shared, _ids(6, seed)]) for seed in (1, 2)])
+    mask = torch.ones_like(rows)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    padded = mask.clone()
+    padded[1, :6] = 0
+    moved = rows.clone()
+    moved[1] = torch.cat([torch.zeros(6, dtype=torch.int64), shared])
+    wanted = [
+        model.generate(x, attention_mask=m, **options) for x, m in ((rows, mask), (moved, padded))
+    ]
+    detach(model)
+    store = PrefixStore(block=8)
+    with attach(model, store=store):
+        for _ in range(2):
+            assert model.generate(rows, attention_mask=mask, **options).equal(wanted[0])
+            assert model.generate(moved, attention_mask=padded, **options).equal(wanted[1])
+    assert store.stats().hits > 0
+    attach(model)

@@ -208,6 +208,12 @@ def test_bad_input():
         store.insert("m", torch.arange(9), other)
     with store.match("m", torch.arange(9)) as hit, pytest.raises(StateError, match="holds 9"):
         hit.fill(cache)
+    for spec in ("tova:40", "keydiff:40", "keep_all+int8"):
+        with (
+            store.match("m", torch.arange(9)) as hit,
+            pytest.raises(StateError, match="with the specs of the stored entry"),
+        ):
+            hit.fill(new_cache(spec))
     assert store.insert("m", torch.arange(0), cache) == 0
     assert issubclass(StateError, KVKeepError)
     store.check()

@@ -395,6 +395,8 @@ def _begun_alike(
     found: Cache | None = cache
     if found is None or mask is None:
         return found
+    if found.recurrent is not None:  # padding behind tokens would change its states
+        return None
     real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
     real = real.repeat_interleave(several, dim=0)
     model_kwargs["attention_mask"] = real.to(mask)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.layer.frozen import FrozenPlanes, FrozenRuns, Run
 from kvkeep.layer.slots import Codecs
-from kvkeep.planes import POSITION, part
+from kvkeep.planes import POSITION, part, slot_count
 
 if TYPE_CHECKING:
     from kvkeep.layer.layer import LayerCache
@@ -27,6 +27,8 @@ def runs_for(layer: LayerCache, text: LayerCache) -> Iterator[Run]:
     if geometry is None:
         return
     for planes in frozen.placed(codecs.key):
+        if not slot_count(planes):  # all of its slots are hidden
+            continue
         position = planes[POSITION][0, 0]
         k = codecs.key.decode(part(planes, "k"), geometry.dtype)
         v = codecs.value.decode(part(planes, "v"), geometry.dtype)

@@ -11,6 +11,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import StateError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
+from kvkeep.policy import Policy
 from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Match, Node
@@ -43,7 +44,7 @@ class Hit:
         if (cache.recurrent is None) != (not geometry.states):
             return False
         return all(
-            planes_of(layer, own.of_row) == own.planes and not layer.policy.per_head
+            planes_of(layer, own.of_row) == own.planes and not _scores(layer.policy)
             for layer, own in zip(cache.layers, geometry.layers, strict=True)
         )
 
@@ -120,3 +121,8 @@ def _stretches(match: Match[Stretch], length: int) -> list[Stretch]:
         found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))
         left -= len(node.tokens)
     return found
+
+
+def _scores(policy: Policy) -> bool:
+    """Whether slots of this policy hold more than what is stored; see `kvkeep.store.beginning`."""
+    return policy.per_head or bool(policy.planes)

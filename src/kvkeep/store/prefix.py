@@ -240,12 +240,17 @@ class PrefixStore:
         a compressed text with which they begin, of at least half of them; then the rest is
         computed, kept as it is, and not stored.
 
+        A cache with a budget, with a codec that encodes blocks of tokens, or in host storage begins
+        with exact slots, of `keep_all`; what the store lacks of them is computed and stored, unless
+        the store could not hold all. It is fed the last tokens whose queries its policy needs to
+        see, and evicts then. What the store held before does not change which slots it keeps.
+
         Args:
             model: of a library that kvkeep knows; see `kvkeep.host.host_of`.
             tokens: int64 (n,) or (1, n).
             prompt: the whole prompt that begins with `tokens`; None: `tokens`. An activated adapter
                 computes from its last invocation in the prompt on.
-            spec: of the cache; caches of other codecs have entries of their own.
+            spec: of the cache. Caches that keep all have entries for each codec.
             namespace: only entries of the same namespace are found.
             chunk: compute so many tokens at once; None: all.
             capacity: see `kvkeep.Cache`.
@@ -293,7 +298,8 @@ class PrefixStore:
         whole_text: bool = False,
     ) -> Reading:
         """A cache of the stored prefix of some tokens, which may be empty: `read` without computing
-        the rest. See there for the arguments and errors."""
+        the rest. See there for the arguments and errors. A cache with a budget evicts after the
+        next forward."""
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
         whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
