@@ -12,7 +12,7 @@ from support.tiny_host import tiny_model
 from support.tiny_models import tiny
 
 import kvkeep
-from kvkeep.batch import Batch, Settings, generate_many
+from kvkeep.batch import Batch, Reuse, Settings, generate_many
 from kvkeep.errors import (
     CapacityError,
     OutOfMemoryError,
@@ -430,6 +430,15 @@ def test_a_prompt_is_found_while_the_answer_to_it_goes_on(model):
     (again,) = namespaced.add(tokens(30), Settings(1), namespace="other")
     list(namespaced)
     assert again.cached == 29
+
+
+def test_a_prompt_with_a_store_of_its_own(model):
+    batch = Batch(model, store=kvkeep.PrefixStore())
+    reuse = Reuse(model, kvkeep.PrefixStore())
+    for given, found in ((reuse, 0), (None, 0), (reuse, 29), (None, 29)):
+        (answer,) = batch.add(tokens(30), Settings(1), reuse=given)
+        list(batch)
+        assert answer.cached == found
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -70,6 +70,23 @@ def test_a_forward_that_fails_leaves_no_adapter_in_charge(monkeypatch):
     assert adapters._OFFSET.get() is None
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_adapter_in_a_model_of_transformers(stored):
+    """Without a PeftModel nothing else says where the invocation is."""
+    tuned = adapted()
+    model = tiny("llama", max_position_embeddings=256, num_hidden_layers=3).eval()
+    model.set_attn_implementation("eager")
+    model.add_adapter(tuned.peft_config["default"], "default")
+    model.load_state_dict(tuned.get_base_model().state_dict(), strict=False)
+    ids = prompt(text(20), INVOCATION, text(5, seed=4))
+    options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+    wanted = tuned(ids).logits[0, -1]
+    with kvkeep.attach(model, store=PrefixStore() if stored else None):
+        got = model.generate(ids, **options).logits[0][0]
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(model(ids).logits[0, -1], wanted, atol=1e-3)
+
+
 def test_where_the_last_invocation_begins():
     at = InvokedAdapter("default", (5, 6)).start
     assert at(torch.tensor([1, 5, 6, 2, 5, 6, 3])) == 4

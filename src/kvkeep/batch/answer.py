@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from kvkeep.batch.stops import Stops
 from kvkeep.cache import Frozen
 from kvkeep.errors import SpecError
 from kvkeep.host import ModelCache, Sampling, Specs, TextStream, drawn
+
+if TYPE_CHECKING:
+    from kvkeep.batch.reuse import Reuse
 
 GREEDY = Sampling()
 STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
@@ -74,13 +77,20 @@ class Prompt:
         shared_bytes: what its tokens but the last take, if the answers can share them.
         queue: its answers are admitted in turn with those of other queues.
         namespace: of the store's entries that it may begin with; None: none, and it leaves none.
+        reuse: begins its caches, and keeps what they were fed.
     """
 
     def __init__(
-        self, ids: Tensor, answers: int, shared_bytes: int, queue: str, namespace: str | None
+        self,
+        ids: Tensor,
+        answers: int,
+        shared_bytes: int,
+        queue: str,
+        namespace: str | None,
+        reuse: Reuse,
     ) -> None:
         self.ids, self.answers, self.shared_bytes = ids, answers, shared_bytes
-        self.queue, self.namespace = queue, namespace
+        self.queue, self.namespace, self.reuse = queue, namespace, reuse
         self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
         self.frozen: Frozen[ModelCache] | None = None  # all but the last token
 

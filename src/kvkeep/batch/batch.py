@@ -128,6 +128,7 @@ class Batch:
         keep_until: Marker | None = None,
         queue: str = "",
         namespace: str | None = "",
+        reuse: Reuse | None = None,
     ) -> list[Answer]:
         """Add a prompt. Its answers begin with the next step that has room for them.
 
@@ -141,6 +142,7 @@ class Batch:
                 remembers each queue, so let them be few, such as the names of clients.
             namespace: only entries of the same namespace are found in the store; None: none is, and
                 none is stored.
+            reuse: what its caches begin with, and where they are kept; None: the batch's store.
 
         Returns:
             The n answers, in order.
@@ -172,7 +174,7 @@ class Batch:
                 f"may hold {self.max_bytes}; ask for fewer tokens, use a spec that keeps less, or "
                 "raise max_bytes"
             )
-        origin = Prompt(ids, n, shared, queue, namespace)
+        origin = Prompt(ids, n, shared, queue, namespace, reuse or self._reuse)
         with self._lock:
             answers = [
                 Answer(
@@ -374,7 +376,7 @@ class Batch:
             self._drop_aside(answer)
             answer.origin.filled(answer.index)
             if answer.reason in (STOP, LENGTH):
-                self._reuse.keep(answer)
+                answer.origin.reuse.keep(answer)
             answer.cache = None
 
     def _promised(self, answers: Sequence[Answer]) -> int:
@@ -504,7 +506,7 @@ class Batch:
                 continue
             if not answer.begun:
                 try:
-                    answer.cache, answer.begun = self._reuse.begin(answer), True
+                    answer.cache, answer.begun = origin.reuse.begin(answer), True
                 except Exception as error:
                     answer.fail(error)
                     continue
@@ -555,7 +557,9 @@ class Batch:
             origin = answer.origin
             self._suspects.discard(answer)
             if not answer.tokens and not answer.reads_prompt and origin.frozen is None:
-                self._reuse.keep(answer)  # now, so that others find it while this one goes on
+                answer.origin.reuse.keep(
+                    answer
+                )  # now, so that others find it while this one goes on
             self._share(answer)
             if answer.unfed == 0 and not answer.ended:
                 try:

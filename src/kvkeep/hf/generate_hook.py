@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,7 +21,7 @@ from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.multimodal import holds_tensors, resume
 from kvkeep.hf.weights import drops_weights
-from kvkeep.host import ModelCache, Specs, host_of, per_layer
+from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.host.compress import compresses, read
 from kvkeep.policy import KVzip
@@ -111,15 +111,33 @@ class _Call:
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
+_OTHER: ContextVar[tuple[PreTrainedModel, Settings] | None] = ContextVar("other", default=None)
 _OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
 _OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """The tensors that transformers divides into chunks along with the token ids."""
 
 
+@contextmanager
+def settings_of_calls(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
+    """Within this context, calls of an attached model's `generate()` use other settings than those
+    with which it was attached. Tasks and threads that are started in it inherit them."""
+    token = _OTHER.set((model, settings))
+    try:
+        yield
+    finally:
+        _OTHER.reset(token)
+
+
+def _in_force(model: PreTrainedModel, settings: Settings) -> Settings:
+    other = _OTHER.get()
+    return other[1] if other is not None and other[0] is model else settings
+
+
 def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any) -> Any:
     """The model's `generate`, which looks up the prompt's prefix in the store and stores the
     result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
+    settings = _in_force(model, settings)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
     blocks = asked if isinstance(asked, BlockPrompt) else None
@@ -192,6 +210,7 @@ def prepare_cache(
     The rows of a kvkeep cache that holds a prompt are repeated as beams or several answers need;
     they share its slots.
     """
+    settings = _in_force(model, settings)
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
     drafting = bool(generation_config.is_assistant)
@@ -256,6 +275,7 @@ def prepare_cache(
         most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
         cache = Cache(model, settings.spec, capacity=None if drafting else most)
         cache.drafting = drafting
+        cache.activation = _invoked(model)
         if drafting:
             cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
@@ -320,6 +340,17 @@ def _activate_later(model: PreTrainedModel, cache: Cache) -> None:
         found = activation_in(model, call.ids[0].cpu())
         if found is not None and found.start >= cache.fed:
             cache.activation = found
+
+
+def _invoked(model: PreTrainedModel) -> Activation | None:
+    """Where an activated adapter starts to compute in the current call's prompt, if it has one row.
+    None leaves that to PEFT, which tells only a model that is in a `PeftModel`."""
+    call = _CALL.get()
+    if call is None or call.model is not model or call.ids is None or names_adapters(model):
+        return None
+    with suppress(UnsupportedError):  # other adapters are active beside it
+        return activation_in(model, call.ids[0].cpu())
+    return None
 
 
 def _filled(

@@ -17,55 +17,16 @@ from mellea.stdlib.components import Instruction, SimpleComponent
 from mellea.stdlib.context import ChatContext, SimpleContext
 from mellea.stdlib.functional import aact
 from pydantic import BaseModel
-from support.tiny_models import tiny
-from transformers import AutoTokenizer
+from support.lighthouse import DOCUMENTS, OPTIONS, QUESTION, ask, marked, prompt_of
+from transformers import AutoTokenizer, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
 import kvkeep
 from kvkeep.blocks import Block, Prompt
 from kvkeep.errors import SpecError, StateError
 from kvkeep.hf.models import resolve
-from kvkeep.mellea import KVKeepBackend, report_of
+from kvkeep.mellea import CACHING, Caching, KVKeepBackend, report_of
 
-DOCUMENTS = {
-    "built": "The lighthouse of Aldermere was built in 1843 by Ida Brandt, who had lost a ship.",
-    "green": "Its keeper, her grandson, painted the tower green, though the harbour forbade it.",
-    "storm": "In the storm of 1911 the lamp failed, and he rang the bell by hand for eleven hours.",
-}
-OPTIONS = {ModelOption.MAX_NEW_TOKENS: 4, "do_sample": False}
-QUESTION = "Who built it?"
 KEPT = CBlock(DOCUMENTS["storm"], cache=True)
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
-
-
-@pytest.fixture(scope="session")
-def model():
-    """Leave it detached."""
-    return tiny("llama", vocab_size=49152, max_position_embeddings=1024).eval()
-
-
-@pytest.fixture
-def backend(model, tokenizer):
-    with KVKeepBackend(model, tokenizer, model_options=OPTIONS) as backend:
-        yield backend
-
-
-def marked(*names, cache=True):
-    return {name: CBlock(DOCUMENTS[name], cache=cache) for name in names}
-
-
-def ask(backend, *names, question=QUESTION, cache=True, **more):
-    context = marked(*names, cache=cache)
-    return MelleaSession(backend).instruct(
-        question, grounding_context=context, strategy=None, **more
-    )
-
-
-def prompt_of(answer):
-    return answer.raw.response.sequences[0, : answer.generation.usage["prompt_tokens"]]
 
 
 def test_documents_in_another_order(model, tokenizer):
@@ -146,6 +107,30 @@ def test_stream(backend):
     block = report_of(answer).blocks[0]
     assert not block.refused
     assert report_of(answer).found == block.stop - block.start
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_error_of_a_stream(model, tokenizer, monkeypatch, sequences):
+    """It is raised at once, not when the time for a piece of text is over."""
+
+    def fail(*_, **__):
+        raise RuntimeError("out of ink")
+
+    async def streamed():
+        options = {ModelOption.STREAM: True, ModelOption.STREAM_TIMEOUT: None}
+        action = Instruction(QUESTION)
+        answer, _ = await aact(
+            action, SimpleContext(), backend, strategy=None, model_options=options
+        )
+        return [piece async for piece in answer]
+
+    options = {"sequences": sequences, "model_options": OPTIONS}
+    with KVKeepBackend(model, tokenizer, **options) as backend:
+        with monkeypatch.context() as patch:
+            patch.setattr(model.lm_head, "forward", fail)
+            with pytest.raises(RuntimeError, match="out of ink"):
+                asyncio.run(streamed())
+        assert asyncio.run(streamed())
 
 
 def test_calls_at_once(backend):
@@ -336,6 +321,54 @@ def test_no_gradients(backend, model):
     hook.remove()
     assert seen
     assert not any(seen)
+
+
+def test_several_prompts_without_a_template(model, tokenizer):
+    """`generate` reads their common beginning once, and stores it."""
+    actions = [CBlock(f"{DOCUMENTS['storm']} {end}") for end in ("Why?", "How?")]
+
+    def read(backend):
+        answers = backend.generate_from_raw(actions, SimpleContext(), model_options=OPTIONS)
+        return list(map(str, asyncio.run(answers)))
+
+    wanted = read(LocalHFBackend("x", custom_config=(tokenizer, model, model.device)))
+    with KVKeepBackend(model, tokenizer) as backend:
+        assert read(backend) == wanted
+        assert backend.store.stats().tokens > 16
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_granite_hybrid(tokenizer, sequences):
+    """Its recurrent layers have states beside the slots."""
+    config = GraniteMoeHybridConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=48,
+        shared_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = GraniteMoeHybridForCausalLM(config).eval()
+    plain = LocalHFBackend("x", custom_config=(tokenizer, model, model.device))
+    wanted = str(ask(plain, "built", cache=False, model_options=OPTIONS))
+    options = {"sequences": sequences, "model_options": OPTIONS}
+    with KVKeepBackend(model, tokenizer, **options) as backend:
+        alone = ask(backend, "built", model_options={CACHING: Caching(reuse=False)})
+        first, second = ask(backend, "built"), ask(backend, "built")
+    assert [str(answer) for answer in (alone, first, second)] == [wanted] * 3
+    assert report_of(second).exact == report_of(second).tokens > 0
+    (block,) = report_of(second).blocks
+    assert block.refused  # a state cannot be moved
 
 
 def test_close(model, tokenizer):

@@ -1,0 +1,182 @@
+"""Call: a prompt that Mellea generates from, with its blocks, its store and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.blocks import BlockReport, Encoded, Report
+from kvkeep.extras import needed_by
+from kvkeep.hf.generate_hook import PREFILL_CHUNK, Settings, settings_of_calls
+from kvkeep.host import ModelCache, Specs
+from kvkeep.host.compress import compressed_tokens
+from kvkeep.mellea.caching import Resolved
+
+with needed_by("kvkeep.mellea", "mellea"):
+    from mellea.core import GenerateLog, ModelOutputThunk
+
+_KEY = "kvkeep"  # key of the report in an answer's log
+_SHOWN = 40  # characters of a block shown in a report
+_OTHER = "Mellea's prompt differs from the one in which the blocks were found"
+
+
+@final
+class Call:
+    """A prompt, and how it is cached. It is the store that `generate` uses for this prompt.
+
+    Args:
+        caching: how it is cached.
+        encoded: its tokens and blocks, if it has marked texts.
+        seed: of random numbers, if one was given.
+
+    Attributes:
+        report: the sources of its keys and values, set after the prefill.
+    """
+
+    def __init__(
+        self, caching: Resolved, encoded: Encoded | None = None, seed: int | None = None
+    ) -> None:
+        self.caching, self.encoded, self.seed = caching, encoded, seed
+        self.report: Report | None = None
+
+    def blocks_of(self, prompt: Tensor) -> Encoded | None:
+        """Its blocks, if the prompt (n,) is the one in which they were found."""
+        encoded = self.encoded
+        return encoded if encoded and encoded.input_ids[0].equal(prompt.cpu()) else None
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+        capacity: int | None,
+    ) -> ModelCache:
+        """A cache that holds all tokens (n,) but the last."""
+        if self.blocks_of(tokens) is not None:
+            return self.join(model, spec=spec, capacity=capacity)
+        cache, found = self.caching.store.read(
+            model,
+            tokens[:-1],
+            prompt=tokens,
+            spec=spec,
+            namespace=namespace,
+            chunk=chunk,
+            capacity=capacity,
+        )
+        self.read(cache, cache.fed, found)
+        return cache
+
+    def prefill_rows(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Tensor],
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+        capacity: int | None,
+    ) -> ModelCache | None:
+        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
+        are too few."""
+        return self.caching.store.prefill_rows(
+            model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
+        )
+
+    def join(
+        self, model: Any, *, spec: Specs | None = None, capacity: int | None = None
+    ) -> ModelCache:
+        """A cache of the prompt with its blocks, without the last token."""
+        assert self.encoded is not None
+        cache, self.report = self.encoded.prefill(
+            model,
+            store=self.caching.store,
+            recompute=self.caching.recompute,
+            spec=self.caching.spec if spec is None else spec,
+            namespace=self.caching.namespace,
+            capacity=capacity,
+        )
+        return cache
+
+    def read(self, cache: ModelCache, tokens: int, found: int) -> None:
+        """Report that so many tokens were read without blocks, of which `found` were stored."""
+        compressed = compressed_tokens(cache)
+        exact = 0 if compressed else found
+        unused = [
+            BlockReport(segment.text[:_SHOWN], None, None, _OTHER)
+            for segment in ([] if self.encoded is None else self.encoded.blocks)
+        ]
+        self.report = Report(tokens, exact, found - exact, 0, 0, compressed, 0.0, unused)
+
+    def learn(
+        self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
+    ) -> int:
+        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
+        return self.caching.store.learn(model, tokens, cache, namespace=namespace)
+
+    def tell(self, answer: ModelOutputThunk[Any], log: GenerateLog | None) -> None:
+        """Add the report to an answer and its log."""
+        usage = answer.generation.usage
+        if self.report is None or log is None:
+            return
+        log.extra = {**(log.extra or {}), _KEY: self.report}
+        if usage is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.report.cached}
+
+    def follow(self, answer: ModelOutputThunk[Any]) -> None:
+        """Have the report added to an answer when Mellea has finished it."""
+        assert answer._gen.post_process is not None
+        answer._gen.post_process = partial(_finish, answer._gen.post_process, self)
+
+
+async def _finish(
+    finish: Callable[[ModelOutputThunk[Any]], Awaitable[None]],
+    call: Call,
+    answer: ModelOutputThunk[Any],
+) -> None:
+    await finish(answer)
+    call.tell(answer, answer.generate_log)
+
+
+def report_of(answer: ModelOutputThunk[Any]) -> Report | None:
+    """The sources of the keys and values of an answer's prompt. None before the answer is complete,
+    or if no store was used."""
+    log = answer.generate_log
+    report: Report | None = None if log is None else (log.extra or {}).get(_KEY)
+    return report
+
+
+_CALLS: ContextVar[Sequence[Call]] = ContextVar("kvkeep_mellea_calls", default=())
+
+
+def current_calls() -> Sequence[Call]:
+    """The calls for which this thread or task generates, one for each prompt."""
+    return _CALLS.get()
+
+
+@contextmanager
+def calling(model: PreTrainedModel, calls: Sequence[Call]) -> Iterator[None]:
+    """Within this context, `generate` is called for these prompts. Tasks and threads that are
+    started in it inherit that."""
+    caching = calls[0].caching
+    settings = Settings(
+        caching.spec,
+        calls[0] if caching.reuse else None,
+        caching.namespace,
+        caching.recompute,
+        PREFILL_CHUNK,
+    )
+    token = _CALLS.set(calls)
+    try:
+        with settings_of_calls(model, settings):
+            yield
+    finally:
+        _CALLS.reset(token)

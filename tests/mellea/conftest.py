@@ -1,0 +1,28 @@
+"""A tiny model with SmolLM2's tokenizer, and a backend over it."""
+
+from __future__ import annotations
+
+import pytest
+from support.lighthouse import OPTIONS
+from support.tiny_models import tiny
+from transformers import AutoTokenizer
+
+from kvkeep.hf.models import resolve
+from kvkeep.mellea import KVKeepBackend
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
+
+
+@pytest.fixture(scope="session")
+def model():
+    """Leave it detached."""
+    return tiny("llama", vocab_size=49152, max_position_embeddings=1024).eval()
+
+
+@pytest.fixture
+def backend(model, tokenizer):
+    with KVKeepBackend(model, tokenizer, model_options=OPTIONS) as backend:
+        yield backend
