@@ -27,6 +27,8 @@ SPECS = [
     "h2o:8",
     "tova:8@fixed",
     "adakv(h2o:8)",
+    "h2o:8,step=5",
+    "knorm:40,step=5",  # nothing is evicted, so it is taken back
 ]
 SCHEDULES = {"token": [12, 1], "growth": [12, 13], "chunk": [12, 6], "first": [12]}
 

@@ -224,7 +224,7 @@ def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
     on other rows.
 
     Args:
-        spec: the policy's part of a spec, with a budget of at most 16 tokens.
+        spec: the policy's part of a spec, with a budget of at most 16 tokens and without `step`.
         device: the device of the slots.
 
     Raises:

@@ -30,7 +30,7 @@ SPECS = [
     "window:32,sinks=2@fixed",
     "window:32,sinks=2+int8/int4@fixed",
     "h2o:40+fp8@fixed",
-    "tova:40+int4@fixed",
+    "tova:40,step=7+int4@fixed",
     "pyramid(snapkv:40,window=32)@fixed",
 ]
 ALL = [("llama", spec) for spec in SPECS]

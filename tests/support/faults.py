@@ -557,6 +557,27 @@ FAULTS = (
         "pass",
         "test_cache.py",
     ),
+    Fault(
+        "chunk-without-its-last-step",
+        "layer/step.py",
+        "for first in range(0, self.q.shape[2], most):",
+        "for first in range(0, self.q.shape[2] - most + 1, most):",
+        "policy/test_steps.py",
+    ),
+    Fault(
+        "steps-leave-rows-together",
+        "layer/layer.py",
+        "self._chunk = inputs.position",
+        "pass",
+        "policy/test_steps.py",
+    ),
+    Fault(
+        "steps-that-lasted-taken-back",
+        "layer/layer.py",
+        "self._moving |= not self.policy.rollback or self._history.floor != begun[0].floor",
+        "self._moving |= not self.policy.rollback",
+        "policy/test_steps.py",
+    ),
     # Snapshots and files
     Fault(
         "snapshot-is-no-copy",

@@ -256,3 +256,17 @@ def test_tied_embeddings():
     model = model_of("llama", tie_word_embeddings=True)
     ids, labels, _ = texts(2, TOKENS)
     assert compare(model, ids, labels, "h2o:8", None) < 1e-10
+
+
+def test_a_step_is_a_chunk():
+    """By default; so gradients are of what the same spec serves for chunks of any size."""
+    model = model_of("llama", torch.float32)
+    ids, labels, _ = texts(2, TOKENS)
+    made: list[list] = [[], []]
+    backward(model, ids, labels, cache="h2o:8,step=4", decisions=made[0])
+    stepped = gradients(model)
+    backward(model, ids, labels, cache="h2o:8", chunk=4, decisions=made[1])
+    assert error(stepped, gradients(model)) == 0
+    for found, wanted in zip(*made, strict=True):
+        assert all(x.equal(y) for x, y in zip(found, wanted, strict=True))
+        assert len(found) > 3

@@ -39,6 +39,7 @@ IDS, LABELS, _ = texts(2, 20)
     ("message", "options"),
     [
         ("chunk of 16 tokens for h2o:8.*use chunk=8", {"cache": "h2o:8", "chunk": 16}),
+        ("chunk of 8 tokens for h2o:64,step=4.*use chunk=4", {"cache": "h2o:64,step=4"}),
         ("chunk of 0 tokens", {"chunk": 0}),
         ("chunk of 2.5 tokens", {"chunk": 2.5}),
         ("none of 40 labels is learned", {"labels": torch.full_like(LABELS, -100)}),

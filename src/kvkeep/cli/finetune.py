@@ -55,8 +55,8 @@ def finetune(
     chunk: Annotated[
         str | None,
         typer.Option(
-            help="Tokens in each chunk; default: 1024, or the budget if that is less. 256-1024: "
-            "each step draws a number."
+            help="Tokens in each chunk; default: 1024, or the budget or the policy's step if less. "
+            "256-1024: each step draws a number."
         ),
     ] = None,
     length: Annotated[

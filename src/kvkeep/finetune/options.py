@@ -53,7 +53,7 @@ class Options:
     Attributes:
         task: what is learned, "text" (the next token) or "classify".
         cache: what is kept while training; use the spec that the model will be served with.
-        chunk: tokens computed at once; None: 1,024, or the cache's budget if that is less.
+        chunk: tokens computed at once; None: 1,024, or the cache's budget or step if that is less.
         least_chunk: the least number of tokens computed at once: each step draws one between this
             and `chunk`, so that the weights do not depend on one size. None: always `chunk`.
         length: most tokens of a piece; None: 8,192, or the model's context if that is less.
@@ -147,7 +147,7 @@ class Options:
 
         Raises:
             OptionError: pieces longer than the model's context, or a least chunk above `chunk`.
-            ShapeError: a chunk above the cache's budget.
+            ShapeError: a chunk above the cache's budget or step.
         """
         chunk = fitting(self.chunk, per_layer(self.cache, host.kinds))
         if self.least_chunk is not None and self.least_chunk > chunk:

@@ -59,6 +59,8 @@ def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
             why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
         elif budget is not None and before > budget:
             why = f"layer {index} will have dropped some of {before} tokens: it keeps {budget}"
+        elif policy.step is not None:
+            why = f"layer {index} may divide a chunk into steps of {policy.step} over other slots"
         else:
             continue
         raise UnsupportedError(

@@ -68,6 +68,11 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
                 f"policy {policy.name} keeps {policy.budget} slots, but {storage.name} storage "
                 f"holds {storage.limit}; use @fixed:{policy.budget} or more"
             )
+        if readers and policy.step is not None:
+            raise SpecError(
+                f"policy {policy.name} divides a chunk into steps of {policy.step}, but other "
+                "layers attend to this layer's slots after each chunk; leave out steps"
+            )
         evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):
             own = window is not None and policy.reach == Reach(window)
@@ -222,7 +227,8 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         those of `extend` and `attend`. What is invalid, and a lack of memory for slots, raises
         before anything is changed. If attention fails or is interrupted, or memory runs out while
         settling, the new tokens are removed; slots that no later query can reach may be gone. If an
-        eviction fails after it has changed slots, every later call raises until `reset`.
+        eviction fails after it has changed slots, or a chunk after one of several steps has, every
+        later call raises until `reset`.
         """
         if not causal:
             self._require_no_order()
@@ -264,7 +270,12 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         try:
             self._checks.queries(inputs.q, inputs.k, inputs.sinks)
             self.check_gradients(*inputs[:3])
-            out = yield from self._phases(inputs)
+            most = self.policy.step
+            # Tokens that see later ones are one step: those must be there.
+            if most is None or inputs.q.shape[2] <= most or inputs.until is not None:
+                out = yield from self._phases(inputs)
+            else:
+                out = yield from self._in_steps(inputs, most)
             if packs and not self.unread:
                 self._pack()
         except BaseException:
@@ -273,6 +284,27 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
                 self._take_back()  # no eviction has followed
             raise
         return out
+
+    def _in_steps(self, inputs: StepInputs, most: int) -> Phases:
+        """A chunk, in steps of at most `most` tokens. If it fails after one of them has changed
+        what cannot be undone, every later call raises until `reset`."""
+        q, k, v, position = inputs[:4]
+        self._mend()
+        self._checks.chunk(k, v, position, self._history.geometry)
+        self.require(q.shape[2])
+        position = self.next_positions(q.shape[2], k.device) if position is None else position
+        inputs = inputs._replace(position=position.to(k.device))
+        begun, made = (self._history, self._slots.mark()), []
+        try:
+            for part in inputs.parts(most):
+                made.append((yield from self._phases(part)))
+        except BaseException:
+            if made:
+                self._begun = begun
+                self._moving |= not self.policy.rollback or self._history.floor != begun[0].floor
+            raise
+        self._chunk = inputs.position
+        return torch.cat(made, dim=2)
 
     def mend(self) -> None:
         """Remove the tokens that an interrupted step wrote, if there was one.
@@ -288,9 +320,9 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
     def _mend(self) -> None:
         if self._moving:
             raise StateError(
-                "an eviction, or another change of all slots, was interrupted or failed, so the "
-                "contents of the slots are unknown; reset() the cache and feed the tokens again, "
-                "or restore a snapshot"
+                "an eviction, another change of all slots, or a chunk after some of its steps was "
+                "interrupted or failed, so the contents of the slots are unknown; reset() the "
+                "cache and feed the tokens again, or restore a snapshot"
             )
         if self._writing:
             self._take_back()

@@ -46,14 +46,6 @@ def packed_tokens(inputs: StepInputs, out: Tensor) -> bytes:
     )
 
 
-def _part(inputs: StepInputs, first: int, count: int) -> StepInputs:
-    """The tokens of one sequence."""
-    q, k, v, position = inputs[:4]
-    assert position is not None
-    at = slice(first, first + count)
-    return inputs._replace(q=q[:, :, at], k=k[:, :, at], v=v[:, :, at], position=position[..., at])
-
-
 class PackedLayer(AttendingLayer):
     """Runs a step of each sequence's own layer, on its range of the tokens. The steps of one token
     that the native library can make are one call of it, whose threads share the work of all.
@@ -129,7 +121,7 @@ class PackedLayer(AttendingLayer):
         first = 0
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
             if sequence not in made:
-                out[:, :, first : first + count] = layer.run(_part(inputs, first, count))
+                out[:, :, first : first + count] = layer.run(inputs.part(first, count))
             first += count
         return out
 
@@ -144,7 +136,7 @@ class PackedLayer(AttendingLayer):
         try:
             calls = []
             for sequence in singles:
-                own = _part(inputs, first[sequence], 1)
+                own = inputs.part(first[sequence], 1)
                 phases.append(self._layers[sequence].phases(own))
                 calls.append(next(phases[-1]))
             found = dispatch_several(calls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -43,6 +43,18 @@ def require_causal(inputs: StepInputs) -> None:
             "one sequence by a plain forward"
         )
 
+    def part(self, first: int, count: int) -> StepInputs:
+        """The inputs of `count` of the tokens."""
+        at = slice(first, first + count)
+        position = None if self.position is None else self.position[..., at]
+        q, k, v = (x[:, :, at] for x in self[:3])
+        return self._replace(q=q, k=k, v=v, position=position)
+
+    def parts(self, most: int) -> Iterator[StepInputs]:
+        """The inputs of at most `most` tokens each, in order."""
+        for first in range(0, self.q.shape[2], most):
+            yield self.part(first, most)
+
 
 class AttendCall(NamedTuple):
     """What a step attends to: the arguments of `attend`."""
@@ -53,16 +65,22 @@ class AttendCall(NamedTuple):
 
 
 Phases = Generator[AttendCall, tuple[Tensor, Tensor | None], Tensor]
-"""A step that stops once, for the caller to compute its attention, and returns the output."""
+"""Steps that stop for the caller to compute their attention, and return the output. One token a row
+is one step, so it stops once."""
 
 
 def driven(phases: Phases, attend: Attend | None) -> Tensor:
-    """Make a step, whose attention `attend` computes; None: `dispatch`."""
-    return finished(phases, (attend or dispatch)(*next(phases)))
+    """Make steps, whose attention `attend` computes; None: `dispatch`."""
+    attend, call = attend or dispatch, next(phases)
+    while True:
+        try:
+            call = phases.send(attend(*call))
+        except StopIteration as done:
+            return cast(Tensor, done.value)
 
 
 def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Go on with a step, given the result of its attention."""
+    """Finish a single step, given the result of its attention."""
     try:
         phases.send(result)
     except StopIteration as done:

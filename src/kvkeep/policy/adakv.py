@@ -93,6 +93,10 @@ class AdaKV(Policy):
     def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, inner=self.inner.with_budget(tokens))
 
+    @property
+    def step(self) -> int | None:
+        return self.inner.step
+
     def keeping(self, stop: int) -> Policy:
         return replace(self, inner=self.inner.keeping(stop))
 

@@ -176,6 +176,12 @@ class Policy(ABC):
         return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0
 
     @property
+    def step(self) -> int | None:
+        """The most tokens of a step, after which slots are evicted; a layer makes several steps of
+        a larger chunk. None: a chunk is one step."""
+        return None
+
+    @property
     def observes(self) -> bool:
         """Whether the policy overrides `observe`."""
         return type(self).observe is not Policy.observe

@@ -51,6 +51,10 @@ class Pyramid(Policy):
     def share(self) -> Share | None:
         return self.inner.share
 
+    @property
+    def step(self) -> int | None:
+        return self.inner.step
+
     def keeping(self, stop: int) -> Policy:
         return replace(self, inner=self.inner.keeping(stop))
 

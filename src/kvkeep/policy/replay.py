@@ -65,6 +65,10 @@ class ReplayPolicy(Policy):
         return self.inner.reach
 
     @property
+    def step(self) -> int | None:
+        return self.inner.step
+
+    @property
     def shows_padding(self) -> bool:
         return self.inner.shows_padding
 

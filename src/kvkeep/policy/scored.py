@@ -31,6 +31,9 @@ class Scored(Policy):
 
     Without `recent`, a policy protects its `newest` tokens, but at most half of what
     is left of the budget.
+
+    With `step`, a layer makes steps of at most that many tokens. So a chunk keeps what it would
+    keep if it were fed in such pieces.
     """
 
     tokens: int | Share
@@ -39,6 +42,7 @@ class Scored(Policy):
     keep_from: int = 0
     keep_to: int = 0
     least: int = 64
+    step: int | None = None
 
     per_head: ClassVar[bool] = True
     newest: ClassVar[int] = 0
@@ -53,6 +57,11 @@ class Scored(Policy):
             raise SpecError(
                 f"{self}: tokens must be at least 1 and below 2**31, recent and sinks at least 0, "
                 f"keep_from at most keep_to; write {self.name}:1024"
+            )
+        if self.step is not None and self.step < 1:
+            raise SpecError(
+                f"{self.name} step {self.step}: a step takes at least 1 token; use step=1, or "
+                "leave it out to make one step of each chunk"
             )
         if self.protected > self.tokens:
             raise SpecError(

@@ -66,7 +66,8 @@ def backward(
         input_ids: token ids (B, T), any T.
         labels: (B, T); see `TokenHead`.
         cache: what is kept; see `kvkeep.Cache`.
-        chunk: tokens computed at once; None: 1,024, or the budget if that is less.
+        chunk: tokens computed at once; None: 1,024, or the budget or the policy's step if that is
+            less.
         attention_mask: (B, T), 0 for padding.
         loss_weights: (B, T), the weight of each label.
         num_items: the divisor of the summed losses; None: the sum of the weights.

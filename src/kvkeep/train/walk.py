@@ -49,7 +49,7 @@ class Walk:
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
-        ShapeError: `chunk` is not a number of tokens, or exceeds a budget.
+        ShapeError: `chunk` is not a number of tokens, or exceeds a budget or step.
     """
 
     def __init__(
@@ -263,20 +263,28 @@ class Walk:
 
 
 def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
-    """Tokens per chunk: `chunk`, or by default 1,024 or the smallest budget if that is less.
+    """Tokens per chunk: `chunk`, or by default 1,024 or the smallest budget or step if that is
+    less. A chunk is one step, so that its attention is computed at once.
 
     Raises:
-        ShapeError: `chunk` is not a whole number of at least 1, or exceeds a budget.
+        ShapeError: `chunk` is not a whole number of at least 1, or exceeds a budget or step.
     """
     one = min(specs, key=lambda one: one.policy.budget or CHUNK)
     budget = one.policy.budget or chunk or CHUNK
+    stepped = min(specs, key=lambda one: one.policy.step or CHUNK)
+    step = stepped.policy.step or chunk or CHUNK
     if chunk is None:
-        return min(CHUNK, budget)
+        return min(CHUNK, budget, step)
     if not isinstance(chunk, Integral) or chunk < 1:
         raise ShapeError(f"a chunk of {chunk} tokens; give a whole number of at least 1")
     if chunk > budget:
         raise ShapeError(
             f"a chunk of {chunk} tokens for {one}, which keeps {budget}: more tokens would be "
             f"computed at once than are kept; use chunk={budget} or less, or a larger budget"
+        )
+    if chunk > step:
+        raise ShapeError(
+            f"a chunk of {chunk} tokens for {stepped}, which makes steps of {step}; gradients take "
+            f"one step for each chunk: use chunk={step} or less, or step={chunk}"
         )
     return int(chunk)
