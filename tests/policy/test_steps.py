@@ -188,6 +188,21 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
     assert not layer.fed
 
 
+def test_tokens_that_see_later_ones_are_one_step():
+    """Those that they see must be there; such as those of an image."""
+    layers = [CacheSpec.parse(f"h2o:8{step}").layer() for step in ("", ",step=4")]
+    chunk = [torch.randn(1, h, 12, DIM) for h in (4, 2, 2)]
+    until = torch.arange(12).clamp(min=7)
+    outs = [layer.step(*chunk, scale=1.0, until=until) for layer in layers]
+    assert outs[0].equal(outs[1])
+    assert layers[0].positions().equal(layers[1].positions())
+
+
+def test_slots_that_other_layers_read_have_no_steps():
+    with pytest.raises(SpecError, match=r"steps of 4.*leave out step"):
+        CacheSpec.parse("h2o:8,step=4").layer(readers=1)
+
+
 def test_the_option():
     for text in ("h2o:8,step=1", "adakv(h2o:8,step=2)", "pyramid(tova:25%,step=64)"):
         spec = CacheSpec.parse(text)

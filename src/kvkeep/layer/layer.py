@@ -71,7 +71,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         if readers and policy.step is not None:
             raise SpecError(
                 f"policy {policy.name} divides a chunk into steps of {policy.step}, but other "
-                "layers attend to this layer's slots after each chunk; leave out steps"
+                "layers attend to this layer's slots after each chunk; leave out step"
             )
         evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):
