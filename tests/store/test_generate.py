@@ -152,7 +152,7 @@ def test_bad_input():
     with pytest.raises(ShapeError, match="without tokens"):
         store.prefill(model, torch.zeros(0, dtype=torch.int64))
     for spec in ("h2o:8", "adakv(h2o:8)"):
-        with pytest.raises(UnsupportedError, match="call kvkeep.attach"):
+        with pytest.raises(UnsupportedError, match=r"call kvkeep\.attach"):
             store.prefill(model, ids(9), spec=spec)
     assert store.prefill(model, ids(1)).fed == 0
     assert store.nbytes == 0
