@@ -33,16 +33,6 @@ class StepInputs(NamedTuple):
     sinks: Tensor | None = None
     until: Tensor | None = None
 
-
-def require_causal(inputs: StepInputs) -> None:
-    """Raise UnsupportedError if some query of a step that does not support it sees later tokens."""
-    if inputs.until is not None:
-        raise UnsupportedError(
-            "some tokens see later ones, such as those of an image, which neither packed forwards, "
-            "compiled and graphed steps, training nor compressing support; feed them to a cache of "
-            "one sequence by a plain forward"
-        )
-
     def part(self, first: int, count: int) -> StepInputs:
         """The inputs of `count` of the tokens."""
         at = slice(first, first + count)
@@ -54,6 +44,16 @@ def require_causal(inputs: StepInputs) -> None:
         """The inputs of at most `most` tokens each, in order."""
         for first in range(0, self.q.shape[2], most):
             yield self.part(first, most)
+
+
+def require_causal(inputs: StepInputs) -> None:
+    """Raise UnsupportedError if some query of a step that does not support it sees later tokens."""
+    if inputs.until is not None:
+        raise UnsupportedError(
+            "some tokens see later ones, such as those of an image, which neither packed forwards, "
+            "compiled and graphed steps, training nor compressing support; feed them to a cache of "
+            "one sequence by a plain forward"
+        )
 
 
 class AttendCall(NamedTuple):
