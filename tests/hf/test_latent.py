@@ -274,6 +274,7 @@ def test_what_a_latent_cannot_do_is_refused_with_the_reason(model):
         ("pyramid(qvlen:10)", "weighs values"),
         ("expected_attention:10", "attention of its own"),
         ("adakv(h2o:10)", "divides slots among heads"),
+        ("h2o:10,step=1", "divides a chunk into steps"),
         ("kvzip:50%", "divides slots among heads"),
     ):
         with pytest.raises(SpecError, match=why):

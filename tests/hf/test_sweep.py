@@ -18,8 +18,8 @@ def test_some_types(kind, expected):
 
 
 def test_a_wrong_step_is_seen(monkeypatch):
-    step = kvkeep.hf.attention._step
-    monkeypatch.setattr(kvkeep.hf.attention, "_step", lambda *args: 1.01 * step(*args))
+    step = kvkeep.hf.attention._in_own_dtype
+    monkeypatch.setattr(kvkeep.hf.attention, "_in_own_dtype", lambda *args: 1.01 * step(*args))
     assert outcome_of("llama").kind == WRONG
 
 

@@ -97,7 +97,7 @@ def begun_step(mask: object) -> LatentStep | None:
         return None
     asked: MaskRequest | None = getattr(mask, "kvkeep", None)
     if asked is not None:
-        return step if asked.position is step.position else None
+        return step if asked.position is step.position and asked.until is None else None
     own = step.position.view(-1, 1, 1, step.position.shape[-1]).to(mask.device)
     return step if mask.dtype == own.dtype and mask.equal(own) else None
 
@@ -113,6 +113,8 @@ def require_fitting(specs: list[CacheSpec]) -> None:
             why = "computes attention of its own"
         elif policy.ragged:
             why = "divides slots among heads"
+        elif policy.step is not None:
+            why = "divides a chunk into steps"
         if why:
             raise SpecError(
                 f"policy {policy.name} {why}, but the model caches a latent, one for all heads, of "
