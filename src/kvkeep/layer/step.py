@@ -33,6 +33,18 @@ class StepInputs(NamedTuple):
     sinks: Tensor | None = None
     until: Tensor | None = None
 
+    def part(self, first: int, count: int) -> StepInputs:
+        """The inputs of `count` of the tokens."""
+        at = slice(first, first + count)
+        q, k, v = (x[:, :, at] for x in self[:3])
+        position, until = (x if x is None else x[..., at] for x in (self.position, self.until))
+        return self._replace(q=q, k=k, v=v, position=position, until=until)
+
+    def parts(self, most: int) -> Iterator[StepInputs]:
+        """The inputs of at most `most` tokens each, in order."""
+        for first in range(0, self.q.shape[2], most):
+            yield self.part(first, most)
+
 
 def require_causal(inputs: StepInputs) -> None:
     """Raise UnsupportedError if some query of a step that does not support it sees later tokens."""
@@ -42,18 +54,6 @@ def require_causal(inputs: StepInputs) -> None:
             "compiled and graphed steps, training nor compressing support; feed them to a cache of "
             "one sequence by a plain forward"
         )
-
-    def part(self, first: int, count: int) -> StepInputs:
-        """The inputs of `count` of the tokens."""
-        at = slice(first, first + count)
-        position = None if self.position is None else self.position[..., at]
-        q, k, v = (x[:, :, at] for x in self[:3])
-        return self._replace(q=q, k=k, v=v, position=position)
-
-    def parts(self, most: int) -> Iterator[StepInputs]:
-        """The inputs of at most `most` tokens each, in order."""
-        for first in range(0, self.q.shape[2], most):
-            yield self.part(first, most)
 
 
 class AttendCall(NamedTuple):
