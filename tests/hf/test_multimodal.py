@@ -24,9 +24,8 @@ REFUSED = {
     "mllama": "attend to images and cache those",
     "paligemma": "lets tokens attend to later ones",
 }
-BY_FORWARD = {"gemma3": "a mask that is not causal"}  # of images; texts work
 ANOTHER = {"blip_2"}  # its generate() is its language model's, and needs an image each time
-SERVED = sorted(set(FAMILIES) - set(REFUSED) - set(BY_FORWARD) - ANOTHER)
+SERVED = sorted(set(FAMILIES) - set(REFUSED) - ANOTHER)
 MROPE = ("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 NEW = 5
 RELATIVE = 1e-4
@@ -67,7 +66,7 @@ def logits_in_chunks(model, prompt, cache):
     """Of a prompt in two chunks: up to a little after the image, and the rest."""
     ids = prompt["input_ids"]
     cut = int((ids[0] == END).nonzero()[0]) + 3
-    columns = ("input_ids", "attention_mask", "mm_token_type_ids")
+    columns = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
     first = {name: x[:, :cut] if name in columns else x for name, x in prompt.items()}
     before = logits(model, first, cache)
     after = model(input_ids=ids[:, cut:], past_key_values=cache, use_cache=True).logits
@@ -171,19 +170,6 @@ def test_refused_when_attached(name):
         attach(case.model)
 
 
-@pytest.mark.parametrize("name", BY_FORWARD)
-def test_images_are_refused_but_texts_work(name):
-    case = build(name)
-    text = text_of(case)
-    expected = said(case.model, text, None)
-    with attach(case.model):
-        assert said(case.model, text, Cache(case.model)).equal(expected)
-        prompt = case.prompt()
-        prompt["token_type_ids"] = (prompt["input_ids"] == MEDIUM).long()
-        with pytest.raises(UnsupportedError, match=BY_FORWARD[name]):
-            case.model(**prompt, past_key_values=Cache(case.model))
-
-
 def text_of(case, rows=1):
     """A prompt without an image."""
     prompt = without_media(case.prompt(rows))
@@ -211,8 +197,8 @@ def test_a_store_never_serves_a_prompt_with_an_image(name):
         cache = Cache(model)
         ids = said(model, prompts[0], cache)
         assert store.learn(model, ids[0, : cache.fed], cache) == 0
-        if case.typed:
-            text["mm_token_type_ids"] = torch.zeros_like(text["input_ids"], dtype=torch.int32)
+        if case.types:
+            text[case.types] = torch.zeros_like(text["input_ids"], dtype=torch.int32)
         for _ in range(2):
             assert said(model, text, None).equal(spoken)
         assert store.stats().hits == 1

@@ -39,12 +39,12 @@ _TOWER: dict[str, Any] = {
 
 class Multimodal(NamedTuple):
     """A tiny model, how many placeholders one image or sound has in a prompt, and what the model is
-    given of as many of them as asked. `typed`: prompts come with `mm_token_type_ids`."""
+    given of as many of them as asked. `types`: the argument that marks placeholders in a prompt."""
 
     model: Any
     placeholders: int
     media: Callable[[torch.Generator, int], dict[str, Any]]
-    typed: bool = False
+    types: str = ""
 
     def prompt(
         self, rows: int = 1, *, seed: int = 0, text: int = 1, pads: int = 0
@@ -66,8 +66,8 @@ class Multimodal(NamedTuple):
         mask[0, :pads] = 0
         ids = torch.where(mask == 0, 1, ids)
         found = {"input_ids": ids, "attention_mask": mask}
-        if self.typed:
-            found["mm_token_type_ids"] = (ids == MEDIUM).int()
+        if self.types:
+            found[self.types] = (ids == MEDIUM).int()
         return found | self.media(torch.Generator().manual_seed(seed), rows)
 
 
@@ -157,7 +157,7 @@ def _qwen2_vl() -> Multimodal:
         **_VISION_TOKENS,
     )
     model = transformers.Qwen2VLForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
 
 
 def _qwen2_5_vl() -> Multimodal:
@@ -176,7 +176,7 @@ def _qwen2_5_vl() -> Multimodal:
         **_VISION_TOKENS,
     )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
 
 
 def _qwen3_vl() -> Multimodal:
@@ -195,7 +195,7 @@ def _qwen3_vl() -> Multimodal:
         **_VISION_TOKENS,
     )
     model = transformers.Qwen3VLForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
 
 
 def _qwen3_5() -> Multimodal:
@@ -221,7 +221,7 @@ def _qwen3_5() -> Multimodal:
         **_VISION_TOKENS,
     )
     model = transformers.Qwen3_5ForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
 
 
 def _glm4v() -> Multimodal:
@@ -244,7 +244,7 @@ def _glm4v() -> Multimodal:
         video_end_token_id=VOCABULARY - 4,
     )
     model = transformers.Glm4vForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), typed=True)
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
 
 
 def _llava() -> Multimodal:
@@ -332,7 +332,7 @@ def _gemma3() -> Multimodal:
         mm_tokens_per_image=4,
     )
     model = transformers.Gemma3ForConditionalGeneration(config)
-    return Multimodal(model, 4, _images())
+    return Multimodal(model, 4, _images(), types="token_type_ids")
 
 
 def _mistral3() -> Multimodal:

@@ -202,7 +202,7 @@ def _slot_positions(
     mask = given.get("attention_mask")
     mask = next(iter(mask.values())) if isinstance(mask, Mapping) else mask
     if isinstance(mask, Tensor) and mask.dim() == 4:  # positions, see `kvkeep.hf.masks`
-        return mask.flatten(1).to(device, torch.int64)
+        return mask[:, 0, 0].to(device, torch.int64)
     real = torch.ones(rows, n, dtype=torch.bool, device=device)
     if isinstance(mask, Tensor):
         real = mask[:, -n:].to(device, torch.bool)
