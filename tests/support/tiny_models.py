@@ -109,22 +109,25 @@ _CONFIG_CLASS = {
 
 
 IMAGE = 95
-"""The token of images in `with_vision`, four for each."""
+"""The token of images in models with vision, four for each."""
+
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "projection_dim": 32,
+}
 
 
 def with_vision(**overrides: Any) -> PreTrainedModel:
     """A tiny Gemma 3 with a vision tower."""
-    vision = tf.SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
     both = tf.Gemma3Config(
         text_config=config("gemma3", **overrides),
-        vision_config=vision,
+        vision_config=tf.SiglipVisionConfig(**_VISION),
         mm_tokens_per_image=4,
         image_token_index=IMAGE,
         boi_token_index=93,
@@ -132,6 +135,18 @@ def with_vision(**overrides: Any) -> PreTrainedModel:
     )
     torch.manual_seed(0)
     return _vivid(tf.Gemma3ForConditionalGeneration(both).eval())
+
+
+def paligemma() -> PreTrainedModel:
+    """A tiny PaliGemma, whose prompt begins with an image."""
+    both = tf.PaliGemmaConfig(
+        text_config=config("gemma"),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        image_token_index=IMAGE,
+        projection_dim=32,
+    )
+    torch.manual_seed(0)
+    return _vivid(tf.PaliGemmaForConditionalGeneration(both).eval())
 
 
 def growing_rope(kind: str) -> dict[str, Any]:

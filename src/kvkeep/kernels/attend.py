@@ -173,15 +173,6 @@ def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: 
 
 
 @triton.jit
-def _bounds(BOUNDS, q_position, row, token, real, bounds_row, n):
-    """The first and the last position that each query sees."""
-    if BOUNDS is None:
-        return q_position, q_position
-    at = BOUNDS + row * bounds_row + token
-    return tl.load(at, mask=real, other=0), tl.load(at + n, mask=real, other=-1)
-
-
-@triton.jit
 def _seen(slot, here, position, q_position, low, high, token, before, real, n,
           size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
           DENSE: tl.constexpr, BOUNDED: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
@@ -299,7 +290,11 @@ def attend(
     if not DENSE:
         POSITION += owner * position_row + head * position_head
         q_position = tl.load(Q_POSITION + row * q_position_row + token, mask=real, other=-1)
-    low, high = _bounds(BOUNDS, q_position, row, token, real, bounds_row, n)
+    low, high = q_position, q_position
+    if BOUNDS is not None:
+        at_bounds = BOUNDS + row * bounds_row + token
+        low = tl.load(at_bounds, mask=real, other=0)
+        high = tl.load(at_bounds + n, mask=real, other=-1)
     if USED is not None:
         slots = tl.minimum(slots, tl.load(USED).to(tl.int32))
     each = tl.cdiv(tl.cdiv(slots, BLOCK_N), splits) * BLOCK_N

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.attend import _bounds, _query_indices, _query_parts, _scores, _seen
+from kvkeep.kernels.attend import _query_indices, _query_parts, _scores, _seen
 
 
 @triton.jit(do_not_specialize=["n", "slots", "before", "mass_slots", "mass_first", "seen_row",
@@ -59,7 +59,11 @@ def weigh(
         q_position = token
         if not DENSE:
             q_position = tl.load(Q_POSITION + rows_ * q_position_row + token, mask=real, other=-1)
-        low, high = _bounds(BOUNDS, q_position, rows_, token, real, bounds_row, n)
+        low, high = q_position, q_position
+        if BOUNDS is not None:
+            at_bounds = BOUNDS + rows_ * bounds_row + token
+            low = tl.load(at_bounds, mask=real, other=0)
+            high = tl.load(at_bounds + n, mask=real, other=-1)
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, start, slot, here, k_slot, ks_slot, scale,
                     cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
                     WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
