@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny_models import IMAGE, paligemma, with_vision
+from support.tiny_models import IMAGE, with_vision
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
@@ -85,24 +85,6 @@ def test_rows_with_padding(model, prompt):
     expected = model.generate(**both, attention_mask=mask, **GREEDY)
     with kvkeep.attach(model):
         assert model.generate(**both, attention_mask=mask, **GREEDY).equal(expected)
-
-
-@torch.no_grad()
-def test_a_prompt_whose_tokens_all_see_each_other():
-    """PaliGemma's, also where one of two rows has padding in front, which is part of the block."""
-    model, random = paligemma(), torch.Generator().manual_seed(7)
-    ids = torch.randint(2, 93, (2, 12), generator=random)
-    ids[0, :4] = ids[1, 3:7] = IMAGE
-    mask = torch.ones_like(ids)
-    ids[1, :3] = mask[1, :3] = 0
-    given = {
-        "attention_mask": mask,
-        "token_type_ids": torch.zeros_like(ids),
-        "pixel_values": torch.randn(2, 3, 28, 28, generator=random),
-    }
-    expected = model.generate(ids, **given, **GREEDY)
-    with kvkeep.attach(model):
-        assert model.generate(ids, **given, **GREEDY).equal(expected)
 
 
 @torch.no_grad()

@@ -137,18 +137,6 @@ def with_vision(**overrides: Any) -> PreTrainedModel:
     return _vivid(tf.Gemma3ForConditionalGeneration(both).eval())
 
 
-def paligemma() -> PreTrainedModel:
-    """A tiny PaliGemma, whose prompt begins with an image."""
-    both = tf.PaliGemmaConfig(
-        text_config=config("gemma"),
-        vision_config=tf.SiglipVisionConfig(**_VISION),
-        image_token_index=IMAGE,
-        projection_dim=32,
-    )
-    torch.manual_seed(0)
-    return _vivid(tf.PaliGemmaForConditionalGeneration(both).eval())
-
-
 def growing_rope(kind: str) -> dict[str, Any]:
     """Rotary parameters whose frequencies follow the length of a text: "dynamic" or "longrope"."""
     rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
