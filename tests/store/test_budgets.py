@@ -274,7 +274,7 @@ def test_a_batch_finds_what_others_stored(model):
     answers = [batch.add(torch.cat([text, ids(n, n)]), Settings(4))[0] for n in (5, 80)]
     list(batch)
     assert [answer.cached for answer in answers] == [LENGTH + 5 - 1 - 64, LENGTH]
-    assert all(len(answer.tokens) == 4 for answer in answers)
+    assert [(len(x.tokens), x.reason, x.error) for x in answers] == [(4, "length", None)] * 2
     assert store.stats().locked == 0
 
 
