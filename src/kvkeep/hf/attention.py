@@ -189,7 +189,7 @@ def _is_positions(mask: Tensor | None) -> bool:
     """Whether a mask has the form of those that kvkeep's mask function returns."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
         return False
-    return mask.dim() == 4 and mask.shape[1:3] == (1, 1)
+    return mask.dim() == 4 and mask.shape[1:3] in ((1, 1), (1, 2))
 
 
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
