@@ -192,6 +192,18 @@ def test_the_layers_own_window_limits_any_policy():
     assert layer.length == 4
 
 
+@pytest.mark.parametrize("prompt", [1, 12])
+def test_sinks_that_the_layers_own_window_has_passed(prompt):
+    """Newer tokens take their slots, but the policy's window is as long as before."""
+    layer, oracle = new("window:3,sinks=2", window=5), OracleLayer(reach=Reach(3, 2), window=5)
+    for n in (prompt, *[1] * 9):
+        q, (k, v) = torch.randn(1, 2, n, 4), kv(n)
+        place = torch.arange(layer.fed, layer.fed + n)[None]
+        out = layer.step(q, k, v, scale=0.5)
+        expected = oracle.step(q, k, v, place, scale=0.5)
+        torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+
+
 def test_in_order_is_a_view_until_something_moved():
     layer = new("window:3")
     k, v = kv(3)

@@ -230,8 +230,10 @@ def test_generate_compresses_a_prompt(model, ids):
             assert torch.equal(model.generate(ids, **options), expected)
             with pytest.raises(UnsupportedError, match="one row"):
                 model.generate(ids.repeat(2, 1), **options)
-            with pytest.raises(UnsupportedError, match="drafted"):
-                model.generate(ids, prompt_lookup_num_tokens=2, **options)
+            drafted = model.generate(ids, prompt_lookup_num_tokens=2, **options)
+            assert torch.equal(drafted, expected)
+            with pytest.raises(UnsupportedError, match="no prompt of a draft model"):
+                model.generate(ids, assistant_model=model, **options)
     finally:
         kvkeep.attach(model)
     with pytest.raises(UnsupportedError, match="reads a prompt twice"):

@@ -108,47 +108,6 @@ def test_assisted_generation(attached, attach_draft):
     assert attached.generate(ids(), assistant_model=draft, **options).equal(expected)
 
 
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
-def test_drafts_that_could_not_be_taken_back(model, drafts, given):
-    """Refused before a token is fed to either model, if only one layer could not."""
-    spec = ["keep_all"] * (len(kvkeep.Cache(model)) - 1) + ["h2o:6"]
-    other = copy.deepcopy(model)
-    calls = []
-    for part in (model, other):
-        part.get_decoder().register_forward_hook(lambda *_: calls.append(1))
-    options = {"max_new_tokens": 8, "do_sample": False}
-    options |= {"assistant_model": other} if drafts == "assistant" else MODES["prompt_lookup"]
-    with kvkeep.attach(model, "keep_all" if given else spec):
-        cache = kvkeep.Cache(model, spec) if given else None
-        with pytest.raises(UnsupportedError, match=r"policy h2o cannot do.*keep_all, window"):
-            model.generate(ids(), past_key_values=cache, **options)
-    for part in (model, other):
-        part.get_decoder()._forward_hooks.clear()
-    assert not calls
-
-
-@pytest.mark.parametrize("attach_target", [True, False])
-def test_a_draft_model_that_could_not_take_back(model, attach_target):
-    draft = copy.deepcopy(model)
-    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": draft}
-    with kvkeep.attach(draft, "tova:6"):
-        if attach_target:
-            kvkeep.attach(model)
-        cache = kvkeep.Cache(model)
-        with pytest.raises(UnsupportedError, match="policy tova cannot do"):
-            model.generate(ids(), past_key_values=cache, **options)
-        assert cache.fed == 0
-        if attach_target:
-            kvkeep.detach(model)
-
-
-def test_drafts_without_attaching(model):
-    cache = kvkeep.Cache(model, "h2o:6")
-    with pytest.raises(UnsupportedError, match="policy h2o cannot do"):
-        model.generate(ids(), past_key_values=cache, max_new_tokens=8, prompt_lookup_num_tokens=3)
-
-
 def test_continuous_batching(model):
     """It has a cache of its own; detached, the model runs it as before."""
     options = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=95)

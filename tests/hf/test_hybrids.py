@@ -134,7 +134,7 @@ def test_rows_take_their_states_along(model: Any) -> None:
     assert not torch.allclose(selected[0], whole[0], atol=1e-2)
 
 
-@pytest.mark.parametrize("spec", ["keep_all", "window:12,sinks=2"])
+@pytest.mark.parametrize("spec", ["keep_all", "window:12,sinks=2", "h2o:12"])
 def test_drafts_give_the_text_without_them(
     model: Any, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,9 +142,9 @@ def test_drafts_give_the_text_without_them(
     plain = _text(model, ids, Cache(model, spec))
     cache, again, rejected = Cache(model, spec), Forwards.again, []
 
-    def counted(forwards: Forwards, columns: int) -> Any:
+    def counted(forwards: Forwards, columns: int, least: int) -> Any:
         rejected.append(cache.fed - columns)
-        return again(forwards, columns)
+        return again(forwards, columns, least)
 
     monkeypatch.setattr(Forwards, "again", counted)
     assert _text(model, ids, cache, prompt_lookup_num_tokens=4).equal(plain)

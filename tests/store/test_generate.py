@@ -159,7 +159,7 @@ def test_bad_input():
 
 
 def test_drafting_passes_the_store_by():
-    """transformers feeds a whole prompt to whatever cache it drafts with, filled or not."""
+    """Unless the call gives a cache that the store has filled."""
     model, store = tiny("llama"), PrefixStore()
     prompt = torch.cat([ids(12)] * 2, dim=1)
     wanted = model.generate(prompt, **OPTIONS)
@@ -173,6 +173,6 @@ def test_drafting_passes_the_store_by():
         model.generation_config.prompt_lookup_num_tokens = None
         assert model.generate(prompt, **OPTIONS).equal(wanted)
     assert store.stats().hits == 1
-    cache = store.prefill(model, prompt)
-    with pytest.raises(UnsupportedError, match="feeds the whole prompt"):
-        model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **OPTIONS)
+    cache = store.prefill(model, prompt)  # which is given, so it is used
+    options = OPTIONS | {"past_key_values": cache, "prompt_lookup_num_tokens": 3}
+    assert model.generate(prompt, **options).equal(wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +35,7 @@ from kvkeep.hf.generate_hook import (
     Settings,
     generate,
     prepare_cache,
+    prepare_inputs,
     refuse_batching,
 )
 from kvkeep.hf.inputs import arguments_of, check_fed
@@ -52,6 +53,8 @@ if TYPE_CHECKING:  # torch's compiler is slow to import
     from kvkeep.hf.compiled import CompiledSteps
 
 _ATTRIBUTE = "_kvkeep_attachment"
+_METHODS = ("generate", "prepare_inputs_for_generation", "init_continuous_batching")
+"""The methods of a model in place of which `attach` sets others."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -207,6 +210,9 @@ def attach(
         for part in _generating(model):
             part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
+        own: Any = model.prepare_inputs_for_generation
+        inputs = update_wrapper(partial(prepare_inputs, model), own)  # its signature is read
+        model.__dict__["prepare_inputs_for_generation"] = inputs
         model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
     if compile:
         from kvkeep.hf.compiled import CompiledSteps  # noqa: PLC0415 - torch's compiler is slow to import
@@ -239,7 +245,7 @@ def detach(model: PreTrainedModel) -> None:
         model.__dict__.pop("forward", None)
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(_ATTRIBUTE, None)
-    for name in ("generate", "init_continuous_batching"):
+    for name in _METHODS:
         model.__dict__.pop(name, None)
     for part in _generating(model):
         part.__dict__.pop("_prepare_cache_for_generation", None)

@@ -28,7 +28,7 @@ from kvkeep.hf.config import (
     recurrent_numbers,
     require_plain_steps,
 )
-from kvkeep.hf.demands import require_croppable
+from kvkeep.hf.demands import require_recordable
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.latent import LatentStep, require_fitting
 from kvkeep.hf.multimodal import is_only_text, shares_positions
@@ -41,6 +41,7 @@ from kvkeep.host import ModelCache, Specs, host_of, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
+from kvkeep.layer.history import Prompt
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
@@ -113,6 +114,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         self._issue_tickets()
         self._uncropped = False  # whether a forward came since recording began, or the last crop
         self.drafting = False  # a draft model's: several forwards come before each crop
+        self.prompt = Prompt()  # what will be certain of the text once drafts are recorded
 
     def __repr__(self) -> str:
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
@@ -427,12 +429,17 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
     def _replay(self, columns: int) -> None:
         """Return to the point after `columns` columns: to the last mark before it, from which the
         tokens that follow are read again."""
-        again = self._fed_since.again(columns)
-        core.Cache.crop(self, again.start - self.fed)
+        least = self.fed - min(layer.rollback_limit for layer in self.layers)
+        again = self._fed_since.again(columns, least)
+        if again[0].start >= least:
+            core.Cache.crop(self, again[0].start - self.fed)
+        else:  # of a prompt from which tokens were evicted
+            core.Cache.reset(self)
         self._forget_forwards()
-        self._uncropped = False
-        if again.start < columns:
-            again.run(self)
+        for one in again:
+            self._uncropped = False
+            if one.start < one.stop:
+                one.run(self)
 
     def _forget_forwards(self) -> None:
         if self._fed_since:
@@ -467,13 +474,14 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         """See `kvkeep.cache.Cache.rewind`."""
         core.Cache.rewind(self, columns)
         self._handed = self._feeding = None
+        self._uncropped = False
 
     def reset(self) -> None:
         """Forget every token."""
         ModelCache.reset(self)
         self._handed = self._feeding = None
         self._turn, self._fed_since = Turn(), Forwards()
-        self._record_past(False)
+        self.end_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """`reorder`, under the name that beam search uses."""
@@ -488,27 +496,35 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         self.select(indices)
 
     def activate_past_recording(self) -> None:
-        """Postpone eviction until the next crop, which may need the slots. Recording ends when two
-        forwards run without a crop between them, except for a draft model's cache.
+        """Free no slot until the next crop, which may need it. The columns that `prompt` counts now
+        are never taken back. Recording ends with `end_recording`, or when two forwards run without
+        a crop between them, except for a draft model's cache.
 
         Raises:
-            UnsupportedError: a policy can never crop tokens.
+            UnsupportedError: a policy decides after each token, and the model is not attached.
         """
-        require_croppable(self.layers)
+        require_recordable(self.layers, routed=is_routed(self.config) and not self._latent)
         self._record_past(True)
+
+    def end_recording(self) -> None:
+        """Undo `activate_past_recording`; all tokens are certain from now on."""
+        self.prompt = Prompt()
+        self._record_past(False)
 
     def _end_recording(self) -> None:
         between_forwards = self.layers[0].fed == self.layers[-1].fed
         if self._uncropped and not self.drafting and between_forwards:
-            self._record_past(False)
+            self.end_recording()
 
     def _record_past(self, on: bool) -> None:
         self._uncropped = False
         self._forget_forwards()
         for layer in self.layers:
+            layer.prompt = self.prompt
             if layer.record_past != on:
                 layer.record_past = on
                 layer.settle()
+        self.prompt = Prompt()  # of the next recording
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         """A copy of the state for the same model; the config is shared."""
@@ -544,7 +560,9 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        return self.recurrent is None and all(layer.policy.rollback for layer in self.layers)
+        decides = is_routed(self.config) and not self._latent
+        decided = decides or not any(layer.by_token for layer in self.layers)
+        return self.recurrent is None and decided
 
     @property
     def is_sliding(self) -> list[bool]:

@@ -9,36 +9,41 @@ from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
-from kvkeep.policy import POLICIES
 
 
 @dataclass(frozen=True)
 class Demands:
     """What a call of `generate()` needs of its cache: that drafted tokens can be cropped
-    (`drafts`), and attention weights over all tokens (`weights`) up to `columns` columns."""
+    (`drafts`), and attention weights over all tokens (`weights`) up to `columns` columns. `routed`:
+    kvkeep computes the attention."""
 
     drafts: bool
     weights: bool
     columns: int
+    routed: bool
 
     def require(self, cache: Cache) -> None:
         """Raise UnsupportedError if the cache cannot meet the demands."""
         if self.drafts:
-            require_croppable(cache.layers)
+            require_recordable(cache.layers, routed=self.routed)
         if self.weights:
             require_whole(cache.layers, self.columns - cache.fed)
 
 
-def require_croppable(layers: Iterable[LayerCache]) -> None:
-    """Raise UnsupportedError if a policy can never crop tokens."""
+def require_recordable(layers: Iterable[LayerCache], *, routed: bool) -> None:
+    """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
     for layer in layers:
-        if not layer.policy.rollback:
-            able = [name for name, policy in POLICIES.items() if policy.rollback]
+        if layer.by_token and layer.readers:
             raise UnsupportedError(
-                f"rejected draft tokens must be cropped, which policy {layer.policy.name} cannot "
-                "do, because its scores depend on every token fed; generate without "
-                "assistant_model and prompt_lookup_num_tokens, or with one of the policies "
-                f"{', '.join(able)}"
+                f"policy {layer.policy.name} decides after each draft, but other layers attend to "
+                "this layer's slots after all of them; use keep_all or a window, or do not draft"
+            )
+        if layer.by_token and not routed:
+            raise UnsupportedError(
+                f"rejected draft tokens must be cropped, and policy {layer.policy.name} decides "
+                "after each token, which the model's own attention cannot; call "
+                "kvkeep.attach(model), generate without assistant_model and "
+                "prompt_lookup_num_tokens, or use keep_all or a window of so many tokens"
             )
 
 

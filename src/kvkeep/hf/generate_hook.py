@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, layer_kinds
+from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.multimodal import holds_tensors, resume
@@ -24,6 +24,7 @@ from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.host.compress import compresses, read
+from kvkeep.layer.history import Prompt
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 
@@ -99,8 +100,8 @@ class Settings:
 @dataclass
 class _Call:
     """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the prompt with blocks if there is one, the token ids of all rows (B, n), and the cache
-    from a store or blocks, if any."""
+    row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
+    store or blocks, if any, and the cache that records drafts, if any."""
 
     model: PreTrainedModel
     columns: int
@@ -108,6 +109,7 @@ class _Call:
     blocks: BlockPrompt | None
     rows: Tensor | None
     cache: Cache | None = None
+    recording: Cache | None = None
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
@@ -160,6 +162,8 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
+    if call.recording is not None:
+        call.recording.end_recording()
     said = getattr(output, "sequences", output)
     cache = call.cache
     if cache is None or cache.rows != 1:
@@ -219,24 +223,24 @@ def prepare_cache(
         drafts=drafted or drafting,
         weights=bool(generation_config.output_attentions),
         columns=max_cache_length,
+        routed=is_routed(decoder_config(base_config(model))) and not is_latent(base_config(model)),
     )
     if isinstance(given, Cache):
         demands.require(given)
         given.written_out = demands.weights or drops_weights(model)
     if isinstance(given, Cache) and given.fed:
         if drafted:
-            raise UnsupportedError(
-                f"this cache holds {given.fed} tokens, but with drafted tokens transformers feeds "
-                "the whole prompt again; give an empty cache, or do not draft"
-            )
+            _require_whole_text(model, model_kwargs, given)
         _activate_later(model, given)
         if several > 1 and given.rows == batch_size:
             given.freeze()
             given.repeat(several)
-    if isinstance(given, Cache) and compresses(given) and not drafted:
+    if isinstance(given, Cache) and compresses(given) and not drafting:
         _compress(model, model_kwargs, given, generation_config.prefill_chunk_size)
     if isinstance(given, Cache):
         _chunk_prompt(model, settings, generation_config, model_kwargs, given.specs, given.fed)
+        if drafted:
+            _record_after_prompt(model, given, generation_config.prefill_chunk_size)
     type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
@@ -254,13 +258,15 @@ def prepare_cache(
     specs = per_layer(settings.spec, kinds)
     _chunk_prompt(model, settings, generation_config, model_kwargs, specs, 0)
     cache, chunk = None, generation_config.prefill_chunk_size
+    # Prompt lookup may draft tokens beyond the maximum length.
+    most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
     whole = [spec for spec, kind in zip(specs, kinds, strict=True) if kind.window is None]
     if any(isinstance(spec.policy, KVzip) for spec in whole):
-        if drafting or drafted:
-            raise UnsupportedError("kvzip compresses no prompt of drafted tokens; use keep_all")
-        cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
+        if drafting:
+            raise UnsupportedError("kvzip compresses no prompt of a draft model; use keep_all")
+        cache = None if drafted else _filled(model, settings, model_kwargs, chunk, max_cache_length)
         if cache is None:
-            cache = Cache(model, settings.spec, capacity=max_cache_length)
+            cache = Cache(model, settings.spec, capacity=most)
             _compress(model, model_kwargs, cache, chunk)
     elif not (drafting or drafted or generation_config.token_healing):
         cache = _filled(model, settings, model_kwargs, chunk, max_cache_length)
@@ -270,16 +276,59 @@ def prepare_cache(
         cache.freeze()
         cache.repeat(several)
     if cache is None:
-        # A draft model's length is known for its first round only; prompt lookup may draft tokens
-        # beyond the maximum length.
-        most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
+        # A draft model's length is known for its first round only.
         cache = Cache(model, settings.spec, capacity=None if drafting else most)
-        cache.drafting = drafting
         cache.activation = _invoked(model)
-        if drafting:
-            cache.activate_past_recording()
+    cache.drafting = drafting
+    if drafted or drafting:
+        _record_after_prompt(model, cache, chunk)
+    if drafting:
+        cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
     model_kwargs["past_key_values"] = cache
+
+
+def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
+    """In place of the model's own `prepare_inputs_for_generation`: the first forward of a call with
+    drafts, for which transformers gives the whole text, feeds what the cache does not hold."""
+    call, cache = _CALL.get(), options.get("past_key_values")
+    if call is not None and call.recording is not None and call.recording is cache and cache.fed:
+        options["next_sequence_length"] = (
+            options.get("next_sequence_length") or input_ids.shape[1] - cache.fed
+        )
+    owner: Any = type(model)
+    inputs: dict[str, Any] = owner.prepare_inputs_for_generation(model, input_ids, **options)
+    return inputs
+
+
+def _require_whole_text(model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache) -> None:
+    """Raise UnsupportedError unless a call gives all tokens of the text that a cache holds."""
+    if cache.recurrent is not None:
+        raise UnsupportedError(
+            f"this cache holds {cache.fed} tokens, and recurrent layers could not return to that "
+            "point after the first drafts; give an empty cache, or do not draft"
+        )
+    call, mask = _CALL.get(), model_kwargs.get("attention_mask")
+    columns = call.columns if call is not None and call.model is model else 0
+    if columns <= cache.fed or (mask is not None and mask.shape[1] != columns):
+        raise UnsupportedError(
+            f"this cache holds {cache.fed} tokens, and drafts are found in the whole text, but "
+            f"{columns} token ids are given; give all of them, those that the cache holds included"
+        )
+
+
+def _record_after_prompt(model: PreTrainedModel, cache: Cache, chunk: int | None) -> None:
+    """Let a cache that is going to record drafts read the prompt as without drafts.
+
+    The first forward of a model that verifies drafts has the prompt and the first drafts. A draft
+    model may be asked to take back the last token of the prompt too.
+    """
+    call = _CALL.get()
+    if call is None or call.model is not model:
+        return
+    cache.prompt = Prompt(max(0, call.columns - cache.drafting), chunk)
+    if not cache.drafting:
+        call.recording = cache
 
 
 def _chunk_prompt(

@@ -7,7 +7,7 @@ returns to a copy from before the forward, and the accepted tokens are fed again
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -75,15 +75,19 @@ class Forwards:
         assert fed is not None
         self._all.append(_Forward(decoder, given, start, start + fed.shape[1]))
 
-    def again(self, columns: int) -> _Forward:
-        """The last forward that began at or before `columns` columns, up to that point.
+    def again(self, columns: int, least: int) -> list[_Forward]:
+        """The forwards from the last that began at `least` columns or later, or with the first
+        column, up to `columns` columns.
 
         Raises:
             RollbackError: there is none.
         """
+        found: list[_Forward] = []
         for one in reversed(self._all):
             if one.start <= columns:
-                return _Forward(one.decoder, one.inputs, one.start, columns)
+                found.insert(0, replace(one, stop=min(one.stop, columns)))
+                if one.start >= least or not one.start:
+                    return found
         raise RollbackError(
             f"crop to {columns} tokens, but those fed before {self._all[0].start} were kept for "
             "good by an earlier crop; reset() and feed the tokens again"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvkeep.attention import Options, View, explicit
@@ -83,5 +84,9 @@ class Explicit:
     def __call__(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
         """See `kvkeep.attention.Attend`."""
         moved = self._layer.moved
-        out, mass, self.weights = explicit.run(q, view, options, moved=moved, dropout=self._dropout)
+        out, mass, weights = explicit.run(q, view, options, moved=moved, dropout=self._dropout)
+        if self.weights is not None:  # of drafts before these, which see fewer tokens
+            before = pad(self.weights, (0, weights.shape[3] - self.weights.shape[3]))
+            weights = torch.cat([before, weights], dim=2)
+        self.weights = weights
         return out, mass

@@ -51,7 +51,7 @@ class BlockEncoded(LayerSlots):
         storage.bound = left_plain(*codecs) + codecs.key.block
         self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
         self.codecs = self.tail.codecs
-        self._block = codecs.key.block
+        self.block = codecs.key.block
         self._torn = False
 
     @property
@@ -60,11 +60,11 @@ class BlockEncoded(LayerSlots):
 
     @property
     def length(self) -> int:
-        return self.blocks.length * self._block + self.tail.length
+        return self.blocks.length * self.block + self.tail.length - self.hidden
 
     @property
     def capacity(self) -> int:
-        return self.blocks.capacity * self._block + self.tail.capacity
+        return self.blocks.capacity * self.block + self.tail.capacity
 
     @property
     def live_bytes(self) -> int:
@@ -105,24 +105,39 @@ class BlockEncoded(LayerSlots):
     def evict(self, victims: Tensor) -> None:
         self.tail.evict(victims)
 
+    def fills(self, tokens: int) -> bool:
+        return whole(self.tail.length - self.hidden + tokens, *self.blocks.codecs) > 0
+
     @property
     def waiting(self) -> int:
-        return whole(self.tail.length, *self.blocks.codecs)
+        return whole(self.tail.length - self.hidden, *self.blocks.codecs)
 
-    def encode_waiting(self) -> None:
+    def encode_waiting(self, *, hide: bool = False) -> None:
         planes = self.tail.evictable()
         order = order_of_encoding(planes[POSITION], *self.blocks.codecs)
-        oldest = order[:, :, : self.waiting]
+        first = self.hidden  # which are first in the order, because of their position
+        oldest = order[:, :, first : first + self.waiting]
         taken = take(planes, oldest)
         position = taken[POSITION]
-        k, v = (filled(taken[name], position, self._block) for name in ("k", "v"))
+        k, v = (filled(taken[name], position, self.block) for name in ("k", "v"))
         encoded = self.blocks.codecs.encode(k, v)
-        encoded[POSITION] = position.reshape(*position.shape[:2], -1, self._block)
+        encoded[POSITION] = position.reshape(*position.shape[:2], -1, self.block)
         self.blocks.append(encoded)
-        self.tail.evict(oldest)
+        if hide:
+            self.hide(order[:, :, : first + oldest.shape[2]], first + oldest.shape[2])
+        else:
+            self.tail.evict(oldest)
+
+    def hide(self, victims: Tensor, count: int) -> None:
+        self.tail.thaw()
+        super().hide(victims, count)
+
+    def mark(self, fewer: int = 0) -> tuple[int, ...]:
+        return self.blocks.length, self.tail.length - fewer
 
     def cut(self, mark: tuple[int, ...]) -> None:
-        self.tail.cut((mark[0] - self.blocks.length * self._block,))
+        self.blocks.cut(mark[:1])
+        self.tail.cut(mark[1:])
 
     def take_rows(self, index: Tensor) -> BlockEncoded:
         self.blocks.take_rows(index)
@@ -134,7 +149,7 @@ class BlockEncoded(LayerSlots):
     def reset(self) -> BlockEncoded:
         self.blocks.reset()
         self.tail.reset()
-        self._torn = False
+        self._torn, self.hidden = False, 0
         return self
 
     def parts(self) -> dict[str, Planes]:

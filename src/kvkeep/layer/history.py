@@ -131,6 +131,14 @@ class History:
         return fed if self.pads is None else fed - self.pads.cpu()
 
 
+class Prompt(NamedTuple):
+    """The first columns of a text, which are never taken back. They are read in chunks of `chunk`
+    columns; None: in one."""
+
+    columns: int = 0
+    chunk: int | None = None
+
+
 class LayerState(NamedTuple):
     """A layer's history and slots. `parts` maps a part's name, such as `slots`, to its planes."""
 

@@ -16,14 +16,14 @@ from kvkeep.codec import Codec, caution
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.beginning import runs_for
+from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.frozen import Run
-from kvkeep.layer.history import History, LayerState
+from kvkeep.layer.history import History, LayerState, Prompt
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
-from kvkeep.layer.reaching import Reaching, limit_in_words
+from kvkeep.layer.reaching import limit_in_words
 from kvkeep.layer.read_again import ReadAgain
 from kvkeep.layer.readable import Readable
-from kvkeep.layer.rollback import Rollback
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Phases, StepInputs, driven
@@ -34,7 +34,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
+class LayerCache(Readable, ReadAgain, Drafts, InOneCall):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -88,7 +88,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         self.value_codec = value_codec = value_codec.for_values()
         self.window, self.chunked, self.rotary = window, chunked, rotary
         self.readers, self.unread = readers, 0
-        self.record_past = False
+        self.record_past, self.prompt, self._journal = False, Prompt(), []
         self.evicted: list[Tensor] | None = None  # recorded by `positions_of`; None: not recorded
         self._planes_of_policy = tuple(policy.planes)
         self._slots = new_slots(
@@ -106,6 +106,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         self._begun: tuple[History, tuple[int, ...]] | None = None
         self._writing = self._moving = False
         self._settles_alone = settles_alone(policy)
+        self.by_token = not self._settles_alone
         self._native = self._next = None
 
     # -- the step ---------------------------------------------------------------------------
@@ -133,7 +134,8 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
             ShapeError: the tensors do not fit each other or the tokens already held.
             CapacityError: there is no room for the tokens, and the policy evicts nothing.
             StateError: gradients are required but the storage writes in place; another thread is
-                changing the layer; or an eviction was interrupted.
+                changing the layer; an eviction was interrupted; or there are several tokens while
+                `record_past` is set, and the policy decides after each.
         """
         with self.turn:
             return self._extend(k, v, position, until)
@@ -156,6 +158,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         # First free the slots that no later query can reach, so a sliding window reuses them.
         if self.policy.reach is not None:
             self._evict(self.length - self.reachable)
+        self._note(n)
         own = self.own_planes(k, v, position)
         self._begun, self._writing = (self._history, self._slots.mark()), True
         try:
@@ -180,13 +183,13 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         if queries is None:
             assert history.geometry is not None
             queries = history.next_positions(1, history.geometry.device) - 1
-        hides = slots.frozen.hides
+        hides = slots.frozen.hides or slots.hidden > 0
         return self.view_of(slots.segments(), queries, history, slots.length, hides, until)
 
     def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
         the policy chooses by what it observed before. While `record_past` is set, nothing is
-        evicted, so that the next `crop` can roll back."""
+        freed, so that the next `crop` can take tokens back."""
         with self.turn:
             self._settle_now(observation, packs=packs)
 
@@ -199,10 +202,10 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
     def _settle_now(self, observation: Observation | None, *, packs: bool) -> None:
         if observation is not None:
             self.policy.require_shown(observation)
-        if self.record_past:
-            self._evict(0, observation)
-        else:
+        if not self._tentative:
             self._fit(observation)
+        elif self._journaled and self._chunk is not None and self._chunk.shape[-1] == 1:
+            self._fit(observation, hide=True)
         if packs:
             self._pack()
 
@@ -253,6 +256,8 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
                         return ready.out
                 finally:
                     ready.end()
+            if self._divides(inputs.q.shape[2]):
+                return self._recorded(inputs, attend)
             # Where attention weights are wanted all slots stay: they refer to all columns.
             out = driven(self._undone(inputs, packs=attend is None), attend)
             if single and self._settles_alone:
@@ -349,32 +354,15 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         self._writing, self._moving = False, True
         self._forget_readings()
         self._slots = self._slots.reset()
-        self._history, self._chunk, self._begun = History(), None, None
+        self._history, self._chunk, self._begun, self._journal = History(), None, None, []
         self._native = self._next = None
         self._moving = False
-
-    def crop(self, tokens: int) -> None:
-        """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. While
-        `record_past` is set, the policy then evicts down to its budget, as transformers expects.
-
-        Raises:
-            RollbackError: `tokens` is positive, or -`tokens` exceeds `rollback_limit`.
-        """
-        self.mend()
-        self.require_rollback(-tokens)
-        with self.turn:
-            unread = self._forget_readings()
-            if tokens < 0:
-                left = self._history.without(self._slots.newest_positions(-tokens))
-                self._begun = (left, tuple(length + tokens for length in self._slots.mark()))
-                self._take_back()
-            if self.record_past or unread:
-                self._fit()
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
         if self._history.geometry is None:
             return
+        self._accept()
         index = index.to(self._history.geometry.device)
         with self.turn, self._moved():
             self._slots = self._slots.take_rows(index)
@@ -405,7 +393,9 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         self._history.floor = max(self._history.floor, floor)
 
     def state(self) -> LayerState:
-        """The history and all slots; the planes are views, valid until the next change."""
+        """The history and all slots; the planes are views, valid until the next change. Drafts that
+        were not taken back are certain from now on; likewise in all changes of rows and freezes."""
+        self._accept()
         return LayerState(self.history, self._slots.parts())
 
     def require_room(self, state: LayerState) -> None:
@@ -430,7 +420,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         written to a storage that follows them."""
         with self.turn, self._moved():
             self._slots.adopt_frozen(runs, history)
-            self._history = history
+            self._history, self._journal = history, []
 
     def begin_with(self, text: LayerCache) -> None:
         """Replace the contents by the tokens of a layer that keeps all, as if they had been fed in
@@ -445,12 +435,13 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         in use. The slots at the indices `empty`, int64 (B, H, E), are freed."""
         with self.turn, self._moved():
             self._slots.adopt_planes(planes, length, history.rows)
-            self._history = history
+            self._history, self._journal = history, []
             if empty is not None:
                 self.storage.evict(empty)
 
     def freeze(self) -> None:
         """Make the current slots immutable, so that forks share them."""
+        self._accept()
         with self.turn, self._moved():
             self._slots.freeze()
 
@@ -459,6 +450,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         other = copy(self)
         other._slots, other._history = self._slots.fork(), self._history.fork()
         other._checks, other.evicted, other.turn = Checks(), None, Turn()
+        other._journal = [*self._journal]
         other._native = other._next = None
         return other
 
@@ -570,8 +562,11 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
 
-    def _evict(self, count: int, observation: Observation | None = None) -> None:
-        """Pass the observation, if any, to the policy, and free `count` slots, if positive."""
+    def _evict(
+        self, count: int, observation: Observation | None = None, *, hide: bool = False
+    ) -> None:
+        """Pass the observation, if any, to the policy, and free `count` slots, if positive; or
+        hide them until the next crop."""
         policy = self.policy.at(self.fed)
         observes = observation is not None and policy.observes
         if not observes and count <= 0:
@@ -587,17 +582,30 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
                 victims = policy.victims(count, planes, seen)
                 if self.evicted is not None:
                     self.evicted.append(positions_of(victims, planes))
-                self._slots.evict(victims)
+                if hide:
+                    self._slots.hide(victims, count)
+                else:
+                    self._slots.evict(victims)
                 self._history.floor = self.fed
 
-    def _fit(self, observation: Observation | None = None) -> None:
-        """Evict down to the budget, and encode the tokens whose block is now full."""
+    def _fit(self, observation: Observation | None = None, *, hide: bool = False) -> None:
+        """Evict down to the budget, and encode the tokens whose block is now full. With `hide` no
+        slot is freed; otherwise the tokens fed are certain from now on."""
+        if self._slots.hidden and not hide:
+            self._evict(0, observation)  # the mass counts hidden slots too
+            observation = None
+            with self._moved():
+                self._slots.free_hidden()
+                self._history.floor = self.fed
         budget = self.policy.at(self.fed).budget
-        self._evict(0 if budget is None else self._slots.surplus(budget), observation)
+        surplus = 0 if budget is None else self._slots.surplus(budget)
+        self._evict(surplus, observation, hide=hide)
         if self._slots.waiting:
             with self._moved():
-                self._slots.encode_waiting()
+                self._slots.encode_waiting(hide=hide)
                 self._history.floor = self.fed
+        if not hide:
+            self._journal = []
 
     @property
     def _packs(self) -> bool:
@@ -610,7 +618,7 @@ class LayerCache(Readable, Reaching, Rollback, InOneCall, ReadAgain):
         chunk = self._chunk
         if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1:
             return
-        if self.record_past or not self._packs:
+        if self._tentative or not self._packs:
             return
         shown = None if self._history.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():

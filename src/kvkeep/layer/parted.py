@@ -72,8 +72,12 @@ class Parted(LayerSlots):
             victims = marked(victims, self._split.length)
         self._split.drop(victims)
 
-    def mark(self) -> tuple[int, ...]:
-        return tuple(storage.length for storage in self._split.storages)
+    def free_hidden(self) -> None:
+        self._split.drop(self._split.read()[POSITION] < 0)
+        self.hidden = 0
+
+    def mark(self, fewer: int = 0) -> tuple[int, ...]:
+        return tuple(storage.length - fewer for storage in self._split.storages)
 
     def cut(self, mark: tuple[int, ...]) -> None:
         if not mark:
@@ -134,6 +138,7 @@ class ByHead(Parted):
 
     def reset(self) -> ByHead:
         self._split.reset()
+        self.hidden = 0
         return self
 
     def parts(self) -> dict[str, Planes]:

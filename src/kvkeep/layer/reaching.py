@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, View
 from kvkeep.errors import UnsupportedError
-from kvkeep.layer.history import History
+from kvkeep.layer.history import History, Prompt
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import view_of
 from kvkeep.planes import Reach
@@ -20,14 +20,22 @@ class Reaching:
     window: int | None
     chunked: bool
     record_past: bool
+    """Whether the chunks fed may be drafts, of which a crop takes some back."""
+    prompt: Prompt
+    """What is certain of the text although `record_past` is set."""
     _slots: LayerSlots
     _history: History
+
+    @property
+    def _tentative(self) -> bool:
+        """Whether the newest tokens may be taken back."""
+        return self.record_past and self._history.columns > self.prompt.columns
 
     @property
     def reachable(self) -> int:
         """How many of the slots in use the next query can reach; `extend` drops the others."""
         reach = self.policy.reach
-        if reach is None or self.record_past:
+        if reach is None or self._tentative:
             return self._slots.length
         if self.chunked and reach == Reach(self.window or 0):
             held = (self._history.newest + 1) % reach.size

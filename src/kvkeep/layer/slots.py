@@ -14,7 +14,7 @@ from kvkeep.codec import Codec
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
-from kvkeep.planes import POSITION, Planes, joined, norms, part
+from kvkeep.planes import POSITION, Planes, joined, marked, norms, part
 from kvkeep.storage import Storage
 
 
@@ -57,6 +57,11 @@ class LayerSlots(ABC):
     """The most slots it can hold; None: limited by memory only."""
     frozen: FrozenRuns = FrozenRuns()
     """Runs of older slots that forks share."""
+    hidden: int = 0
+    """How many slots are hidden in each row and head; in all heads together, if they have parts of
+    their own."""
+    block: int = 1
+    """How many tokens are encoded together."""
     single: ClassVar[bool] = False
     """Whether all slots that are neither frozen nor set aside lie in `storage`."""
 
@@ -179,20 +184,42 @@ class LayerSlots(ABC):
         """Free slots of `evictable()`: int64 indices (B|1, H|1, c), or, where heads have different
         lengths, a bool (B, H, S) that marks them."""
 
+    def hide(self, victims: Tensor, count: int) -> None:
+        """Empty the same slots as `evict`, but free none of them, so that `cut` and `keep` can
+        restore them. `count` is the number of victims, those included that were hidden before."""
+        position = self.evictable()[POSITION]
+        gone = victims if victims.dtype == torch.bool else marked(victims, position.shape[2])
+        self.hidden = count
+        with torch.inference_mode():
+            self.keep(POSITION, position.masked_fill_(gone, -1))
+
+    def free_hidden(self) -> None:
+        """Free the hidden slots."""
+        live = self.evictable()[POSITION] >= 0
+        order = live.to(torch.uint8).argsort(dim=2, stable=True)
+        self.evict(order[:, :, : self.hidden])
+        self.hidden = 0
+
+    def fills(self, tokens: int) -> bool:
+        """Whether some tokens can be encoded as full blocks once `tokens` more are added."""
+        return False
+
     @property
     def waiting(self) -> int:
         """How many tokens can be encoded as full blocks now."""
         return 0
 
-    def encode_waiting(self) -> None:
-        """Encode the `waiting` oldest plain tokens. They are never encoded again."""
+    def encode_waiting(self, *, hide: bool = False) -> None:
+        """Encode the `waiting` oldest plain tokens. They are never encoded again. Their plain slots
+        are freed, or hidden."""
         raise NotImplementedError("no tokens wait to be encoded")
 
     # -- truncation -------------------------------------------------------------------------
 
-    def mark(self) -> tuple[int, ...]:
-        """The current lengths, one for each part, to truncate to with `cut`."""
-        return (self.length,)
+    def mark(self, fewer: int = 0) -> tuple[int, ...]:
+        """The current lengths, one for each part, to truncate to with `cut`; less `fewer` tokens,
+        since which nothing was evicted."""
+        return (self.length - fewer,)
 
     @abstractmethod
     def cut(self, mark: tuple[int, ...]) -> None:

@@ -137,6 +137,10 @@ class Undivided(LayerSlots):
         storage.append(kept)
         self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
 
+    def hide(self, victims: Tensor, count: int) -> None:
+        self.thaw()
+        super().hide(victims, count)
+
     def cut(self, mark: tuple[int, ...]) -> None:
         fewer = max(0, self.length - mark[0])
         for storage in (self._aside, self._storage):
@@ -176,6 +180,7 @@ class Undivided(LayerSlots):
             self._storage, self.frozen = self._blank.another(), FrozenRuns()
         self._aside.reset()
         self._storage.reset()
+        self.hidden = 0
         return self
 
     def parts(self) -> dict[str, Planes]:

@@ -55,7 +55,8 @@ class Observation(NamedTuple):
         chunked: whether that window begins at a multiple of its size.
         scale: the factor on q . k; None if the caller computed attention itself.
         rotary: the model's rotary embedding; None if its keys have none.
-        state: tensors (B, ...) that the policy keeps for each row, by name; it may change them.
+        state: tensors (B, ...) that the policy keeps for each row, by name; it may replace them,
+            but must not write to them.
         keys, values: functions that decode the slots of given planes to fp32 (B, H, S, D).
     """
 
@@ -92,7 +93,8 @@ class Policy(ABC):
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
     rollback: ClassVar[bool] = False
-    """Whether truncating the newest tokens exactly restores the state before they were fed."""
+    """Whether truncating the newest tokens exactly restores the state before they were fed, unless
+    slots were evicted. Drafts are taken back for any policy: see `LayerCache.record_past`."""
 
     per_head: ClassVar[bool] = False
     """Whether heads may keep different tokens; each head then has its own positions."""
