@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "the-beginning-adds-to-a-window",
         "policy/window.py",
-        "return wider if self.budget is None else wider.with_budget(self.budget)",
-        "return wider",
+        "return replace(self, size=self.size - added, keep_from=0, keep_to=to)",
+        "return replace(self, keep_from=0, keep_to=to)",
         "host/test_keep_until.py",
     ),
     Fault(
@@ -297,15 +297,15 @@ FAULTS = (
     Fault(
         "adakv-floor-of-what-is-held",
         "policy/adakv.py",
-        "safe = min(slots, int(self.floor * self.budget))",
+        "safe = min(slots, int(self.floor * budget))",
         "safe = min(slots, int(self.floor * slots))",
         "policy/test_decisions.py",
     ),
     Fault(
         "pyramid-shares-what-is-protected",
         "policy/pyramid.py",
-        "last = shared / self.beta",
-        "last = self.inner.budget / self.beta",
+        "tokens = inner.protected + round((budget - inner.protected) * factor)",
+        "tokens = round(budget * factor)",
         "policy/test_policies.py policy/test_decisions.py",
     ),
     Fault(
@@ -403,8 +403,8 @@ FAULTS = (
     Fault(
         "explicit-mass-in-another-order",
         "attention/explicit.py",
-        "mass = held.as_slots(share.sum(dim=3).mean(dim=2)).float()",
-        "mass = share.sum(dim=3).mean(dim=2).float()",
+        "mass = held.as_slots(received_mass(share, options)).float()",
+        "mass = received_mass(share, options).float()",
         "hf/test_weights.py attention/test_attend.py",
     ),
     Fault(
@@ -625,8 +625,8 @@ FAULTS = (
     Fault(
         "store-ignores-priority",
         "store/prefix.py",
-        "key=lambda found: (found[0].priority, found[0].used)",
-        "key=lambda found: found[0].used",
+        "key=lambda found: found[:2]",
+        "key=lambda found: found[1]",
         "store/test_prefix.py",
     ),
     Fault(
@@ -673,10 +673,10 @@ FAULTS = (
     ),
     Fault(
         "positions-of-a-block-unseen",
-        "store/geometry.py",
-        "if not planes[POSITION].flatten().cpu().equal(position):",
-        "if False:",
-        "store/test_geometry.py",
+        "store/layer_slices.py",
+        "planes[POSITION].flatten().cpu().equal(torch.arange(start, stop, dtype=torch.int32))",
+        "True",
+        "store/test_geometry.py store/test_backends.py test_mutations.py",
     ),
     Fault(
         "beginning-evicted-before-its-end",
@@ -824,8 +824,8 @@ FAULTS = (
     Fault(
         "same-dropout-in-each-chunk",
         "train/walk.py",
-        "torch.manual_seed(self._seed + (layer + 1) * len(self.chunks) + c)",
-        "torch.manual_seed(self._seed + layer + 1)",
+        "torch.manual_seed(self._seed + (layer + 1) * self._all + number)",
+        "torch.manual_seed(self._seed + (layer + 1) * self._all)",
         "train/test_heads_and_draws.py",
     ),
     Fault(
@@ -938,8 +938,8 @@ FAULTS = (
     Fault(
         "litgpt-frequencies-not-compared",
         "host/translation.py",
-        "torch.allclose(x, y, most, 0)",
-        "torch.allclose(x, x, most, 0)",
+        "torch.allclose(x, y, _SAME_FREQUENCY, 0)",
+        "torch.allclose(x, x, _SAME_FREQUENCY, 0)",
         "litgpt/test_translation.py",
     ),
     Fault(
@@ -966,15 +966,24 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def plant(fault: Fault, package: Path) -> tuple[Path, str]:
-    """Put a fault into a copy of the package; the file it is in, and what stood there."""
+def located(fault: Fault, package: Path) -> tuple[Path, str]:
+    """The file of the package that a fault changes, and its text.
+
+    Raises:
+        SystemExit: the fault's line does not stand there exactly once.
+    """
     place = package / fault.place
     files = [place] if place.is_file() else sorted(place.rglob("*.py"))
     found = [(file, file.read_text()) for file in files]
     count = sum(text.count(fault.old) for _, text in found)
     if count != 1:
         raise SystemExit(f"{fault.name}: {count} times in {fault.place}, not once: {fault.old}")
-    file, text = next((file, text) for file, text in found if fault.old in text)
+    return next((file, text) for file, text in found if fault.old in text)
+
+
+def plant(fault: Fault, package: Path) -> tuple[Path, str]:
+    """Put a fault into a copy of the package; the file it is in, and what stood there."""
+    file, text = located(fault, package)
     file.write_text(text.replace(fault.old, fault.new))
     return file, text
 
