@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         "window-of-a-layer-one-longer",
         "policy/ranking.py",
-        "dead |= position <= seen.newest + 1 - seen.window",
-        "dead |= position <= seen.newest - seen.window",
+        "dead |= position <= after - behind",
+        "dead |= position < after - behind",
         "policy/test_ranking.py policy/test_edges.py",
     ),
     Fault(
@@ -326,8 +326,8 @@ FAULTS = (
     Fault(
         "no-mask-while-a-window-fills",
         "planes.py",
-        "return fed > reach.size",
-        "return fed > reach.size + 1",
+        "return length > reach.size + reach.sinks if newest else fed > reach.size",
+        "return length > reach.size + reach.sinks if newest else fed > reach.size + 1",
         "test_layer.py test_conformance.py",
     ),
     Fault(
@@ -504,15 +504,15 @@ FAULTS = (
     Fault(
         "one-more-slot-within-reach",
         "layer",
-        "return min(self.length, reach.size - 1 + reach.fixed)",
-        "return min(self.length, reach.size + reach.fixed)",
+        "return min(self._slots.length, reach.size - 1 + reach.fixed)",
+        "return min(self._slots.length, reach.size + reach.fixed)",
         "test_layer.py test_conformance.py",
     ),
     Fault(
         "rollback-beyond-a-policy",
         "layer",
-        "return self.fed - self._history.floor if self.policy.rollback else 0",
-        "return self.fed - self._history.floor",
+        "return self._history.columns - self._history.floor if self.policy.rollback else 0",
+        "return self._history.columns - self._history.floor",
         "test_layer.py",
     ),
     Fault(
@@ -589,8 +589,8 @@ FAULTS = (
     Fault(
         "loaded-texts-saw-each-other",
         "files/snapshot.py",
-        "history.joined = header.apart",
-        "history.joined = False",
+        "history.joined, history.embedded = header.apart, header.embedded",
+        "history.joined, history.embedded = False, header.embedded",
         "blocks/test_prompt.py",
     ),
     Fault(
@@ -632,8 +632,8 @@ FAULTS = (
     Fault(
         "store-beyond-its-budget",
         "store/prefix.py",
-        "length = known.length + min(new, room) // token_bytes",
-        "length = known.length + new // token_bytes",
+        "if new > room:",
+        "if False:",
         "store/test_prefix.py",
     ),
     Fault(
@@ -839,8 +839,8 @@ FAULTS = (
     Fault(
         "bytes-of-the-heads-of-other-processes",
         "hf/config.py",
-        "heads //= processes",
-        "heads //= 1",
+        "return Geometry(1, heads // processes, width, width, dtype)",
+        "return Geometry(1, heads, width, width, dtype)",
         "hf/test_tensor_parallel.py",
     ),
     Fault(
@@ -895,7 +895,7 @@ FAULTS = (
     Fault(
         "keys-attended-to-twice",
         "hf/attention.py",
-        "if handed.taken:",
+        "if handed.taken and not (handed.shared is not None and handed.shared.unread):",
         "if False:",
         "hf/test_attach.py hf/test_rehearsal.py",
     ),
