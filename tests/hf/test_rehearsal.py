@@ -1,6 +1,10 @@
-"""Models whose attention cannot run on a cache: refused by attach, or by their first forward."""
+"""Models whose attention cannot run in kvkeep: they keep their own, if a rehearsal shows that it is
+right with a cache; the others are refused by attach, or by their first forward."""
 
 from __future__ import annotations
+
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,12 +19,24 @@ from kvkeep.hf.config import decoder_of
 from kvkeep.hf.rehearsal import rehearse
 from kvkeep.train import backward
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
-REFUSED = {
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+NO_INTERFACE = "does not go through transformers' AttentionInterface"
+OWN = {
     "DiffLlama": "changes its values after the cache",
     "JetMoe": "changes its keys after the cache",
-    "Moshi": "masks a window of None tokens where its config says 3000",
     "Doge": "uses a mask of its own",
+    "Bloom": NO_INTERFACE,
+}
+OTHERS = "its results through a cache are others than without one"
+REFUSED = {
+    "Moshi": f"masks a window of None tokens where its config says 3000, and .* {OTHERS}",
+    "XLMWithLMHeadModel": f"{NO_INTERFACE}, and .* layer 0 gives no keys to its cache",
 }
 
 
@@ -28,19 +44,62 @@ def ids(n: int = 6) -> torch.Tensor:
     return torch.randint(2, 96, (1, n), generator=torch.Generator().manual_seed(3))
 
 
+def untrained(family: str) -> tf.PreTrainedModel:
+    torch.manual_seed(0)
+    head = family if family.endswith("HeadModel") else f"{family}ForCausalLM"
+    return getattr(tf, head)(getattr(tf, f"{family.partition('With')[0]}Config")(**SMALL)).eval()
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_attach_refuses_by_a_rehearsal(family):
     with torch.device("meta"):
-        model = getattr(tf, f"{family}ForCausalLM")(getattr(tf, f"{family}Config")(**SMALL))
+        model = untrained(family)
     before, drawn = set(model.__dict__), torch.get_rng_state()
     implementation = model.config._attn_implementation
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=f"{family}ForCausalLM: .*{REFUSED[family]}; "):
+        with pytest.raises(UnsupportedError, match=f"{family}.*: .*{REFUSED[family]}.*; "):
             kvkeep.attach(model)
     assert set(model.__dict__) == before
     assert model.config._attn_implementation == implementation
     assert not decoder_of(model)._forward_hooks
     assert torch.get_rng_state().equal(drawn)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_that_keeps_its_own_attention(family):
+    model = untrained(family)
+    expected = model(ids(), use_cache=False).logits
+    implementation = model.config._attn_implementation
+    with pytest.raises(UnsupportedError, match=f"window:4.*{OWN[family]}.*use keep_all"):
+        kvkeep.attach(model, "window:4")
+    assert not decoder_of(model)._forward_hooks
+    with kvkeep.attach(model, "keep_all@fixed:16") as attachment:
+        assert (attachment.layers, attachment.attention) == (2, 0)
+        assert f"its own attention ({attachment.own})" in str(attachment)
+        assert OWN[family] in attachment.own
+        assert model.config._attn_implementation == implementation
+        cache = model(ids()[:, :4]).past_key_values
+        assert str(cache.specs[0]) == "keep_all+plain@fixed:16"
+        chunk = model(ids()[:, 4:], past_key_values=cache).logits
+        torch.testing.assert_close(chunk, expected[:, 4:], atol=1e-5, rtol=1e-4)
+        window = kvkeep.Cache(model, "window:4")
+        with pytest.raises(UnsupportedError, match=r"window:4.*use keep_all"):
+            model(ids()[:, :1], past_key_values=window)
+        assert not window.fed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sliding_window_that_the_model_masks_itself(window):
+    """A rehearsal on windows of two tokens shows that Doge's own mask is right, and Moshi's not."""
+    torch.manual_seed(0)
+    model = tf.DogeForCausalLM(tf.DogeConfig(**SMALL, sliding_window=window)).eval()
+    expected = model(ids(9), use_cache=False).logits
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        chunks = [model(x, past_key_values=cache).logits for x in ids(9).split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=1e-5, rtol=1e-4)
 
 
 def attend(self, q, k, v, mask):
@@ -89,6 +148,9 @@ class Odd(llama.LlamaAttention):
         return attend(self, q, k, v, mask)
 
 
+KEEPS_ITS_OWN = {"keys", "values", "twice"}
+"""What kvkeep's attention cannot take, but is right with the model's own."""
+
 FAULTS = {
     "keys": "changes its keys after the cache",
     "values": "changes its values after the cache",
@@ -121,7 +183,12 @@ def test_a_model_of_unknown_code(fault):
     calls = []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     if fault == "none":
-        kvkeep.attach(model)
+        assert kvkeep.attach(model).attention == 2
+    elif fault in KEEPS_ITS_OWN:
+        attachment = kvkeep.attach(model)
+        assert not attachment.attention
+        assert re.search(FAULTS[fault], attachment.own)
+        kvkeep.detach(model)
     else:
         with pytest.raises(UnsupportedError, match=f"OddModel: .*({FAULTS[fault]})"):
             kvkeep.attach(model)
@@ -173,8 +240,8 @@ def test_a_changed_config_is_rehearsed_again():
     model = OddModel(config("llama", fault="none")).eval()
     with kvkeep.attach(model):
         pass
-    model.config.fault = "twice"
-    with pytest.raises(UnsupportedError, match="attends more than once"):
+    model.config.fault = "again"
+    with pytest.raises(UnsupportedError, match="more than once"):
         kvkeep.attach(model)
 
 
@@ -188,13 +255,18 @@ def test_the_rehearsal_reaches_its_end(family):
     assert rehearse(decoder_of(model), name) == ""
 
 
-def test_gradients_through_a_model_that_attach_refuses():
+@pytest.mark.parametrize("attached", [False, True])
+def test_gradients_through_a_model_that_keeps_its_own_attention(attached):
     torch.manual_seed(0)
     model = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**SMALL, num_key_value_heads=2))
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(UnsupportedError, match="DiffLlamaAttention changes its values"):
-        backward(model, ids(), ids())
+    with kvkeep.attach(model) if attached else nullcontext():
+        with pytest.raises(UnsupportedError, match="DiffLlamaAttention changes its values"):
+            backward(model, ids(), ids())
+        with pytest.raises(UnsupportedError, match="DiffLlamaAttention changes its values"):
+            kvkeep.export(model)
+        assert bool(decoder_of(model)._forward_hooks) == attached
     assert not calls
     assert all(p.grad is None for p in model.parameters())
 

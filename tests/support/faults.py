@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         "window-of-a-layer-one-longer",
         "policy/ranking.py",
-        "dead |= position <= seen.newest + 1 - seen.window",
-        "dead |= position <= seen.newest - seen.window",
+        "dead |= position <= after - behind",
+        "dead |= position < after - behind",
         "policy/test_ranking.py policy/test_edges.py",
     ),
     Fault(
@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "the-beginning-adds-to-a-window",
         "policy/window.py",
-        "return wider if self.budget is None else wider.with_budget(self.budget)",
-        "return wider",
+        "return replace(self, size=self.size - added, keep_from=0, keep_to=to)",
+        "return replace(self, keep_from=0, keep_to=to)",
         "host/test_keep_until.py",
     ),
     Fault(
@@ -297,15 +297,15 @@ FAULTS = (
     Fault(
         "adakv-floor-of-what-is-held",
         "policy/adakv.py",
-        "safe = min(slots, int(self.floor * self.budget))",
+        "safe = min(slots, int(self.floor * budget))",
         "safe = min(slots, int(self.floor * slots))",
         "policy/test_decisions.py",
     ),
     Fault(
         "pyramid-shares-what-is-protected",
         "policy/pyramid.py",
-        "last = shared / self.beta",
-        "last = self.inner.budget / self.beta",
+        "tokens = inner.protected + round((budget - inner.protected) * factor)",
+        "tokens = round(budget * factor)",
         "policy/test_policies.py policy/test_decisions.py",
     ),
     Fault(
@@ -326,8 +326,8 @@ FAULTS = (
     Fault(
         "no-mask-while-a-window-fills",
         "planes.py",
-        "return fed > reach.size",
-        "return fed > reach.size + 1",
+        "return length > reach.size + reach.sinks if newest else fed > reach.size",
+        "return length > reach.size + reach.sinks if newest else fed > reach.size + 1",
         "test_layer.py test_conformance.py",
     ),
     Fault(
@@ -403,8 +403,8 @@ FAULTS = (
     Fault(
         "explicit-mass-in-another-order",
         "attention/explicit.py",
-        "mass = held.as_slots(share.sum(dim=3).mean(dim=2)).float()",
-        "mass = share.sum(dim=3).mean(dim=2).float()",
+        "mass = held.as_slots(received_mass(share, options)).float()",
+        "mass = received_mass(share, options).float()",
         "hf/test_weights.py attention/test_attend.py",
     ),
     Fault(
@@ -504,15 +504,15 @@ FAULTS = (
     Fault(
         "one-more-slot-within-reach",
         "layer",
-        "return min(self.length, reach.size - 1 + reach.fixed)",
-        "return min(self.length, reach.size + reach.fixed)",
+        "return min(self._slots.length, reach.size - 1 + reach.fixed)",
+        "return min(self._slots.length, reach.size + reach.fixed)",
         "test_layer.py test_conformance.py",
     ),
     Fault(
         "rollback-beyond-a-policy",
         "layer",
-        "return self.fed - self._history.floor if self.policy.rollback else 0",
-        "return self.fed - self._history.floor",
+        "return self._history.columns - self._history.floor if self.policy.rollback else 0",
+        "return self._history.columns - self._history.floor",
         "test_layer.py",
     ),
     Fault(
@@ -631,8 +631,8 @@ FAULTS = (
     Fault(
         "loaded-texts-saw-each-other",
         "files/snapshot.py",
-        "history.joined = header.apart",
-        "history.joined = False",
+        "history.joined, history.embedded = header.apart, header.embedded",
+        "history.joined, history.embedded = False, header.embedded",
         "blocks/test_prompt.py",
     ),
     Fault(
@@ -667,15 +667,15 @@ FAULTS = (
     Fault(
         "store-ignores-priority",
         "store/prefix.py",
-        "key=lambda found: (found[0].priority, found[0].used)",
-        "key=lambda found: found[0].used",
+        "key=lambda found: found[:2]",
+        "key=lambda found: found[1]",
         "store/test_prefix.py",
     ),
     Fault(
         "store-beyond-its-budget",
         "store/prefix.py",
-        "length = known.length + min(new, room) // token_bytes",
-        "length = known.length + new // token_bytes",
+        "if new > room:",
+        "if False:",
         "store/test_prefix.py",
     ),
     Fault(
@@ -715,10 +715,10 @@ FAULTS = (
     ),
     Fault(
         "positions-of-a-block-unseen",
-        "store/geometry.py",
-        "if not planes[POSITION].flatten().cpu().equal(position):",
-        "if False:",
-        "store/test_geometry.py",
+        "store/layer_slices.py",
+        "planes[POSITION].flatten().cpu().equal(torch.arange(start, stop, dtype=torch.int32))",
+        "True",
+        "store/test_geometry.py store/test_backends.py test_mutations.py",
     ),
     Fault(
         "beginning-evicted-before-its-end",
@@ -866,8 +866,8 @@ FAULTS = (
     Fault(
         "same-dropout-in-each-chunk",
         "train/walk.py",
-        "torch.manual_seed(self._seed + (layer + 1) * len(self.chunks) + c)",
-        "torch.manual_seed(self._seed + layer + 1)",
+        "torch.manual_seed(self._seed + (layer + 1) * self._all + number)",
+        "torch.manual_seed(self._seed + (layer + 1) * self._all)",
         "train/test_heads_and_draws.py",
     ),
     Fault(
@@ -881,8 +881,8 @@ FAULTS = (
     Fault(
         "bytes-of-the-heads-of-other-processes",
         "hf/config.py",
-        "heads //= processes",
-        "heads //= 1",
+        "return Geometry(1, heads // processes, width, width, dtype)",
+        "return Geometry(1, heads, width, width, dtype)",
         "hf/test_tensor_parallel.py",
     ),
     Fault(
@@ -937,7 +937,7 @@ FAULTS = (
     Fault(
         "keys-attended-to-twice",
         "hf/attention.py",
-        "if handed.taken:",
+        "if handed.taken and not (handed.shared is not None and handed.shared.unread):",
         "if False:",
         "hf/test_attach.py hf/test_rehearsal.py",
     ),
@@ -980,8 +980,8 @@ FAULTS = (
     Fault(
         "litgpt-frequencies-not-compared",
         "host/translation.py",
-        "torch.allclose(x, y, most, 0)",
-        "torch.allclose(x, x, most, 0)",
+        "torch.allclose(x, y, _SAME_FREQUENCY, 0)",
+        "torch.allclose(x, x, _SAME_FREQUENCY, 0)",
         "litgpt/test_translation.py",
     ),
     Fault(
@@ -1008,15 +1008,24 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def plant(fault: Fault, package: Path) -> tuple[Path, str]:
-    """Put a fault into a copy of the package; the file it is in, and what stood there."""
+def located(fault: Fault, package: Path) -> tuple[Path, str]:
+    """The file of the package that a fault changes, and its text.
+
+    Raises:
+        SystemExit: the fault's line does not stand there exactly once.
+    """
     place = package / fault.place
     files = [place] if place.is_file() else sorted(place.rglob("*.py"))
     found = [(file, file.read_text()) for file in files]
     count = sum(text.count(fault.old) for _, text in found)
     if count != 1:
         raise SystemExit(f"{fault.name}: {count} times in {fault.place}, not once: {fault.old}")
-    file, text = next((file, text) for file, text in found if fault.old in text)
+    return next((file, text) for file, text in found if fault.old in text)
+
+
+def plant(fault: Fault, package: Path) -> tuple[Path, str]:
+    """Put a fault into a copy of the package; the file it is in, and what stood there."""
+    file, text = located(fault, package)
     file.write_text(text.replace(fault.old, fault.new))
     return file, text
 

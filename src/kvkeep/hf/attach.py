@@ -42,7 +42,8 @@ from kvkeep.hf.inputs import arguments_of, check_fed
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.multimodal import note_fed, require_placed, watch
 from kvkeep.hf.one_by_one import route_tokens, unroute_tokens
-from kvkeep.hf.rehearsal import rehearse, serves_unattached
+from kvkeep.hf.rehearsal import rehearse, rehearse_own
+from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.weights import ask_for_weights
 from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
@@ -62,15 +63,18 @@ class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
     `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
-    attention runs in kvkeep, layers that share another's slots included; `linears`
-    that of linear layers whose calls of few rows kvkeep's kernel computes; `compiled` whether steps
-    of one token run in a compiled graph.
+    attention runs in kvkeep too, layers that share another's slots included: all or none. If none,
+    the model computes attention itself, over all keys and values, and `own` says why; its caches
+    must then be exact, such as "keep_all+int8". `linears` is the number of linear layers whose
+    calls of few rows kvkeep's kernel computes; `compiled` whether steps of one token run in a
+    compiled graph.
     """
 
     model: PreTrainedModel
     spec: Specs
     layers: int
     attention: int
+    own: str
     original: str
     store: PromptStore | None
     namespace: str
@@ -81,8 +85,12 @@ class Attachment:
     _by_token: list[nn.Module]
 
     def __str__(self) -> str:
-        name = type(self.model).__name__
-        return f"kvkeep: {self.layers} layers of {name}, attention of {self.attention}, {self.spec}"
+        attention = (
+            f"its own attention ({self.own})" if self.own else f"attention of {self.attention}"
+        )
+        return (
+            f"kvkeep: {self.layers} layers of {type(self.model).__name__}, {attention}, {self.spec}"
+        )
 
     __repr__ = __str__
 
@@ -181,11 +189,13 @@ def attach(
         )
     attending = layers + sum(kind.readers for kind in layer_kinds(text))
     original = text._attn_implementation
-    implementation = _registered(model, original)
-    _require_fit(model, implementation)
-    _set_attention(model, implementation)
-    decoder = decoder_of(model)
-    by_token = route_tokens(decoder) if empty.recurrent is not None else []
+    decoder, recurrent = decoder_of(model), empty.recurrent is not None
+    implementation, own = _routing(model, original, unknown=not recurrent)
+    if own:
+        require_exact(empty, own)
+    by_token = route_tokens(decoder) if recurrent else []
+    if implementation is not None:
+        _set_attention(model, implementation)
     hooks = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -195,7 +205,8 @@ def attach(
         model,
         spec,
         layers,
-        attending,
+        0 if own else attending,
+        own,
         original,
         store,
         namespace,
@@ -287,41 +298,54 @@ def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
     return model.__dict__.get("forward") if attachment and attachment.compiled else None
 
 
-def _registered(model: PreTrainedModel, original: str) -> str:
-    """Register kvkeep's attention, for models whose implementation was `original`, and return the
-    name under which transformers finds it.
+def _routing(model: PreTrainedModel, original: str, *, unknown: bool) -> tuple[str | None, str]:
+    """The name of the attention implementation by which kvkeep computes the attention of a model
+    whose implementation was `original`; or None, and why the model keeps its own attention.
+
+    Args:
+        unknown: whether the attention of a model that cannot be rehearsed may be kvkeep's, because
+            its first forward will raise if it is not right.
 
     Raises:
-        UnsupportedError: the model's attention does not use transformers' AttentionInterface.
+        UnsupportedError: by a rehearsal, the model would raise or be wrong with a kvkeep cache
+            either way.
     """
-    if not model._can_set_attn_implementation():
-        raise UnsupportedError(
-            f"kvkeep cannot attach {type(model).__name__}: its attention does not go through "
-            "transformers' AttentionInterface; pass kvkeep.Cache(model) to it unattached"
-        )
-    # transformers treats a name that contains "flash" as a kernel to import.
-    name = ATTENTION_PREFIX + original.replace("flash", "fa")
-    AttentionInterface.register(name, attention_over(original))
-    AttentionMaskInterface.register(name, mask_over(original))
-    return name
-
-
-def _require_fit(model: PreTrainedModel, implementation: str) -> None:
-    """Raise UnsupportedError if a rehearsal shows that the model's forward would raise or be wrong
-    with a kvkeep cache."""
     decoder = decoder_of(model)
-    fault = rehearse(decoder, implementation)
-    if fault is None and not decoder._supports_attention_backend:
-        fault = "it does not say that its attention goes through transformers' AttentionInterface"
+    why = "its attention does not go through transformers' AttentionInterface"
+    if model._can_set_attn_implementation():
+        # transformers treats a name that contains "flash" as a kernel to import.
+        name = ATTENTION_PREFIX + original.replace("flash", "fa")
+        AttentionInterface.register(name, attention_over(original))
+        AttentionMaskInterface.register(name, mask_over(original))
+        fault = rehearse(decoder, name)
+        if fault == "" or (fault is None and unknown and decoder._supports_attention_backend):
+            return name, ""
+        why = "its attention cannot be tried without weights" if fault is None else fault
+    fault = rehearse_own(decoder)
     if fault:
         raise UnsupportedError(
-            f"kvkeep cannot attach {type(model).__name__}: {fault}; "
-            + (
-                "pass kvkeep.Cache(model) to it unattached"
-                if serves_unattached(decoder)
-                else "use transformers' own cache for it"
-            )
+            f"kvkeep cannot attach {type(model).__name__}: {why}, and with its own attention "
+            f"{fault}; use transformers' own cache for it"
         )
+    return None, why
+
+
+def attach_routed(model: PreTrainedModel, purpose: str) -> Attachment:
+    """`attach` an unattached model for a purpose that needs kvkeep's attention.
+
+    Raises:
+        UnsupportedError: the model computes attention itself, or cannot be attached.
+    """
+    given: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    attachment = given or attach(model)
+    if attachment.own:
+        if given is None:
+            detach(model)
+        raise UnsupportedError(
+            f"{purpose} needs kvkeep's attention, but {type(model).__name__} computes attention "
+            f"itself, because {attachment.own}; use it without kvkeep for this"
+        )
+    return attachment
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -339,7 +363,10 @@ def _supply_cache(
     if not torch.compiler.is_compiling():
         _activate(decoder, args, kwargs)
     cache = kwargs.get("past_key_values")
+    attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        if attachment.own:
+            require_exact(cache, attachment.own)
         check_fed(decoder, args, kwargs, cache.fed)
         require_placed(cache, decoder, args, kwargs)
         if cache.recurrent is not None:
@@ -364,7 +391,6 @@ def _supply_cache(
         or not (mask is None or (isinstance(mask, Tensor) and mask.dim() <= 2))
     ):
         return None
-    attachment: Attachment = getattr(decoder, _ATTRIBUTE)
     kwargs["past_key_values"] = made = Cache(attachment.model, attachment.spec)
     if not torch.compiler.is_compiling():
         check_fed(decoder, args, kwargs, 0)

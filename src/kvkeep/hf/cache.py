@@ -387,7 +387,7 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         graph."""
         if torch.compiler.is_compiling():
             return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
-        return self.fed
+        return self.layers[self._index.get(layer_idx, 0)].fed  # a forward feeds one after another
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""

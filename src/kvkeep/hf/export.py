@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.graph.export_op import Description, LayerTensors
 from kvkeep.graph.program import Header, Program
-from kvkeep.hf.attach import attach, detach, unwrapped
+from kvkeep.hf.attach import attach_routed, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
     base_config,
@@ -63,7 +63,7 @@ def export(
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
     if not attached:
-        attach(model)
+        attach_routed(model, "an exported program")
     try:
         traced, header = _exported(model.eval(), spec, rows, tokenizer)
     finally:

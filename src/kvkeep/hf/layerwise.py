@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
-from kvkeep.hf.attach import attach, unwrapped
+from kvkeep.hf.attach import attach_routed, unwrapped
 from kvkeep.hf.config import (
     decoder_config,
     decoder_of,
@@ -77,7 +77,7 @@ class Decoder(Layerwise):
     def __enter__(self) -> Self:
         self._reshard()
         if not is_routed(decoder_config(self._base.config)):
-            self._attachment = attach(self._base)
+            self._attachment = attach_routed(self._base, "the gradient of a text")
         return self
 
     def __exit__(self, *error: object) -> None:

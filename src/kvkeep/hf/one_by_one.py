@@ -89,14 +89,13 @@ def _ignores_state(decoder: PreTrainedModel) -> bool:
         copied = without_weights(decoder)
         cache = _WatchedCache(config=text)
         copied(**tokens, past_key_values=cache)
-    for layer in cache.layers:
-        for state in getattr(layer, "recurrent_states", {}).values():
-            if state is not None:
-                state.fill_(torch.nan)
-    cache.watching = True
-    try:
-        with torch.no_grad():
+        for layer in cache.layers:
+            for state in getattr(layer, "recurrent_states", {}).values():
+                if state is not None:
+                    state.fill_(torch.nan)
+        cache.watching = True
+        try:
             copied(**tokens, past_key_values=cache)
-    except _StateReachedError as seen:
-        return not seen.args[0]
+        except _StateReachedError as seen:
+            return not seen.args[0]
     return False  # it has only convolutions

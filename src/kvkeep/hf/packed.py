@@ -45,7 +45,7 @@ def unpackable(model: PreTrainedModel) -> str:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no positions"
     if not is_routed(text):
-        return "it is not attached: call kvkeep.attach(model) first"
+        return "kvkeep does not compute its attention; call kvkeep.attach(model) if you have not"
     return why_not_counted(model)
 
 

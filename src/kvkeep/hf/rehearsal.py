@@ -1,17 +1,18 @@
 """A rehearsal checks, before a model's first forward, whether its attention can use a cache.
 
 A copy of the decoder is built from its config, with the same classes and layers, but without
-weights: each weight is one number, expanded to the weight's shape. The copy runs two short
-forwards, in which matrix products return fixed numbers of the right shape, so that neither time nor
-memory depends on the width of the model. Everything else is computed: masks, routing of experts,
-rotary embeddings, and the calls of the cache and of the attention function. The model itself is not
+weights: each weight is one number, expanded to the weight's shape. In its place, products use a
+matrix of rank one, so that neither time nor memory depends on the width of the model. Everything
+else is computed: masks, routing of experts, rotary embeddings, and the calls of the cache and of
+the attention function. So the copy is a model of the same kind, and what it computes through a
+cache, chunk by chunk, can be compared with what it computes without one. The model itself is not
 changed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, cast
@@ -32,7 +33,11 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
 _ROWS, _CHUNKS = 3, (2, 1)
-_EAGER = "eager"
+_OWN_CHUNKS, _OWN_WINDOW = (2, 2, 1), 2  # so that the texts are longer than the window
+_EAGER, _SDPA = "eager", "sdpa"
+_RELATIVE = 1e-3
+"""Largest difference of results that rounding explains, as a part of the largest result."""
+
 _SMALL = 1 << 16
 """Most elements of a buffer that is allocated in full, so that a forward may write to it."""
 
@@ -61,14 +66,42 @@ def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
     return fault
 
 
-def serves_unattached(decoder: PreTrainedModel) -> bool:
-    """Whether the decoder can use a kvkeep cache without being attached."""
+def rehearse_own(decoder: PreTrainedModel) -> str:
+    """The reason why the decoder's own attention cannot use a kvkeep cache, which then returns all
+    keys and values in order; empty if it can."""
+    described = f"own {decoder.config.to_dict()}"
+    if _passed.get(decoder) == described:
+        return ""
     with cheap_forwards():
-        try:
-            _forwards(without_weights(decoder), Cache)
-        except Exception:
-            return False
-    return True
+        fault = _own_fault(decoder)
+    if fault == "":
+        _passed[decoder] = described
+    return fault
+
+
+def _own_fault(decoder: PreTrainedModel) -> str:
+    tokens = sum(_OWN_CHUNKS)
+    padding = getattr(decoder_config(decoder.config), "pad_token_id", None) or 0
+    ids = padding + 1 + torch.arange(_ROWS * tokens).view(_ROWS, tokens)
+    chunks = torch.split(ids, list(_OWN_CHUNKS), dim=1)
+    try:
+        copied = without_weights(decoder, window=_OWN_WINDOW)
+        used = decoder_config(decoder.config)._attn_implementation
+        decoder_config(copied.config)._attn_implementation = _SDPA if used == _SDPA else _EAGER
+        expected = copied(input_ids=ids, use_cache=False)[0]
+    except Exception as error:
+        return f"it cannot be tried without weights: {_said(error)}"
+    try:
+        found = torch.cat(list(_outputs(copied, chunks, _CountingCache(copied.config))), dim=1)
+    except UnsupportedError as error:
+        return str(error).partition("; ")[0]
+    except Exception as error:
+        return f"its forward raises {_said(error)}"
+    if not bool(expected.isfinite().all()):
+        return "its results without weights are not finite"
+    if float((found - expected).abs().max()) > _RELATIVE * float(expected.abs().max()):
+        return "its results through a cache are others than without one"
+    return ""
 
 
 def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
@@ -84,9 +117,13 @@ def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
             _forwards(decoder, lambda config: DynamicCache(config=config))
         except Exception:
             return None
-        reason = " ".join(str(error).split())[:200]
-        return f"with a kvkeep cache its forward raises {type(error).__name__}: {reason}"
+        return f"with a kvkeep cache its forward raises {_said(error)}"
     return ""
+
+
+def _said(error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {reason}"
 
 
 class _CountingCache(Cache):
@@ -105,6 +142,8 @@ class _CountingCache(Cache):
         place, layer_idx = layer_idx, self._index.get(layer_idx, -1)
         if layer_idx < 0:
             raise UnsupportedError(f"it has more layers than the {len(self)} in its config")
+        if self._handed is not None and not self._handed.taken:
+            raise _elsewhere(layer_idx - 1)
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, place, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
@@ -134,10 +173,7 @@ class _CountingCache(Cache):
                 times = "more than once" if given else "no keys"
                 raise UnsupportedError(f"layer {index} gives {times} to its cache in a forward")
             if attended != 1:
-                raise UnsupportedError(
-                    f"layer {index} computes attention elsewhere, not in transformers' "
-                    "AttentionInterface"
-                )
+                raise _elsewhere(index)
             read, readers = self._read[index], self.layers[index].readers
             if read != readers:
                 raise UnsupportedError(
@@ -150,6 +186,12 @@ class _CountingCache(Cache):
                     raise UnsupportedError(f"layer {place} keeps its state outside of the cache")
         for counted in (self._given, self._attended, self._read):
             counted.clear()
+
+
+def _elsewhere(index: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"layer {index} computes attention elsewhere, not in transformers' AttentionInterface"
+    )
 
 
 class _CheckedLayer:
@@ -195,12 +237,18 @@ class _CheckedLayer:
 
 
 def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], Any]) -> None:
-    cache = new_cache(decoder.config)
-    for n in _CHUNKS:
-        inputs = {"input_ids": torch.zeros(_ROWS, n, dtype=torch.int64)}
+    """Run the chunks of three texts of equal tokens."""
+    ids = torch.zeros(_ROWS, sum(_CHUNKS), dtype=torch.int64)
+    for _ in _outputs(decoder, torch.split(ids, list(_CHUNKS), dim=1), new_cache(decoder.config)):
+        pass
+
+
+def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> Iterator[Tensor]:
+    """What a decoder returns for each chunk of token ids (B, n): (B, n, D)."""
+    for ids in chunks:
         if isinstance(cache, _CountingCache):
-            cache.begin_forward(decoder, inputs)
-        decoder(**inputs, past_key_values=cache, use_cache=True)
+            cache.begin_forward(decoder, {"input_ids": ids})
+        yield decoder(input_ids=ids, past_key_values=cache, use_cache=True)[0]
         if isinstance(cache, _CountingCache):
             cache.require_complete()
             cache.end_forward()
@@ -221,29 +269,47 @@ def cheap_forwards() -> Iterator[None]:
         yield
 
 
-def without_weights(decoder: PreTrainedModel) -> PreTrainedModel:
-    """A decoder of the same class and config, whose weights use no memory."""
+def without_weights(decoder: PreTrainedModel, *, window: int | None = None) -> PreTrainedModel:
+    """A decoder of the same class and config, whose weights use no memory. Its buffers are those of
+    the decoder.
+
+    Args:
+        window: the size of its sliding windows and chunks, if it has any; None: as in its config.
+    """
     config = deepcopy(decoder.config)
-    decoder_config(config)._attn_implementation = _EAGER
+    text = decoder_config(config)
+    text._attn_implementation = _EAGER
+    for name in ("sliding_window", "attention_chunk_size"):
+        if window is not None and getattr(text, name, None) is not None:
+            setattr(text, name, window)
     with torch.device("meta"):
         copied: PreTrainedModel = type(decoder)(config).eval()
-    for module in copied.modules():
+    originals = dict(decoder.named_modules())
+    for path, module in copied.named_modules():
+        original = originals.get(path)
         for name, weight in module._parameters.items():
             if weight is not None:
-                module._parameters[name] = nn.Parameter(_filled(weight), requires_grad=False)
+                module._parameters[name] = nn.Parameter(_expanded(weight), requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = _filled(buffer)
+                module._buffers[name] = _as_in(original, name, buffer)
         for name, other in vars(module).items():
             if isinstance(other, Tensor) and other.is_meta:
-                setattr(module, name, _filled(other))
+                setattr(module, name, _as_in(original, name, other))
     return copied
 
 
-def _filled(like: Tensor) -> Tensor:
+def _expanded(like: Tensor) -> Tensor:
     number = 0.5 if like.is_floating_point() else 0
-    one = torch.full((), number, dtype=like.dtype, device="cpu")
-    filled = one.expand(like.shape)
+    return torch.full((), number, dtype=like.dtype, device="cpu").expand(like.shape)
+
+
+def _as_in(original: nn.Module | None, name: str, like: Tensor) -> Tensor:
+    """A copy of a module's tensor, to which a forward may write, if it has numbers."""
+    found = getattr(original, name, None)
+    if type(found) is Tensor and found.shape == like.shape and not found.is_meta:
+        return found.detach().to("cpu", copy=True)
+    filled = _expanded(like)
     return filled.clone() if like.numel() <= _SMALL else filled
 
 
@@ -252,24 +318,45 @@ def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device).view(shape)
 
 
-_PRODUCTS: dict[str, Callable[..., tuple[int, ...]]] = {
-    "aten::mm": lambda a, b, *_: (a.shape[0], b.shape[1]),
-    "aten::addmm": lambda _, a, b, *__: (a.shape[0], b.shape[1]),
-    "aten::bmm": lambda a, b, *_: (*a.shape[:2], b.shape[2]),
-    "aten::baddbmm": lambda _, a, b, *__: (*a.shape[:2], b.shape[2]),
-    "aten::_grouped_mm": lambda a, b, *_: (a.shape[0], b.shape[-1]),
-    "transformers::grouped_mm_fallback": lambda a, b, *_: (a.shape[0], b.shape[-1]),
+def _is_expanded(x: Tensor) -> bool:
+    return x.numel() > 1 and not any(x.stride())
+
+
+_PRODUCTS: dict[str, int] = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "aten::bmm": 0,
+    "aten::baddbmm": 1,
+    "aten::_grouped_mm": 0,
+    "transformers::grouped_mm_fallback": 0,
 }
-"""The shapes of the results of matrix products, by their operators."""
+"""Operators of matrix products, and the place of the left matrix among their arguments."""
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces the results of matrix products by fixed numbers of the right shape."""
+    """Gives weights without memory the meaning of matrices of rank one, and of embeddings in which
+    tokens differ."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        shape = _PRODUCTS.get(func._schema.name)
-        if shape is None or args[0].is_meta:
+        name = func._schema.name
+        if name == "aten::embedding" and _is_expanded(args[0]) and not args[0].is_meta:
+            return _embedded(args[0], args[1])
+        left = _PRODUCTS.get(name)
+        if left is None or args[left].is_meta or not _is_expanded(args[left + 1]):
             return func(*args, **(kwargs or {}))
-        return _numbers(shape(*args), args[0])
+        return _product(args[left], args[left + 1], args[0] if left else None)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., K) times a matrix (..., K, M) of rank one."""
+    k, m = (torch.arange(size, dtype=x.dtype, device=x.device) for size in weight.shape[-2:])
+    reads = (1.7 * k).cos() * (2 / len(k)) ** 0.5
+    product: Tensor = (x @ reads)[..., None] * (0.9 * m + 0.3).sin()
+    return product if bias is None else product + bias
+
+
+def _embedded(weight: Tensor, ids: Tensor) -> Tensor:
+    width = torch.arange(1, weight.shape[1] + 1, dtype=weight.dtype, device=weight.device)
+    return (0.37 * (ids[..., None] + 1) * width).sin()

@@ -1,13 +1,33 @@
-"""Check that the mask of an unattached model agrees with the cache's spec."""
+"""Check that a model's own attention and mask agree with the cache's spec."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.host import ModelCache
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 from kvkeep.spec import CacheSpec
+
+
+def require_exact(cache: ModelCache, own: str) -> None:
+    """Raise UnsupportedError unless every layer of a cache keeps all that its queries may see.
+
+    Args:
+        own: why the model computes attention itself.
+    """
+    for layer, spec in zip(cache.layers, cache.specs, strict=True):
+        if not _is_exact(layer):
+            raise UnsupportedError(
+                f"{spec} changes what is attended to, but the model computes attention itself, "
+                f"because {own}; use keep_all, with any storage and codec"
+            )
+
+
+def _is_exact(layer: LayerCache) -> bool:
+    policy = layer.policy
+    return not policy.evicts or (layer.window is not None and policy.reach == Reach(layer.window))
 
 
 def require_fitting_mask(layer: LayerCache, spec: CacheSpec, k: Tensor, *, alike: bool) -> None:
@@ -28,7 +48,7 @@ def require_fitting_mask(layer: LayerCache, spec: CacheSpec, k: Tensor, *, alike
             f"{spec} changes how attention is computed, which an unattached model does itself; "
             "call kvkeep.attach(model) first"
         )
-    exact = not policy.evicts or (layer.window is not None and policy.reach == Reach(layer.window))
+    exact = _is_exact(layer)
     over = layer.fed + k.shape[2] > (policy.budget or 0)
     if not exact and over:
         contiguous = policy.reach is not None and not policy.reach.fixed
