@@ -221,8 +221,8 @@ def attach(
         for part in _generating(model):
             part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
         model.__dict__["generate"] = partial(generate, model, settings)
-        own: Any = model.prepare_inputs_for_generation
-        inputs = update_wrapper(partial(prepare_inputs, model), own)  # its signature is read
+        before: Any = model.prepare_inputs_for_generation
+        inputs = update_wrapper(partial(prepare_inputs, model), before)  # its signature is read
         model.__dict__["prepare_inputs_for_generation"] = inputs
         model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
     if compile:

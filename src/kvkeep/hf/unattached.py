@@ -48,6 +48,11 @@ def require_fitting_mask(layer: LayerCache, spec: CacheSpec, k: Tensor, *, alike
             f"{spec} changes how attention is computed, which an unattached model does itself; "
             "call kvkeep.attach(model) first"
         )
+    if layer.chunked and layer.fed + k.shape[2] > (layer.window or 0):
+        raise UnsupportedError(
+            f"chunked attention of {layer.window} tokens, whose chunks begin where padding ends, "
+            "which an unattached model does not tell its cache; call kvkeep.attach(model) first"
+        )
     exact = _is_exact(layer)
     over = layer.fed + k.shape[2] > (policy.budget or 0)
     if not exact and over:
