@@ -511,8 +511,8 @@ FAULTS = (
     Fault(
         "rollback-beyond-a-policy",
         "layer",
-        "return self._history.columns - self._history.floor if self.policy.rollback else 0",
-        "return self._history.columns - self._history.floor",
+        "before = oldest.columns - oldest.floor if self.policy.rollback else 0",
+        "before = oldest.columns - oldest.floor",
         "test_layer.py",
     ),
     Fault(

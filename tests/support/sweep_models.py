@@ -296,7 +296,7 @@ def _said(error: BaseException) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "/")[:200]
+    return " ".join(text.split()).replace("|", "/")[:200].rstrip()
 
 
 # -- one process for each type --------------------------------------------------------------
