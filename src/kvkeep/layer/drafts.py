@@ -8,7 +8,7 @@ query sees them. Then the state before a token is that of a few small planes and
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Before(NamedTuple):
     planes: Mapping[str, Tensor]
 
 
-class Drafts(Reaching):
+class Drafts(Reaching, ABC):
     """The part of `LayerCache` that takes tokens back."""
 
     key_codec: Codec

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -16,25 +15,24 @@ from kvkeep.codec import Codec, caution
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.beginning import runs_for
-from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState, Prompt
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.reaching import limit_in_words
-from kvkeep.layer.read_again import ReadAgain
 from kvkeep.layer.readable import Readable
+from kvkeep.layer.settling import Settling
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Phases, StepInputs, driven
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import LAST, POSITION, Planes, Reach, part, positions_of, slot_count
-from kvkeep.policy import Arrivals, Need, Observation, Policy
+from kvkeep.planes import LAST, POSITION, Planes, Reach, slot_count
+from kvkeep.policy import Arrivals, Need, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, ReadAgain, Drafts, InOneCall):
+class LayerCache(Readable, Settling, InOneCall):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -89,7 +87,7 @@ class LayerCache(Readable, ReadAgain, Drafts, InOneCall):
         self.window, self.chunked, self.rotary = window, chunked, rotary
         self.readers, self.unread = readers, 0
         self.record_past, self.prompt, self._journal = False, Prompt(), []
-        self.evicted: list[Tensor] | None = None  # recorded by `positions_of`; None: not recorded
+        self.evicted = None
         self._planes_of_policy = tuple(policy.planes)
         self._slots = new_slots(
             key_codec,
@@ -185,29 +183,6 @@ class LayerCache(Readable, ReadAgain, Drafts, InOneCall):
             queries = history.next_positions(1, history.geometry.device) - 1
         hides = slots.frozen.hides or slots.hidden > 0
         return self.view_of(slots.segments(), queries, history, slots.length, hides, until)
-
-    def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
-        """Pass the observation to the policy, then evict down to its budget. Without an observation
-        the policy chooses by what it observed before. While `record_past` is set, nothing is
-        freed, so that the next `crop` can take tokens back."""
-        with self.turn:
-            self._settle_now(observation, packs=packs)
-
-    def _settle(self, observation: Observation) -> None:
-        if self.readers:
-            self._await_readings(observation)
-        else:
-            self._settle_now(observation, packs=False)
-
-    def _settle_now(self, observation: Observation | None, *, packs: bool) -> None:
-        if observation is not None:
-            self.policy.require_shown(observation)
-        if not self._tentative:
-            self._fit(observation)
-        elif self._journaled and self._chunk is not None and self._chunk.shape[-1] == 1:
-            self._fit(observation, hide=True)
-        if packs:
-            self._pack()
 
     def step(
         self,
@@ -548,104 +523,6 @@ class LayerCache(Readable, ReadAgain, Drafts, InOneCall):
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
         return planes
-
-    def seeing(self, observation: Observation | None) -> Observation:
-        """The observation, completed with the layer's own state."""
-        return (observation or Observation())._replace(
-            position=self._chunk,
-            newest=self._history.newest,
-            window=self.window,
-            chunked=self.chunked,
-            rotary=self.rotary,
-            state=self._history.memory,
-            keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
-            values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
-        )
-
-    def _evict(
-        self, count: int, observation: Observation | None = None, *, hide: bool = False
-    ) -> None:
-        """Pass the observation, if any, to the policy, and free `count` slots, if positive; or
-        hide them until the next crop."""
-        policy = self.policy.at(self.fed)
-        observes = observation is not None and policy.observes
-        if not observes and count <= 0:
-            return
-        planes, seen = self._slots.evictable(), self.seeing(observation)
-        with self._moved():
-            if observes:
-                with torch.inference_mode():  # allows in-place changes of planes made in any mode
-                    policy.observe(planes, seen)
-                    for name in self._planes_of_policy:
-                        self._slots.keep(name, planes[name])
-            if count > 0:
-                victims = policy.victims(count, planes, seen)
-                if self.evicted is not None:
-                    self.evicted.append(positions_of(victims, planes))
-                if hide:
-                    self._slots.hide(victims, count)
-                else:
-                    self._slots.evict(victims)
-                self._history.floor = self.fed
-
-    def _fit(self, observation: Observation | None = None, *, hide: bool = False) -> None:
-        """Evict down to the budget, and encode the tokens whose block is now full. With `hide` no
-        slot is freed; otherwise the tokens fed are certain from now on."""
-        if self._slots.hidden and not hide:
-            self._evict(0, observation)  # the mass counts hidden slots too
-            observation = None
-            with self._moved():
-                self._slots.free_hidden()
-                self._history.floor = self.fed
-        budget = self.policy.at(self.fed).budget
-        surplus = 0 if budget is None else self._slots.surplus(budget)
-        self._evict(surplus, observation, hide=hide)
-        if self._slots.waiting:
-            with self._moved():
-                self._slots.encode_waiting(hide=hide)
-                self._history.floor = self.fed
-        if not hide:
-            self._journal = []
-
-    @property
-    def _packs(self) -> bool:
-        """Whether empty slots may be freed: not while decisions are recorded or replayed, because
-        those count empty slots."""
-        return self.evicted is None and not self.policy.counts_empty
-
-    def _pack(self) -> None:
-        """After a chunk with padding, free its empty slots if there are many."""
-        chunk = self._chunk
-        if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1:
-            return
-        if self._tentative or not self._packs:
-            return
-        shown = None if self._history.floor else self._slots.positions()[:, 0] >= 0
-        with self._moved():
-            if self._packed():
-                self._history.floor = self.fed
-                if shown is not None:
-                    self._history.shown = shown
-
-    def _packed(self) -> bool:
-        """Move rows of very different lengths to storages of their own; whether that was done."""
-        packed = self._slots.pack()
-        self._slots = packed or self._slots
-        return packed is not None
-
-    @contextmanager
-    def _moved(self) -> Iterator[None]:
-        """Mark slots as being moved. If the body is interrupted, or fails after it has changed
-        slots, the mark stays: the contents of the slots are unknown."""
-        mark = self._slots.mark()
-        self._moving = True
-        try:
-            yield
-        except Exception:
-            # Storages evict all victims or none: with equal lengths, nothing has changed.
-            self._moving = self._slots.torn or self._slots.mark() != mark
-            raise
-        self._moving = False
 
     def _take_back(self) -> None:
         """Truncate to the state in `_begun`, if no eviction has followed it. An interrupted call
