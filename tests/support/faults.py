@@ -666,14 +666,14 @@ FAULTS = (
     # Stores and backends
     Fault(
         "store-ignores-priority",
-        "store/prefix.py",
+        "store/entries.py",
         "key=lambda found: found[:2]",
         "key=lambda found: found[1]",
         "store/test_prefix.py",
     ),
     Fault(
         "store-beyond-its-budget",
-        "store/prefix.py",
+        "store/entries.py",
         "if new > room:",
         "if False:",
         "store/test_prefix.py",
@@ -950,7 +950,7 @@ FAULTS = (
     ),
     Fault(
         "draft-stops-recording",
-        "hf/cache.py",
+        "hf/drafts.py",
         "if self._uncropped and not self.drafting and between_forwards:",
         "if self._uncropped and between_forwards:",
         "hf/test_generate.py",

@@ -28,7 +28,7 @@ from kvkeep.hf.config import (
     recurrent_numbers,
     require_plain_steps,
 )
-from kvkeep.hf.demands import require_recordable
+from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.latent import LatentStep, require_fitting
 from kvkeep.hf.multimodal import is_only_text, shares_positions
@@ -41,13 +41,12 @@ from kvkeep.host import ModelCache, Specs, host_of, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
-from kvkeep.layer.history import Prompt
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
 
 
-class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
+class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
     """A kvkeep cache for a transformers model: pass it as `past_key_values`.
 
     With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
@@ -74,9 +73,6 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
     _start = 0  # columns fed before the current forward
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
-
-    _feeding: tuple[int, int] | None = None
-    """The thread that started the last forward, and the columns that are fed when it ends."""
 
     def __init__(
         self,
@@ -107,14 +103,11 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
             require_fitting(self.specs)
         # The place of each layer that attends among all layers of the model, and its index here.
         self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
-        self._fed_since = Forwards()  # since recording began, or the last crop
+        self._fed_since = Forwards()
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
         self._alike = len(kept) == len(set(self._kinds))
         self._issue_tickets()
-        self._uncropped = False  # whether a forward came since recording began, or the last crop
-        self.drafting = False  # a draft model's: several forwards come before each crop
-        self.prompt = Prompt()  # what will be certain of the text once drafts are recorded
 
     def __repr__(self) -> str:
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
@@ -416,37 +409,6 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
         limit = self.token_limit(layer_idx)
         return -1 if limit is None else limit
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """See `kvkeep.cache.Cache.crop`. Assisted generation calls this after every step."""
-        removed = -int(tokens_to_remove)
-        if removed > 0 and self.recurrent is not None and self._fed_since:
-            self._replay(self.fed - removed)
-            removed = 0
-        core.Cache.crop(self, -removed)
-        self._forget_forwards()
-        self._uncropped, self._feeding = False, None
-
-    def _replay(self, columns: int) -> None:
-        """Return to the point after `columns` columns: to the last mark before it, from which the
-        tokens that follow are read again."""
-        least = self.fed - min(layer.rollback_limit for layer in self.layers)
-        again = self._fed_since.again(columns, least)
-        if again[0].start >= least:
-            core.Cache.crop(self, again[0].start - self.fed)
-        else:  # of a prompt from which tokens were evicted
-            core.Cache.reset(self)
-        self._forget_forwards()
-        for one in again:
-            self._uncropped = False
-            if one.start < one.stop:
-                one.run(self)
-
-    def _forget_forwards(self) -> None:
-        if self._fed_since:
-            self._fed_since = Forwards()
-            assert self.recurrent is not None
-            self.recurrent.unmark()
-
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
         other._model = self._model
@@ -494,37 +456,6 @@ class Cache(ModelCache, KeepsStates, transformers.Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """`select`, under transformers' name."""
         self.select(indices)
-
-    def activate_past_recording(self) -> None:
-        """Free no slot until the next crop, which may need it. The columns that `prompt` counts now
-        are never taken back. Recording ends with `end_recording`, or when two forwards run without
-        a crop between them, except for a draft model's cache.
-
-        Raises:
-            UnsupportedError: a policy decides after each token, and the model is not attached.
-        """
-        require_recordable(self.layers, routed=is_routed(self.config) and not self._latent)
-        self._record_past(True)
-
-    def end_recording(self) -> None:
-        """Undo `activate_past_recording`; all tokens are certain from now on."""
-        self.prompt = Prompt()
-        self._record_past(False)
-
-    def _end_recording(self) -> None:
-        between_forwards = self.layers[0].fed == self.layers[-1].fed
-        if self._uncropped and not self.drafting and between_forwards:
-            self.end_recording()
-
-    def _record_past(self, on: bool) -> None:
-        self._uncropped = False
-        self._forget_forwards()
-        for layer in self.layers:
-            layer.prompt = self.prompt
-            if layer.record_past != on:
-                layer.record_past = on
-                layer.settle()
-        self.prompt = Prompt()  # of the next recording
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         """A copy of the state for the same model; the config is shared."""

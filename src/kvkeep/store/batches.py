@@ -12,6 +12,7 @@ from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store.beginning import begin, exact_specs, observed_again
 from kvkeep.store.identity import flat
+from kvkeep.store.tree import common
 
 if TYPE_CHECKING:
     from kvkeep.store.prefix import PrefixStore
@@ -43,7 +44,7 @@ def shared_beginning(
         )
     exact = exact_specs(cache.specs)
     most = min(map(len, prompts)) - max(1, observed_again(cache))
-    tokens = prompts[0][: max(0, min(most, *(_common(prompts[0], one) for one in prompts)))]
+    tokens = prompts[0][: max(0, min(most, *(common(prompts[0], one) for one in prompts)))]
     if len(tokens) < _SHORTEST or not store.has_room(host, exact, len(tokens)):
         return None
     text = store.read(
@@ -56,10 +57,3 @@ def shared_beginning(
     cache.freeze()
     cache.repeat(len(prompts))
     return cache
-
-
-def _common(first: Tensor, second: Tensor) -> int:
-    """With how many equal tokens two prompts begin."""
-    n = min(len(first), len(second))
-    differ = (first[:n] != second[:n]).nonzero()
-    return int(differ[0]) if len(differ) else n

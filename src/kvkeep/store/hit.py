@@ -31,7 +31,7 @@ class Hit:
         geometry: ModelGeometry | None,
         release: Callable[[Node[Stretch]], None],
     ) -> None:
-        self.length, self._state = usable(match, geometry)
+        self.length, self._state = _usable(match, geometry)
         self._geometry, self._release = geometry, release
         self._node: Node[Stretch] | None = match.node
         self._stretches = _stretches(match, self.length)
@@ -95,7 +95,7 @@ class Hit:
         self.release()
 
 
-def usable(
+def _usable(
     match: Match[Stretch], geometry: ModelGeometry | None
 ) -> tuple[int, Mapping[str, Tensor]]:
     """How many tokens of a match a cache can begin with, and the states of recurrent layers after

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.errors import ShapeError, SpecError
 from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
-from kvkeep.store.backend import Backend, require_budget
+from kvkeep.store.backend import Backend
 from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
 from kvkeep.store.batches import shared_beginning
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
-from kvkeep.store.compressed import Compressed, CompressedText, CompressedTexts
+from kvkeep.store.compressed import Compressed, CompressedText
+from kvkeep.store.entries import Entries
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.hit import Hit, usable
+from kvkeep.store.hit import Hit
 from kvkeep.store.identity import (
     feed,
     flat,
@@ -40,7 +39,6 @@ from kvkeep.store.layer_slices import (
     why_not_kept,
 )
 from kvkeep.store.stats import StoreStats
-from kvkeep.store.tree import Node, RadixTree
 
 
 class Reading(NamedTuple):
@@ -76,20 +74,23 @@ class PrefixStore:
     def __init__(
         self, budget: int | None = None, *, backend: Backend | None = None, block: int = 256
     ) -> None:
-        require_budget(budget)
+        self._entries = Entries(budget)
         if block < 1:
             raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
-        self.budget = budget
         self.backend = backend
         self.block = block
-        self.nbytes = 0
-        self._trees: dict[str, RadixTree[Stretch]] = {}
-        self._geometries: dict[str, ModelGeometry] = {}
-        self._clock = count(1)
-        self._texts = CompressedTexts(self._clock)
-        self._lock = RLock()
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
-        self._evicted = self._refused = 0
+        self._refused = 0
+
+    @property
+    def budget(self) -> int | None:
+        """Most bytes held; None: no limit."""
+        return self._entries.budget
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._entries.nbytes
 
     def match(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
@@ -104,12 +105,9 @@ class PrefixStore:
         """
         tokens = flat(tokens)
         self._fetch(identity, tokens, geometry)
-        with self._lock:
-            match = self._tree(identity).match(tokens)
-            match.node.locks += 1
-            hit = Hit(match, self._geometries.get(identity), self._unlock)
-            self._count(hit.length, len(tokens))
-            return hit
+        hit = self._entries.hit(identity, tokens)
+        self._count(hit.length, len(tokens))
+        return hit
 
     def insert(
         self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
@@ -145,9 +143,8 @@ class PrefixStore:
         def content_of(start: int, stop: int) -> Stretch:
             return stretch_of(layers, start, stop, row, marks)
 
-        with self._lock:
-            geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
-            kept = self._keep(identity, tokens, content_of, list(marks), priority)
+        geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
+        kept = self._entries.keep(identity, tokens, content_of, list(marks), priority)
         if self.backend is not None:
             share(self.backend, identity, tokens, self.block, content_of, geometry)
         return kept
@@ -370,25 +367,16 @@ class PrefixStore:
 
     def clear(self) -> None:
         """Remove all entries that are not locked."""
-        with self._lock:
-            self._make_room(None)
+        self._entries.clear()
 
     def check(self) -> None:
         """Raise StateError if the store is inconsistent."""
-        with self._lock:
-            held = 0
-            for tree in self._trees.values():
-                tree.check()
-                held += sum(node.kept.nbytes for node in tree.nodes())
-            held += self._texts.nbytes
-            if held != self.nbytes or held > (self.budget or held):
-                raise StateError(f"{held} bytes held, {self.nbytes} counted, budget {self.budget}")
+        self._entries.check()
 
     def stats(self) -> StoreStats:
         """All figures at once."""
-        with self._lock:
-            nodes = [node for tree in self._trees.values() for node in tree.nodes()]
-            texts = self._texts.all()
+        with self._entries.lock:
+            nodes, texts = list(self._entries.nodes()), self._entries.texts()
             compressed = sum(len(text.tokens) for text in texts)
             return StoreStats(
                 nbytes=self.nbytes,
@@ -402,14 +390,14 @@ class PrefixStore:
                 misses=self._misses,
                 hit_tokens=self._hit_tokens,
                 asked_tokens=self._asked_tokens,
-                evicted_bytes=self._evicted,
+                evicted_bytes=self._entries.evicted,
                 refused=self._refused,
             )
 
     def prefixes(self, identity: str) -> Iterator[Tensor]:
         """The tokens of every entry."""
-        with self._lock:
-            leaves = list(self._tree(identity).leaves())
+        with self._entries.lock:
+            leaves = list(self._entries.tree(identity).leaves())
         return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
 
     def known(
@@ -419,9 +407,8 @@ class PrefixStore:
         `match` for `geometry`."""
         tokens = flat(tokens)
         self._fetch(identity, tokens, geometry)
-        with self._lock:
-            match = self._tree(identity).match(tokens)
-            return usable(match, self._geometries.get(identity))[0]
+        with self._entries.hit(identity, tokens) as hit:
+            return hit.length
 
     def _read_exactly(
         self,
@@ -453,53 +440,19 @@ class PrefixStore:
         settle(cache)
         return found
 
-    def _keep(
-        self,
-        identity: str,
-        tokens: Tensor,
-        content_of: Callable[[int, int], Stretch],
-        marks: Sequence[int],
-        priority: int = 0,
-    ) -> int:
-        """Put tokens into the tree as far as the budget allows; returns how many are in it then.
-
-        Args:
-            marks: after how many of the tokens `content_of` has the states of recurrent layers.
-        """
-        tree, geometry = self._trees[identity], self._geometries[identity]
-        known = tree.match(tokens)
-        known.node.locks += 1
-        try:
-
-            def added(length: int) -> int:
-                states = sum(known.length < at <= length for at in marks)
-                return geometry.token_bytes * (length - known.length) + (
-                    geometry.state_bytes * states
-                )
-
-            length, new = len(tokens), added(len(tokens))
-            self._make_room(new)
-            room = new if self.budget is None else self.budget - self.nbytes
-            if new > room:
-                length = max(known.length, length - -(-(new - room) // geometry.token_bytes))
-            tree.insert(tokens[:length], content_of, priority)
-        finally:
-            known.node.locks -= 1
-        self.nbytes += added(length)
-        return length
-
     def _fetch(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
         """Copy blocks that the tree lacks from the backend into it. The lock is not held while the
         backend is read."""
-        if self.backend is None or (geometry is None and identity not in self._geometries):
+        entries = self._entries
+        if self.backend is None or (geometry is None and not entries.known(identity)):
             return
-        with self._lock:
-            known = self._tree(identity).match(tokens).length
+        with entries.lock:
+            known = entries.tree(identity).match(tokens).length
         if known == len(tokens):
             return
-        agreed = partial(self._geometry, identity, geometry)
+        agreed = partial(entries.geometry, identity, geometry)
         first = known // self.block * self.block
         blocks, stop = shared(self.backend, identity, tokens, first, self.block, agreed)
         if stop <= known:
@@ -508,32 +461,13 @@ class PrefixStore:
         whole = Stretch.joined([x.content for x in blocks if isinstance(x.content, Stretch)]).to(
             devices
         )
-        with self._lock:
-            if self._tree(identity).match(tokens).length < first:
+        with entries.lock:
+            if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
             marks = [first + at for at in whole.marks]
-            self._keep(
+            entries.keep(
                 identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
             )
-
-    def _make_room(self, nbytes: int | None) -> None:
-        """Evict entries until `nbytes` more fit or none can be evicted; None: evict all."""
-        if nbytes is not None and self.budget is None:
-            return
-        while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
-            free: list[tuple[int, int, Callable[[], int]]] = [
-                (leaf.priority, leaf.used, partial(tree.remove, leaf))
-                for tree in self._trees.values()
-                for leaf in tree.leaves()
-                if not leaf.locks
-            ]
-            for text in self._texts.all():
-                free.append((text.priority, text.used, partial(self._texts.remove, text)))
-            if not free:
-                return
-            freed = min(free, key=lambda found: found[:2])[2]()
-            self.nbytes -= freed
-            self._evicted += freed
 
     def _fill_compressed(
         self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
@@ -541,16 +475,14 @@ class PrefixStore:
         """Copy the longest compressed text with which tokens begin into an empty cache. `whole`:
         all of them; otherwise at least half, because what follows is not compressed."""
         least = len(tokens) if whole else (len(tokens) + 1) // 2
-        with self._lock:
-            text = self._texts.find(identity, tokens, least)
+        text = self._entries.text(identity, tokens, least)
         longest = least - 1 if text is None else len(text.tokens)
         if self.backend is not None and longest < len(tokens):
             probed = partial(geometry_of, host, cache, tokens)
-            agreed = partial(self._geometry, identity, probed)
+            agreed = partial(self._entries.geometry, identity, probed)
             found = shared_compressed(self.backend, identity, tokens, longest, agreed)
-            text = text if found is None else self._held(identity, found, priority=0)
-        with self._lock:
-            self._count(0 if text is None else len(text.tokens), len(tokens))
+            text = text if found is None else self._entries.keep_text(identity, found)
+        self._count(0 if text is None else len(text.tokens), len(tokens))
         if text is not None:
             text.fill(cache)
 
@@ -559,66 +491,19 @@ class PrefixStore:
     ) -> None:
         """Store what a cache keeps of tokens that it has just compressed."""
         identity = keyed(host, tokens, cache.specs, namespace).identity
-        geometry = self._agreed(identity, ModelGeometry.of_cache(cache))
+        geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         content = Compressed.of(cache)
-        self._held(identity, CompressedText(tokens.clone(), content, geometry), priority)
+        text = CompressedText(tokens.clone(), content, geometry)
+        self._entries.keep_text(identity, text, priority)
         if self.backend is not None:
             share_compressed(self.backend, identity, tokens, content, geometry)
 
-    def _held(self, identity: str, text: CompressedText, priority: int) -> CompressedText:
-        """The text, which is put among those held if the budget has room for it."""
-        nbytes = text.content.nbytes
-        with self._lock:
-            known = self._texts.find(identity, text.tokens, len(text.tokens))
-            if known is not None:
-                return known
-            if self.budget is not None and nbytes > self.budget:
-                return text
-            self._make_room(nbytes)
-            if self.budget is None or self.nbytes + nbytes <= self.budget:
-                self._texts.add(identity, text, priority)
-                self.nbytes += nbytes
-        return text
-
-    def _unlock(self, node: Node[Stretch]) -> None:
-        with self._lock:
-            node.locks -= 1
-
-    def _tree(self, identity: str) -> RadixTree[Stretch]:
-        return self._trees.setdefault(identity, RadixTree(self._clock))
-
     def _count(self, found: int, asked: int) -> None:
         """Count a hit of so many tokens, or a miss."""
-        self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
-        self._hit_tokens += found
-        self._asked_tokens += asked
-
-    def _geometry(
-        self, identity: str, geometry: Callable[[], ModelGeometry] | None
-    ) -> ModelGeometry:
-        """The model's geometry, never that of the backend's blocks. `geometry` returns it, and is
-        called the first time only."""
-        own = self._geometries.get(identity)
-        if own is None:
-            assert geometry is not None
-            own = self._agreed(identity, geometry())
-        return own
-
-    def _agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
-        """The geometry of an identity's entries: that of the first one.
-
-        Raises:
-            StateError: `geometry` differs from it.
-        """
-        with self._lock:
-            self._tree(identity)
-            known = self._geometries.setdefault(identity, geometry)
-        if known != geometry:
-            raise StateError(
-                f"identity {identity[:60]!r} has entries of another model: {known}, not "
-                f"{geometry}; give each model its own identity"
-            )
-        return known
+        with self._entries.lock:
+            self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
+            self._hit_tokens += found
+            self._asked_tokens += asked
 
 
 def _unmark(cache: Cache) -> None:

@@ -1,0 +1,93 @@
+"""RecordsDrafts: the part of a cache for transformers that takes rejected drafts back."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from kvkeep import cache as core
+from kvkeep.hf.config import is_routed
+from kvkeep.hf.demands import require_recordable
+from kvkeep.hf.replay import Forwards
+from kvkeep.host import ModelCache
+from kvkeep.layer.history import Prompt
+
+
+class RecordsDrafts(ModelCache):
+    """The part of a cache for transformers that takes rejected drafts back.
+
+    Attributes:
+        drafting: whether the cache is a draft model's: several forwards come before each crop.
+        prompt: what will be certain of the text once drafts are recorded.
+    """
+
+    config: PreTrainedConfig
+    drafting = False
+    prompt = Prompt()
+    _latent: bool
+    _feeding: tuple[int, int] | None = None
+    """The thread that started the last forward, and the columns that are fed when it ends."""
+
+    _fed_since: Forwards  # since recording began, or the last crop
+    _uncropped = False  # whether a forward came since recording began, or the last crop
+
+    def activate_past_recording(self) -> None:
+        """Free no slot until the next crop, which may need it. The columns that `prompt` counts now
+        are never taken back. Recording ends with `end_recording`, or when two forwards run without
+        a crop between them, except for a draft model's cache.
+
+        Raises:
+            UnsupportedError: a policy decides after each token, and the model is not attached.
+        """
+        require_recordable(self.layers, routed=is_routed(self.config) and not self._latent)
+        self._record_past(True)
+
+    def end_recording(self) -> None:
+        """Undo `activate_past_recording`; all tokens are certain from now on."""
+        self.prompt = Prompt()
+        self._record_past(False)
+
+    def _end_recording(self) -> None:
+        between_forwards = self.layers[0].fed == self.layers[-1].fed
+        if self._uncropped and not self.drafting and between_forwards:
+            self.end_recording()
+
+    def _record_past(self, on: bool) -> None:
+        self._uncropped = False
+        self._forget_forwards()
+        for layer in self.layers:
+            layer.prompt = self.prompt
+            if layer.record_past != on:
+                layer.record_past = on
+                layer.settle()
+        self.prompt = Prompt()  # of the next recording
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `kvkeep.cache.Cache.crop`. Assisted generation calls this after every step."""
+        removed = -int(tokens_to_remove)
+        if removed > 0 and self.recurrent is not None and self._fed_since:
+            self._replay(self.fed - removed)
+            removed = 0
+        super().crop(-removed)
+        self._forget_forwards()
+        self._uncropped, self._feeding = False, None
+
+    def _replay(self, columns: int) -> None:
+        """Return to the point after `columns` columns: to the last mark before it, from which the
+        tokens that follow are read again."""
+        least = self.fed - min(layer.rollback_limit for layer in self.layers)
+        again = self._fed_since.again(columns, least)
+        if again[0].start >= least:
+            super().crop(again[0].start - self.fed)
+        else:  # of a prompt from which tokens were evicted
+            core.Cache.reset(self)  # the activation stays
+        self._forget_forwards()
+        for one in again:
+            self._uncropped = False
+            if one.start < one.stop:
+                one.run(self)
+
+    def _forget_forwards(self) -> None:
+        if self._fed_since:
+            self._fed_since = Forwards()
+            assert self.recurrent is not None
+            self.recurrent.unmark()

@@ -1,0 +1,196 @@
+"""Entries: what a prefix store holds in memory, within a budget of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from threading import RLock
+
+from torch import Tensor
+
+from kvkeep.errors import StateError
+from kvkeep.store.backend import require_budget
+from kvkeep.store.compressed import CompressedText, CompressedTexts
+from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.hit import Hit
+from kvkeep.store.layer_slices import Stretch
+from kvkeep.store.tree import Node, RadixTree
+
+
+class Entries:
+    """Prefixes of texts in a radix tree for each identity, and compressed texts. All share one
+    budget, and are evicted as `kvkeep.PrefixStore` says. Threads may share them.
+
+    Args:
+        budget: most bytes held; None: no limit.
+
+    Attributes:
+        nbytes: bytes held.
+        evicted: bytes evicted so far.
+        lock: held while entries are read or changed.
+
+    Raises:
+        SpecError: a budget below 1.
+    """
+
+    def __init__(self, budget: int | None) -> None:
+        require_budget(budget)
+        self.budget = budget
+        self.nbytes = self.evicted = 0
+        self.lock = RLock()
+        self._trees: dict[str, RadixTree[Stretch]] = {}
+        self._geometries: dict[str, ModelGeometry] = {}
+        self._clock = count(1)
+        self._texts = CompressedTexts(self._clock)
+
+    # -- geometries -------------------------------------------------------------------------
+
+    def known(self, identity: str) -> bool:
+        """Whether the geometry of an identity's entries is known."""
+        return identity in self._geometries
+
+    def geometry(
+        self, identity: str, geometry: Callable[[], ModelGeometry] | None
+    ) -> ModelGeometry:
+        """The geometry of an identity's entries, which `geometry` returns. It is called the first
+        time only."""
+        own = self._geometries.get(identity)
+        if own is None:
+            assert geometry is not None
+            own = self.agreed(identity, geometry())
+        return own
+
+    def agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
+        """The geometry of an identity's entries: that of the first one.
+
+        Raises:
+            StateError: `geometry` differs from it.
+        """
+        with self.lock:
+            known = self._geometries.setdefault(identity, geometry)
+        if known != geometry:
+            raise StateError(
+                f"identity {identity[:60]!r} has entries of another model: {known}, not "
+                f"{geometry}; give each model its own identity"
+            )
+        return known
+
+    # -- prefixes ---------------------------------------------------------------------------
+
+    def tree(self, identity: str) -> RadixTree[Stretch]:
+        """The prefixes of an identity, to be used under the lock."""
+        return self._trees.setdefault(identity, RadixTree(self._clock))
+
+    def hit(self, identity: str, tokens: Tensor) -> Hit:
+        """The longest prefix of tokens (n,), locked until it is released."""
+        with self.lock:
+            match = self.tree(identity).match(tokens)
+            match.node.locks += 1
+            return Hit(match, self._geometries.get(identity), self._unlock)
+
+    def _unlock(self, node: Node[Stretch]) -> None:
+        with self.lock:
+            node.locks -= 1
+
+    def keep(
+        self,
+        identity: str,
+        tokens: Tensor,
+        content_of: Callable[[int, int], Stretch],
+        marks: Sequence[int],
+        priority: int = 0,
+    ) -> int:
+        """Put tokens into the tree as far as the budget allows; returns how many are in it then.
+        The geometry must be known.
+
+        Args:
+            marks: after how many of the tokens `content_of` has the states of recurrent layers.
+        """
+        with self.lock:
+            tree, geometry = self.tree(identity), self._geometries[identity]
+            known = tree.match(tokens)
+            known.node.locks += 1
+            try:
+
+                def added(length: int) -> int:
+                    states = sum(known.length < at <= length for at in marks)
+                    return geometry.token_bytes * (length - known.length) + (
+                        geometry.state_bytes * states
+                    )
+
+                length, new = len(tokens), added(len(tokens))
+                self._make_room(new)
+                room = new if self.budget is None else self.budget - self.nbytes
+                if new > room:
+                    length = max(known.length, length - -(-(new - room) // geometry.token_bytes))
+                tree.insert(tokens[:length], content_of, priority)
+            finally:
+                known.node.locks -= 1
+            self.nbytes += added(length)
+            return length
+
+    # -- compressed texts -------------------------------------------------------------------
+
+    def text(self, identity: str, tokens: Tensor, least: int) -> CompressedText | None:
+        """See `CompressedTexts.find`."""
+        with self.lock:
+            return self._texts.find(identity, tokens, least)
+
+    def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
+        """The text, which is put among those held if the budget has room for it."""
+        nbytes = text.content.nbytes
+        with self.lock:
+            known = self._texts.find(identity, text.tokens, len(text.tokens))
+            if known is not None:
+                return known
+            if self.budget is not None and nbytes > self.budget:
+                return text
+            self._make_room(nbytes)
+            if self.budget is None or self.nbytes + nbytes <= self.budget:
+                self._texts.add(identity, text, priority)
+                self.nbytes += nbytes
+        return text
+
+    # -- all of them ------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Remove all entries that are not locked."""
+        with self.lock:
+            self._make_room(None)
+
+    def _make_room(self, nbytes: int | None) -> None:
+        """Evict entries until `nbytes` more fit or none can be evicted; None: evict all."""
+        if nbytes is not None and self.budget is None:
+            return
+        while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
+            free: list[tuple[int, int, Callable[[], int]]] = [
+                (leaf.priority, leaf.used, partial(tree.remove, leaf))
+                for tree in self._trees.values()
+                for leaf in tree.leaves()
+                if not leaf.locks
+            ]
+            for text in self._texts.all():
+                free.append((text.priority, text.used, partial(self._texts.remove, text)))
+            if not free:
+                return
+            freed = min(free, key=lambda found: found[:2])[2]()
+            self.nbytes -= freed
+            self.evicted += freed
+
+    def nodes(self) -> Iterator[Node[Stretch]]:
+        """The nodes of all trees, to be used under the lock."""
+        return (node for tree in self._trees.values() for node in tree.nodes())
+
+    def texts(self) -> list[CompressedText]:
+        """All compressed texts, to be used under the lock."""
+        return self._texts.all()
+
+    def check(self) -> None:
+        """Raise StateError if the entries are inconsistent."""
+        with self.lock:
+            for tree in self._trees.values():
+                tree.check()
+            held = sum(node.kept.nbytes for node in self.nodes()) + self._texts.nbytes
+            if held != self.nbytes or held > (self.budget or held):
+                raise StateError(f"{held} bytes held, {self.nbytes} counted, budget {self.budget}")
