@@ -794,8 +794,8 @@ FAULTS = (
     Fault(
         "rows-begin-as-the-first-two-do",
         "store/batches.py",
-        "min(most, *(_common(prompts[0], one) for one in prompts))",
-        "min(most, _common(prompts[0], prompts[1 % len(prompts)]))",
+        "min(most, *(common(prompts[0], one) for one in prompts))",
+        "min(most, common(prompts[0], prompts[1 % len(prompts)]))",
         "store/test_rows.py",
     ),
     Fault(
