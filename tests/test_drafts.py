@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvkeep.attention import Options, dispatch
-from kvkeep.errors import RollbackError, StateError
+from kvkeep.errors import RollbackError, StateError, UnsupportedError
 from kvkeep.layer.history import Prompt
 from kvkeep.planes import concatenated, take
 from kvkeep.policy import Observation
@@ -349,3 +349,50 @@ def test_hidden_slots_keep_their_contents(spec):
     after = planes_of(layer)
     for name in ("k", "v"):
         assert after[name][:, :, : before[name].shape[2]].equal(before[name])
+
+
+@pytest.mark.parametrize("spec", ["h2o:6", "knorm:40", "keep_all", "keep_all+kivi:4,sinks=0"])
+def test_a_failed_chunk_is_undone_while_its_error_is_still_held(spec):
+    """An error keeps the step's frames; undoing must not wait for them."""
+    layer, calls = CacheSpec.parse(spec).layer(), []
+    step(layer, drawn(0, 6, 1), (0,))
+    layer.record_past = True
+
+    def failing(*call):
+        calls.append(call)
+        if len(calls) == 3 or layer.fed > 9:
+            raise KeyboardInterrupt
+        return dispatch(*call)
+
+    with pytest.raises(KeyboardInterrupt) as kept:
+        layer.step(*drawn(1, 5, 1), scale=0.3, attend=failing)
+    assert (layer.fed, layer.length) == (6, 6)
+    step(layer, drawn(2, 2, 1), (0,))
+    held = layer.fed, layer.length
+    del kept
+    assert (layer.fed, layer.length) == held
+    assert layer.fed == 8
+
+
+def test_tokens_that_see_later_drafts_are_refused():
+    layer = CacheSpec.parse("h2o:8").layer()
+    layer.record_past, layer.prompt = True, Prompt(PROMPT)
+    q, k, v = drawn(0, PROMPT + 2, 1)
+    until = torch.arange(PROMPT + 2)
+    image = until.clone()
+    image[3:6] = 5  # within the prompt
+    layer.step(q, k, v, scale=0.3, until=image)
+    layer.reset()
+    until[PROMPT:] = PROMPT + 1
+    for later in ({"until": until}, {"causal": False}):
+        with pytest.raises(UnsupportedError, match="while drafts are recorded"):
+            layer.step(q, k, v, scale=0.3, **later)
+        assert layer.fed == 0
+
+
+def test_beginning_to_record_evicts_nothing():
+    text, layer = CacheSpec.parse("keep_all").layer(), CacheSpec.parse("h2o:8").layer()
+    step(text, drawn(0, PROMPT, 1), (0,))
+    layer.begin_with(text)
+    layer.record_past = True
+    assert layer.length == PROMPT

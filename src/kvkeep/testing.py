@@ -308,6 +308,8 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tensor, Tensor]:
+    if not parts:  # no slot is held
+        return [], torch.empty(0), torch.empty(0)
     place, keys, values = (torch.cat(list(x)) for x in zip(*parts, strict=True))
     return place.tolist(), keys, values
 

@@ -101,17 +101,24 @@ def test_budgets(model, ids):
 
 
 @torch.no_grad()
-def test_saved(model, ids, tmp_path):
+@pytest.mark.parametrize("length", [LENGTH, 2 * WINDOW])
+def test_saved_and_forked(model, ids, tmp_path, length):
+    """Also where a chunk begins, so that the layer holds no slot."""
     with kvkeep.attach(model):
         cache = kvkeep.Cache(model)
-        model(ids, past_key_values=cache)
+        model(ids[:, :length], past_key_values=cache)
+        fork = cache.freeze().fork()
+        cache.crop(0)
+        model(ids[:, :1], past_key_values=cache)
+        cache.crop(-1)
         cache.save(tmp_path / "saved")
         again = kvkeep.load(tmp_path / "saved", model)
         found = [
             torch.cat([model(ids[:, i : i + 1], past_key_values=one).logits for i in range(9)], 1)
-            for one in (cache, again)
+            for one in (cache, again, fork)
         ]
-    assert torch.equal(*found)
+    assert torch.equal(*found[:2])
+    assert torch.equal(found[0], found[2])
 
 
 @torch.no_grad()

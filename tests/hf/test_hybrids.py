@@ -176,6 +176,20 @@ def test_marks_are_the_points_to_return_to(hybrid: Any) -> None:
     assert not cache.recurrent.marks
 
 
+def test_a_crop_of_drafts_keeps_other_marks(hybrid: Any) -> None:
+    ids, cache = _ids(tokens=6).repeat(1, 4), Cache(hybrid)
+    cache.mark()
+    _logits(hybrid, ids[:, :8], cache)
+    cache.mark()
+    cache.activate_past_recording()
+    _logits(hybrid, ids[:, 8:12], cache)
+    cache.crop(-3)
+    assert list(cache.recurrent.marks) == [0, 8]
+    cache.end_recording()
+    cache.rewind(8)
+    assert cache.fed == 8
+
+
 def test_an_interrupted_forward_leaves_no_state_that_is_used(hybrid: Any) -> None:
     ids, cache = _ids(), Cache(hybrid)
     _logits(hybrid, ids[:, :8], cache)

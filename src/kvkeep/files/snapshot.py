@@ -315,8 +315,9 @@ class Saved:
                 "tensors; save it again"
             )
         known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
+        # In chunked attention no slot is held where a chunk begins.
         if (
-            not parts
+            (not parts and not layer.chunked)
             or parts.keys() - known - {"aside", "bulk"}
             or known - parts.keys() - {"slots"}
         ):

@@ -230,7 +230,8 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         if self.recurrent is not None:
             self._end_recording()
             if self.layers[0].record_past:
-                self._fed_since.add(decoder, inputs, self.fed)
+                marked = self.fed in self.recurrent.marks
+                self._fed_since.add(decoder, inputs, self.fed, marks=not marked)
                 self.mark()
             self.recurrent.begin(self.fed)
 

@@ -33,10 +33,11 @@ class Demands:
 def require_recordable(layers: Iterable[LayerCache], *, routed: bool) -> None:
     """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
     for layer in layers:
-        if layer.by_token and layer.readers:
+        if layer.readers and (layer.by_token or layer.key_codec.block > 1):
+            who = f"policy {layer.policy.name} and codec {layer.key_codec.name}"
             raise UnsupportedError(
-                f"policy {layer.policy.name} decides after each draft, but other layers attend to "
-                "this layer's slots after all of them; use keep_all or a window, or do not draft"
+                f"{who} decide after each draft, but other layers attend to this layer's slots "
+                "after all of them; use keep_all or a window with another codec, or do not draft"
             )
         if layer.by_token and not routed:
             raise UnsupportedError(

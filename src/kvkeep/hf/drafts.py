@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedConfig
 
 from kvkeep import cache as core
@@ -56,8 +57,8 @@ class RecordsDrafts(ModelCache):
         self._forget_forwards()
         for layer in self.layers:
             layer.prompt = self.prompt
-            if layer.record_past != on:
-                layer.record_past = on
+            ends, layer.record_past = layer.record_past and not on, on
+            if ends:
                 layer.settle()
         self.prompt = Prompt()  # of the next recording
 
@@ -84,10 +85,11 @@ class RecordsDrafts(ModelCache):
         for one in again:
             self._uncropped = False
             if one.start < one.stop:
-                one.run(self)
+                with torch.no_grad():
+                    one.run(self)
 
     def _forget_forwards(self) -> None:
         if self._fed_since:
-            self._fed_since = Forwards()
+            marked, self._fed_since = self._fed_since.marked, Forwards()
             assert self.recurrent is not None
-            self.recurrent.unmark()
+            self.recurrent.unmark(marked)

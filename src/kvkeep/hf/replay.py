@@ -47,12 +47,15 @@ class Forwards:
 
     def __init__(self) -> None:
         self._all: list[_Forward] = []
+        self.marked: list[int] = []  # the columns before which states were marked for them
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def add(self, decoder: PreTrainedModel, inputs: Mapping[str, Any], start: int) -> None:
-        """Record a forward before it runs.
+    def add(
+        self, decoder: PreTrainedModel, inputs: Mapping[str, Any], start: int, *, marks: bool
+    ) -> None:
+        """Record a forward before it runs. `marks`: the states before it are marked for it.
 
         Raises:
             UnsupportedError: its inputs cannot be divided by tokens.
@@ -74,6 +77,8 @@ class Forwards:
         fed = given.get("inputs_embeds") if ids is None else ids
         assert fed is not None
         self._all.append(_Forward(decoder, given, start, start + fed.shape[1]))
+        if marks:
+            self.marked.append(start)
 
     def again(self, columns: int, least: int) -> list[_Forward]:
         """The forwards from the last that began at `least` columns or later, or with the first

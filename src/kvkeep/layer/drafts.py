@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.attention import Attend
 from kvkeep.codec import Codec
-from kvkeep.errors import RollbackError, StateError
+from kvkeep.errors import RollbackError, StateError, UnsupportedError
 from kvkeep.layer.history import History
 from kvkeep.layer.reaching import Reaching, limit_in_words
 from kvkeep.layer.step import Phases, StepInputs, driven
@@ -124,7 +124,7 @@ class Drafts(Reaching, ABC):
             self._take_back()
 
     def _put_back(self, index: int) -> None:
-        """Return to the state in an entry of the journal. An interrupted call can be repeated."""
+        """Return to the state in an entry of the journal."""
         before = self._journal[index]
         self._moving = True
         self._forget_readings()
@@ -167,8 +167,8 @@ class Drafts(Reaching, ABC):
             return
         if self.by_token and n > 1:
             raise StateError(
-                f"{n} tokens are extended by at once while record_past is set, but policy "
-                f"{self.policy.name} decides after each; use step(), or extend by one at a time"
+                f"{n} tokens are given at once while record_past is set, but policy "
+                f"{self.policy.name} decides after each; give one at a time"
             )
         del self._journal[self._entries :]
         names = (*self._planes_of_policy, POSITION) if columns else ()
@@ -192,7 +192,14 @@ class Drafts(Reaching, ABC):
         return 1 if self.by_token or self._slots.fills(left) else left
 
     def _recorded(self, inputs: StepInputs, attend: Attend | None) -> Tensor:
-        """A step whose tokens may be taken back, in pieces; undone as a whole if it fails."""
+        """A step whose tokens may be taken back, in pieces. If it fails, it is undone as a whole;
+        or, if tokens of the prompt have changed what cannot be undone, every later call raises
+        until `reset`.
+
+        Raises:
+            UnsupportedError: some tokens see later ones, beyond their piece.
+        """
+        self._require_pieces_suffice(inputs)
         entries, n, at = self._entries, inputs.q.shape[2], 0
         start = self._history, self._slots.mark()
         if self._slots.frozen.hides and self.by_token:
@@ -207,11 +214,31 @@ class Drafts(Reaching, ABC):
         except BaseException:
             if len(self._journal) > entries:
                 self._put_back(entries)
-            elif not (self._journaled or self._moving) and self._history.floor == start[0].floor:
-                self._begun = start
-                self._take_back()
+            if self._history.columns > start[0].columns and not self._moving:
+                self._moving = not self.policy.rollback or self._history.floor != start[0].floor
+                if not self._moving:
+                    self._begun = start
+                    self._take_back()
             raise
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+    def _require_pieces_suffice(self, inputs: StepInputs) -> None:
+        until, n = inputs.until, inputs.q.shape[2]
+        if until is None or not self._journaled:
+            return
+        device = until.device
+        position = self.next_positions(n, device) if inputs.position is None else inputs.position
+        certain = max(0, min(n, self.prompt.columns - self._history.columns))
+        chunk, token = self.prompt.chunk or max(1, certain), torch.arange(n, device=device)
+        stop = torch.where(token < certain, (token // chunk + 1) * chunk, token + 1)
+        last = torch.where(token < certain, stop.clamp(max=certain), stop) - 1
+        position = position.to(device)
+        if bool(((until > position[..., last]) & (until > position)).any()):
+            raise UnsupportedError(
+                "some tokens see later ones, such as those of an image, but while drafts are "
+                f"recorded policy {self.policy.name} and codec {self.key_codec.name} take tokens "
+                "one by one; feed the prompt before, or do not draft"
+            )
 
     def _accept(self) -> None:
         """Make the tokens certain that could be taken back."""
@@ -220,6 +247,10 @@ class Drafts(Reaching, ABC):
                 self._fit()
 
     # -- what LayerCache does ---------------------------------------------------------------
+
+    @abstractmethod
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """See `History.next_positions`."""
 
     @abstractmethod
     def mend(self) -> None:

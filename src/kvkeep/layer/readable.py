@@ -41,13 +41,13 @@ class Readable:
         return int((position >= 0).sum()) / (seen * position.shape[1]) if seen else 1.0
 
     def held(self) -> Held | None:
-        """The decoded keys and values and their positions, the oldest first; None before the first
-        token. Heads of different lengths are padded with empty slots in front.
+        """The decoded keys and values and their positions, the oldest first; None if no slot is
+        held. Heads of different lengths are padded with empty slots in front.
 
         Valid until the next change. If nothing had to be decoded or moved, these are views of the
         slots: do not write to them.
         """
-        if self._history.geometry is None:
+        if self._history.geometry is None or not self._slots.length:
             return None
         newest = torch.zeros(1, dtype=torch.int32, device=self._history.geometry.device)
         held = self.in_order(View(self._slots.segments(), newest))

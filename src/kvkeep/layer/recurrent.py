@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -114,9 +114,10 @@ class RecurrentStates(ABC):
         """The copies, by the number of columns fed before them."""
         return self._marks
 
-    def unmark(self) -> None:
-        """Drop all copies."""
-        self._marks = {}
+    def unmark(self, columns: Iterable[int] | None = None) -> None:
+        """Drop the copies after these numbers of columns; None: all."""
+        gone = set(self._marks if columns is None else columns)
+        self._marks = {at: kept for at, kept in self._marks.items() if at not in gone}
 
     def require_mark(self, columns: int) -> None:
         """Raise RollbackError if the states cannot return to the point after `columns` columns."""

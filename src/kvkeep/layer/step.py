@@ -70,13 +70,16 @@ is one step, so it stops once."""
 
 
 def driven(phases: Phases, attend: Attend | None) -> Tensor:
-    """Make steps, whose attention `attend` computes; None: `dispatch`."""
+    """Make steps, whose attention `attend` computes; None: `dispatch`. If it fails, they are undone
+    at once, not when the error is forgotten."""
     attend, call = attend or dispatch, next(phases)
-    while True:
-        try:
+    try:
+        while True:
             call = phases.send(attend(*call))
-        except StopIteration as done:
-            return cast(Tensor, done.value)
+    except StopIteration as done:
+        return cast(Tensor, done.value)
+    finally:
+        phases.close()
 
 
 def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:

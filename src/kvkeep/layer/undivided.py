@@ -134,7 +134,8 @@ class Undivided(LayerSlots):
         storage = self._blank.another() if self.frozen.runs else self._storage
         self._aside.reset()
         storage.reset()
-        storage.append(kept)
+        if slot_count(kept):
+            storage.append(kept)
         self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
 
     def hide(self, victims: Tensor, count: int) -> None:
