@@ -15,7 +15,13 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep import Cache, attach, detach
 from kvkeep.batch import Batch, Settings
-from kvkeep.errors import RollbackError, SavedCacheError, StateError, UnsupportedError
+from kvkeep.errors import (
+    KVKeepError,
+    RollbackError,
+    SavedCacheError,
+    StateError,
+    UnsupportedError,
+)
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.replay import Forwards
 from tests.support.sweep_models import model_of
@@ -166,7 +172,7 @@ def test_marks_are_the_points_to_return_to(hybrid: Any) -> None:
     expected = _logits(hybrid, ids[:, 8:], cache)
     assert cache.nbytes >= cache.recurrent.nbytes + cache.recurrent.marked_bytes
     assert cache.rollback_limit == 0
-    with pytest.raises(RollbackError, match=r"after 20 tokens.*copied after 8; call cache.mark"):
+    with pytest.raises(RollbackError, match=r"after 20 tokens.*only after 8; call cache.mark"):
         cache.crop(-4)
     assert cache.fed == 24
     cache.rewind(8)
@@ -207,6 +213,37 @@ def test_an_interrupted_forward_leaves_no_state_that_is_used(hybrid: Any) -> Non
     cache.rewind(8)
     expected = _logits(hybrid, ids, Cache(hybrid), [8, 16])[:, 8:]
     assert _logits(hybrid, ids[:, 8:], cache).equal(expected)
+
+
+def _refused(hybrid: Any, cache: Any, **given: Any) -> str:
+    with torch.no_grad(), pytest.raises(KVKeepError) as refusal:
+        hybrid(_ids(tokens=4), past_key_values=cache, **given)
+    return type(refusal.value).__name__
+
+
+def test_a_refused_forward_changes_nothing(hybrid: Any) -> None:
+    ids, full = _ids(), Cache(hybrid, "keep_all@fixed:26")
+    cache, expected = Cache(hybrid, "window:8"), Cache(hybrid, "window:8")
+    for one in (cache, expected, full):
+        _logits(hybrid, ids, one)
+    assert _refused(hybrid, full) == "CapacityError"
+    assert _refused(hybrid, cache, output_attentions=True) == "UnsupportedError"
+    assert _refused(hybrid, cache, attention_mask=torch.ones(1, 9)) == "ShapeError"
+    assert _refused(hybrid, cache, attention_mask=torch.zeros(1, 1, 4, 28)) == "UnsupportedError"
+    after = _logits(hybrid, ids[:, :2], expected)
+    assert _logits(hybrid, ids[:, :2], cache).equal(after)
+    assert _logits(hybrid, ids[:, :2], full).isfinite().all()
+
+
+@torch.no_grad()
+def test_arguments_in_their_order(hybrid: Any) -> None:
+    ids, decoder = _ids(), hybrid.get_decoder()
+    caches = [Cache(hybrid), Cache(hybrid)]
+    for part in (ids[:, :9], ids[:, 9:]):
+        named = decoder(input_ids=part, past_key_values=caches[0])[0]
+        assert decoder(part, None, None, caches[1])[0].equal(named)
+    assert caches[1].fed == 24
+    assert decoder(ids, None, None)[0].equal(decoder(input_ids=ids)[0])
 
 
 def test_reset_and_another_text(hybrid: Any) -> None:

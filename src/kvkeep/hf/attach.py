@@ -38,7 +38,7 @@ from kvkeep.hf.generate_hook import (
     prepare_inputs,
     refuse_batching,
 )
-from kvkeep.hf.inputs import arguments_of, check_fed
+from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.multimodal import note_fed, require_placed, watch
 from kvkeep.hf.one_by_one import route_tokens, unroute_tokens
@@ -119,8 +119,9 @@ def attach(
 ) -> Attachment:
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
-    Changes this model only: its attention implementation, two forward hooks and the cache that
-    `generate` builds. Training forwards, and caches that are not kvkeep's, run as before.
+    Changes this model only, until `detach`: its attention implementation, hooks of its forward,
+    `generate` and the methods that it calls, and the forwards of recurrent layers that could not
+    continue a text in chunks. Training forwards, and caches that are not kvkeep's, run as before.
 
     Args:
         model: a decoder, or a model that contains one; a PEFT model is unwrapped. A model of
@@ -359,25 +360,23 @@ def _supply_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward hook: supply a kvkeep cache to a cached forward that has none, unless kvkeep could
-    not serve it; and tell an activated adapter which tokens to compute."""
-    if not torch.compiler.is_compiling():
-        _activate(decoder, args, kwargs)
+    not serve it; check the arguments; and tell an activated adapter which tokens to compute."""
+    if not torch.compiler.is_compiling():  # so that the other hook sees the cache, too
+        args, kwargs = (), arguments_of(decoder, args, kwargs)
+        _activate(decoder, kwargs)
     cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        _begin(decoder, cache, kwargs)
+    elif cache is None and not torch.is_grad_enabled() and not decoder.training:
+        _begin_with_new_cache(decoder, args, kwargs)
+    return args, kwargs
+
+
+def _begin_with_new_cache(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Supply a kvkeep cache to a forward, if it is cached and kvkeep could serve it."""
     attachment: Attachment = getattr(decoder, _ATTRIBUTE)
-    if isinstance(cache, Cache) and not torch.compiler.is_compiling():
-        if attachment.own:
-            require_exact(cache, attachment.own)
-        check_fed(decoder, args, kwargs, cache.fed)
-        require_placed(cache, decoder, args, kwargs)
-        if cache.recurrent is not None:
-            given = arguments_of(decoder, args, kwargs)
-            cache.begin_forward(decoder, given)
-            if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
-                kwargs["position_ids"] = _next_positions(given, cache.fed)
-    ask_for_weights(decoder, kwargs)
-    _require_no_keys_given(kwargs)
-    if cache is not None or torch.is_grad_enabled() or decoder.training:
-        return None
     given = arguments_of(decoder, args, kwargs)
 
     def wants(option: str) -> bool:
@@ -390,16 +389,26 @@ def _supply_cache(
         or given.get("past_key_values") is not None
         or not (mask is None or (isinstance(mask, Tensor) and mask.dim() <= 2))
     ):
-        return None
+        return
     kwargs["past_key_values"] = made = Cache(attachment.model, attachment.spec)
-    if not torch.compiler.is_compiling():
-        check_fed(decoder, args, kwargs, 0)
-        require_placed(made, decoder, args, kwargs)
-    if made.recurrent is not None:
-        made.begin_forward(decoder, given)
-    ask_for_weights(decoder, kwargs)
-    _require_no_keys_given(kwargs)
-    return args, kwargs
+    _begin(decoder, made, kwargs)
+
+
+def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> None:
+    """Check the arguments of a forward, and begin it."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        attachment: Attachment = getattr(decoder, _ATTRIBUTE)
+        if attachment.own:
+            require_exact(cache, attachment.own)
+        check_fed(decoder, given, cache.fed)
+        require_placed(cache, given)
+    ask_for_weights(decoder, given)
+    _require_no_keys_given(given)
+    if cache.recurrent is not None and not compiling:
+        cache.begin_forward(decoder, given)
+        if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
+            given["position_ids"] = _next_positions(given, cache.fed)
 
 
 def _require_no_keys_given(kwargs: dict[str, Any]) -> None:
@@ -420,23 +429,23 @@ def _require_attended(
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         cache.end_forward()
-        note_fed(cache, decoder, args, kwargs)
+        note_fed(cache, kwargs)
 
 
-def _next_positions(given: dict[str, Any], fed: int) -> Tensor:
-    """The positions (1, n) that follow `fed` columns."""
-    ids = given.get("input_ids")
-    tokens: Tensor = given["inputs_embeds"] if ids is None else ids
+def _next_positions(given: dict[str, Any], fed: int) -> Tensor | None:
+    """The positions (1, n) that follow `fed` columns; None if nothing is fed."""
+    tokens = fed_by(given)
+    if tokens is None:
+        return None
     return torch.arange(fed, fed + tokens.shape[1], device=tokens.device)[None]
 
 
-def _activate(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache, position = kwargs.get("past_key_values"), kwargs.get("position_ids")
+def _activate(decoder: PreTrainedModel, given: dict[str, Any]) -> None:
+    cache, position = given.get("past_key_values"), given.get("position_ids")
     activation = cache.activation if isinstance(cache, Cache) else None
     if activation is None or position is None:
-        given = args[0] if args else kwargs.get("input_ids")
-        given = kwargs.get("inputs_embeds") if given is None else given
-        n = 0 if given is None else given.shape[1]
+        tokens = fed_by(given)
+        n = 0 if tokens is None else tokens.shape[1]
         start = cache.fed if isinstance(cache, Cache) else 0
         position = torch.arange(start, start + n)[None]
     activate(decoder, activation, position[0])

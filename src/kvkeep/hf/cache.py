@@ -30,6 +30,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.latent import LatentStep, require_fitting
 from kvkeep.hf.multimodal import is_only_text, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
@@ -226,9 +227,26 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         return cast(Sequence[Ticket], self._traced)
 
     def begin_forward(self, decoder: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
-        """Called before a forward of the model with these arguments, if it is attached."""
+        """Called before a forward of the model with these arguments, if it is attached. A forward
+        that has no room, or a mask that attention refuses, must not change recurrent states.
+
+        Raises:
+            UnsupportedError: the mask has four axes, which kvkeep's attention does not take.
+        """
         if self.recurrent is not None:
+            mask, tokens = inputs.get("attention_mask"), fed_by(inputs)
+            if is_routed(self.config) and isinstance(mask, Tensor) and mask.dim() == 4:
+                raise UnsupportedError(
+                    f"a mask {tuple(mask.shape)} of its own for {self.config.model_type}; give a "
+                    "mask (B, columns)"
+                )
             self._end_recording()
+            n = 0 if tokens is None else tokens.shape[1]
+            with self._turn:
+                self._require_turn()
+                self.recurrent.require(self.fed)
+                self.admit(n)
+                self._feeding = get_ident(), self.fed + n
             if self.layers[0].record_past:
                 marked = self.fed in self.recurrent.marks
                 self._fed_since.add(decoder, inputs, self.fed, marks=not marked)
@@ -260,11 +278,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         if given:
             for layer in self.layers:
                 layer.check_gradients(*given)
-        if self.recurrent is not None and self.recurrent.columns is not None:
-            raise UnsupportedError(
-                f"{self.config.model_type} has recurrent layers, whose states a cache keeps only "
-                "for an attached model; call kvkeep.attach(model) first"
-            )
+        self._require_running()
         routed = is_routed(self.config)
         if self.fed and self.routed not in (None, routed):
             raise StateError(

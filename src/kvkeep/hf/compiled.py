@@ -103,7 +103,7 @@ class CompiledSteps:
         if not isinstance(cache, Cache) or not self._fits(given, cache):
             return self._own(*args, **kwargs)
         ids = given["input_ids"]
-        check_fed(self._model, (), {"input_ids": ids}, cache.fed)
+        check_fed(self._model, {"input_ids": ids}, cache.fed)
         cache.begin(ids.shape[1])
         out = self._run({"input_ids": ids}, cache)
         return self._own(*args, **kwargs) if out is None else out

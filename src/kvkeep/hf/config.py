@@ -139,7 +139,10 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
     """
     text = decoder_config(config)
     if is_latent(text):
-        raise UnsupportedError(f"{text.model_type} keeps a latent, not keys and values")
+        raise UnsupportedError(
+            f"{text.model_type} keeps a latent, whose size its heads do not tell; feed tokens, and "
+            "read live_bytes"
+        )
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -31,19 +32,21 @@ def arguments_of(
     return given | rest
 
 
-def check_fed(
-    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], columns: int
-) -> None:
-    """Check a decoder's arguments, for a cache that was fed `columns` columns. Warns once per model
-    of positions past the model's limit.
+def fed_by(given: Mapping[str, Any]) -> Tensor | None:
+    """The token ids (B, n) or embeddings (B, n, width) among the arguments of a forward."""
+    ids: Tensor | None = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
+
+
+def check_fed(decoder: PreTrainedModel, given: Mapping[str, Any], columns: int) -> None:
+    """Check a decoder's arguments by name, for a cache that was fed `columns` columns. Warns once
+    per model of positions past the model's limit.
 
     Raises:
         ShapeError: there are no rows or no tokens, or a token id is outside the vocabulary (checked
             on the CPU only, since reading ids would synchronise other devices).
     """
-    given = arguments_of(decoder, args, kwargs)
-    ids: Tensor | None = given.get("input_ids")
-    fed: Tensor | None = given.get("inputs_embeds") if ids is None else ids
+    ids, fed = given.get("input_ids"), fed_by(given)
     if fed is None or fed.dim() < 2:
         return
     if 0 in fed.shape:

@@ -133,13 +133,12 @@ def resume(model: nn.Module, cache: Any) -> None:
         part.__dict__[_DELTAS] = None if cache.offset is None else cache.offset[:, None]
 
 
-def require_placed(cache: Any, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError, before a forward of a decoder, if some policy needs the positions for
-    which keys are rotated, and these are not those of the slots."""
+def require_placed(cache: Any, given: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError, before a forward of a decoder with these arguments, if some policy
+    needs the positions for which keys are rotated, and these are not those of the slots."""
     policies = [layer.policy for layer in cache.layers if Need.ROTARY in layer.policy.needs]
-    given = arguments_of(decoder, args, kwargs) if policies else {}
     position = given.get("position_ids")
-    if not isinstance(position, Tensor) or not cache.layers:
+    if not policies or not isinstance(position, Tensor):
         return
     own = _slot_positions(given, position, cache)
     if bool(((_rotary(position) != own) & (own >= 0)).any()):
@@ -150,14 +149,15 @@ def require_placed(cache: Any, decoder: nn.Module, args: Any, kwargs: dict[str, 
         )
 
 
-def note_fed(cache: Any, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Record in a cache, after a forward of its decoder, what token ids do not tell."""
+def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
+    """Record in a cache, after a forward of its decoder with these arguments, what token ids do not
+    tell."""
     media = _MEDIA.get()
     if media is None:
-        media = arguments_of(decoder, args, kwargs).get("input_ids") is None
-    position = kwargs.get("position_ids")
+        media = given.get("input_ids") is None
+    position = given.get("position_ids")
     if isinstance(position, Tensor) and position.dim() == 3 and position.shape[-1] > 1:
-        offset, floor = _shared_positions(cache, kwargs, position)
+        offset, floor = _shared_positions(cache, given, position)
         media = media or floor > 0
     else:  # positions count up, from wherever they were
         offset, floor = cache.offset, 0

@@ -78,7 +78,7 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
         ShapeError: an id is outside the vocabulary.
     """
     for ids, cache in sequences:
-        check_fed(model, (), {"input_ids": ids[None]}, cache.fed)
+        check_fed(model, {"input_ids": ids[None]}, cache.fed)
 
 
 class PackedCache(transformers.Cache):

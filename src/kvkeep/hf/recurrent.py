@@ -13,7 +13,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvkeep.errors import StateError
+from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.layer.recurrent import RecurrentStates
 
 
@@ -78,30 +78,47 @@ class KeepsStates:
             )
         return self.recurrent.cache
 
+    def _states_to_change(self) -> Any:
+        """The states, for a layer that may change what it is given in place."""
+        self._require_running()
+        states = self._states()
+        if self.recurrent is not None:
+            self.recurrent.change()
+        return states
+
+    def _require_running(self) -> None:
+        """Raise UnsupportedError if there are recurrent states, and no forward of an attached model
+        has begun."""
+        if self.recurrent is not None and not self.recurrent.running:
+            raise UnsupportedError(
+                "this model has recurrent layers, whose states a cache keeps only for an attached "
+                "model; call kvkeep.attach(model) first"
+            )
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A layer's convolution state; None before the first token."""
-        state: Tensor | None = self._states().get_conv_state(layer_idx, state_idx)
+        state: Tensor | None = self._states_to_change().get_conv_state(layer_idx, state_idx)
         return state
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Extend a layer's convolution state; returns it with the new inputs."""
-        state: Tensor = self._states().update_conv_state(
+        state: Tensor = self._states_to_change().update_conv_state(
             conv_states, layer_idx, state_idx, **kwargs
         )
         return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A layer's recurrent state; None before the first token."""
-        state: Tensor | None = self._states().get_recurrent_state(layer_idx, state_idx)
+        state: Tensor | None = self._states_to_change().get_recurrent_state(layer_idx, state_idx)
         return state
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Replace a layer's recurrent state, and return it."""
-        state: Tensor = self._states().update_recurrent_state(
+        state: Tensor = self._states_to_change().update_recurrent_state(
             recurrent_states, layer_idx, state_idx, **kwargs
         )
         return state

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import RollbackError, UnsupportedError
+from kvkeep.hf.inputs import fed_by
 
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 _MASK = "attention_mask"
@@ -73,8 +74,7 @@ class Forwards:
                 "must be read again by recurrent layers, and this input cannot be divided; "
                 "generate without drafts"
             )
-        ids = given.get("input_ids")
-        fed = given.get("inputs_embeds") if ids is None else ids
+        fed = fed_by(given)
         assert fed is not None
         self._all.append(_Forward(decoder, given, start, start + fed.shape[1]))
         if marks:

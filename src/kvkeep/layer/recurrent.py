@@ -41,7 +41,8 @@ class RecurrentStates(ABC):
 
     def __init__(self) -> None:
         self.columns: int | None = 0
-        """Columns fed; None while a forward changes the states, or after one was interrupted."""
+        """Columns fed; None from a forward's first change of a state until the forward ends."""
+        self.running = False  # whether a forward has begun that did not end
         self._marks: dict[int, dict[str, Tensor]] = {}
 
     @abstractmethod
@@ -78,19 +79,23 @@ class RecurrentStates(ABC):
             held = self.tensors()
             if any(x.is_inference() for x in held.values()):
                 self.load({name: x.clone() for name, x in held.items()})
+        self.running = True
+
+    def change(self) -> None:
+        """A layer of the running forward is going to change its state."""
         self.columns = None
 
     def end(self, columns: int) -> None:
         """End a forward, after which `columns` columns are fed."""
-        self.columns = columns
+        self.columns, self.running = columns, False
 
     def require(self, columns: int) -> None:
         """Raise StateError unless the states are those after `columns` columns."""
         if self.columns != columns:
             raise StateError(
                 "a forward was interrupted while it changed the states of recurrent layers, so "
-                "they are unknown; reset() the cache and feed the tokens again, or restore a "
-                "snapshot"
+                "they are unknown; rewind() to a mark, restore a snapshot, or reset() the cache "
+                "and feed the tokens again"
                 if self.columns is None
                 else f"the recurrent layers were fed {self.columns} tokens, but the others "
                 f"{columns}; reset() the cache and feed the tokens again"
@@ -123,11 +128,12 @@ class RecurrentStates(ABC):
         """Raise RollbackError if the states cannot return to the point after `columns` columns."""
         if columns in (0, self.columns) or columns in self._marks:
             return
-        known = ", ".join(map(str, sorted(self._marks))) or "none"
+        known = ", ".join(map(str, sorted(self._marks)))
+        copied = f"copied only after {known}" if known else "never copied"
         raise RollbackError(
             f"recurrent layers cannot return to the point after {columns} tokens, because their "
-            f"states were copied after {known}; call cache.mark() at that point, or reset() and "
-            "feed the tokens again"
+            f"states were {copied}; call cache.mark() at that point, or reset() and feed "
+            "the tokens again"
         )
 
     def back_to(self, columns: int) -> None:
@@ -140,7 +146,7 @@ class RecurrentStates(ABC):
         if columns != self.columns:
             kept = self._marks.get(columns, {})
             self.load({name: x.clone() for name, x in kept.items()})
-            self.columns = columns
+            self.end(columns)
         self._marks = {at: kept for at, kept in self._marks.items() if at <= columns}
 
     # -- whole-state changes ----------------------------------------------------------------
@@ -148,7 +154,8 @@ class RecurrentStates(ABC):
     def reset(self) -> None:
         """Forget all tokens and marks."""
         self.load({})
-        self.columns, self._marks = 0, {}
+        self.end(0)
+        self._marks = {}
 
     def take_rows(self, index: Tensor) -> None:
         """Row i becomes a copy of row index[i], int64 (B',); in the marks too."""
@@ -167,7 +174,8 @@ class RecurrentStates(ABC):
         """Replace the contents by a copy of the states after `columns` columns; marks are
         dropped."""
         self.load({name: x.clone() for name, x in tensors.items()})
-        self.columns, self._marks = columns, {}
+        self.end(columns)
+        self._marks = {}
 
     @property
     def nbytes(self) -> int:
