@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache as cached
+from functools import wraps
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -159,6 +166,85 @@ def test_drafts_give_the_text_without_them(
     assert not cache.recurrent.marks
 
 
+@pytest.fixture
+def stateful() -> Any:
+    """A model for which transformers allows no drafts."""
+    found = _model("jamba")
+    assert found._is_stateful
+    with attach(found):
+        yield found
+    assert found._is_stateful
+
+
+def test_drafts_in_two_threads_at_once(stateful: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, begun, second = _ids(), Event(), Event()
+    prepare = type(stateful)._prepare_generation_config
+
+    class Waits:
+        def put(self, value: Tensor) -> None:
+            begun.set()
+            second.wait(20)
+
+        def end(self) -> None:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(_text, stateful, ids, prompt_lookup_num_tokens=2, streamer=Waits())
+        assert begun.wait(20)
+
+        def after_the_first(*args: Any, **kwargs: Any) -> Any:
+            second.set()
+            first.exception(20)
+            return prepare(*args, **kwargs)
+
+        monkeypatch.setattr(type(stateful), "_prepare_generation_config", after_the_first)
+        assert _text(stateful, ids, prompt_lookup_num_tokens=2).equal(first.result())
+
+
+def test_drafts_with_transformers_own_cache_are_refused(stateful: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"DynamicCache.*give a kvkeep\.Cache"):
+        _text(stateful, _ids(), _own_cache(stateful), prompt_lookup_num_tokens=2)
+
+
+def _recording(model: Any) -> Any:
+    """A cache that read 8 tokens, and 3 drafts."""
+    cache = Cache(model)
+    _logits(model, _ids()[:, :8], cache)
+    cache.activate_past_recording()
+    _logits(model, _ids()[:, 8:11], cache)
+    return cache
+
+
+def test_a_cache_that_records_drafts_holds_no_model() -> None:
+    model, ids = model_of("lfm2"), _ids()
+    attach(model)
+    cache, weak = _recording(model), weakref.ref(model)
+    copied, pickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    detach(model)
+    with pytest.raises(StateError, match=r"kvkeep.attach\(model\) again"):
+        cache.crop(-2)
+    assert cache.fed == cache.recurrent.columns == 11
+    attach(model)
+    expected = _logits(model, ids, Cache(model), [8, 1, 15])[:, 9:]
+    for one in (cache, copied):
+        one.crop(-2)
+        assert torch.allclose(_logits(model, ids[:, 9:], one), expected, atol=1e-4)
+    assert pickled.fed == 11
+    del model
+    gc.collect()
+    assert weak() is None
+    with pytest.raises(RollbackError, match="only after 8"):
+        pickled.crop(-2)
+
+
+def test_a_refused_forward_is_not_read_again(hybrid: Any) -> None:
+    forwards, decoder = Forwards(), hybrid.get_decoder()
+    for start, stop in ((0, 5), (5, 9), (5, 8)):  # the second was refused
+        forwards.add(decoder, {"input_ids": _ids()[:, start:stop]}, start, marks=False)
+    again = forwards.again(columns=8, least=6)
+    assert [(one.start, one.stop) for one in again] == [(0, 5), (5, 8)]
+
+
 def test_accepted_drafts_of_a_second_model(model: Any) -> None:
     ids = _ids()
     drafted = _text(model, ids, Cache(model), assistant_model=_model("lfm2"))
@@ -194,6 +280,24 @@ def test_a_crop_of_drafts_keeps_other_marks(hybrid: Any) -> None:
     cache.end_recording()
     cache.rewind(8)
     assert cache.fed == 8
+
+
+def test_a_layers_own_forward_is_called_and_put_back() -> None:
+    model, ids = _model("jamba"), _ids()  # whose layers are given tokens one by one
+    (layer, *_) = [x for x in model.modules() if type(x).__name__ == "JambaMambaMixer"]
+    forward, tokens = layer.forward, []
+
+    @wraps(forward)
+    def own(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens.append(hidden_states.shape[1])
+        return forward(hidden_states, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(layer.__dict__, "forward", own)
+        with attach(model):
+            _logits(model, ids, Cache(model), [20, 4])
+        assert tokens == [20, 1, 1, 1, 1]
+        assert layer.forward is own
 
 
 def test_an_interrupted_forward_leaves_no_state_that_is_used(hybrid: Any) -> None:
@@ -233,6 +337,16 @@ def test_a_refused_forward_changes_nothing(hybrid: Any) -> None:
     after = _logits(hybrid, ids[:, :2], expected)
     assert _logits(hybrid, ids[:, :2], cache).equal(after)
     assert _logits(hybrid, ids[:, :2], full).isfinite().all()
+
+
+def test_a_state_that_a_layer_was_given_may_have_changed(hybrid: Any) -> None:
+    cache = Cache(hybrid)
+    _logits(hybrid, _ids(), cache)
+    cache.begin_forward(hybrid.get_decoder(), {"input_ids": _ids(tokens=1)})
+    assert cache.recurrent.columns == 24
+    cache.get_conv_state(0)  # a fused kernel changes it in place
+    with pytest.raises(StateError, match=r"rewind\(\) to a mark"):
+        cache.begin_forward(hybrid.get_decoder(), {"input_ids": _ids(tokens=1)})
 
 
 @torch.no_grad()

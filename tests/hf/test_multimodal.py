@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ import kvkeep
 from kvkeep import Cache, PrefixStore, attach
 from kvkeep.blocks import join
 from kvkeep.errors import RollbackError, SavedCacheError, StateError, UnsupportedError
-from kvkeep.hf.multimodal import require_counted
+from kvkeep.hf.multimodal import require_counted, why_not_counted
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.host import Piece, host_of
 from kvkeep.train import backward
@@ -425,6 +429,63 @@ def test_texts_in_packed_forwards(name):
                 require_counted(model, image, "graphed steps")
             with pytest.raises(StateError, match="images, sound or embeddings"):
                 image.compress(model, case.prompt()["input_ids"], "kvzip:50%")
+
+
+def test_counting_ends_no_forward_of_another_thread():
+    model = build("llava").model
+    text, inside, done = torch.arange(5, 15)[None], Event(), Event()
+
+    def wait(*_):
+        inside.set()
+        done.wait(20)
+
+    embeddings = model.get_input_embeddings()
+    with attach(model), ThreadPoolExecutor(1) as pool:
+        hook = embeddings.register_forward_pre_hook(wait)
+        counts = pool.submit(why_not_counted, model)
+        assert inside.wait(20)
+        hook.remove()
+        with torch.no_grad():
+            assert model(input_ids=text, past_key_values=Cache(model)).logits.shape[1] == 10
+        done.set()
+        assert counts.result() == ""
+
+
+def test_a_model_that_was_attached_is_freed():
+    model = build("qwen2_vl").model.model  # which keeps the difference of positions itself
+    with attach(model), torch.no_grad():
+        model(input_ids=torch.arange(5, 15)[None], past_key_values=Cache(model))
+    weak = weakref.ref(model)
+    del model
+    gc.collect()
+    assert weak() is None
+
+
+@torch.no_grad()
+def test_embeddings_after_an_interrupted_text():
+    model, text = build("llava").model, torch.arange(5, 15)[None]
+    decoder = model.model.language_model
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with attach(model):
+        hook = decoder.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=text, past_key_values=Cache(model))
+        hook.remove()
+        cache = Cache(model)
+        decoder(inputs_embeds=model.get_input_embeddings()(text), past_key_values=cache)
+    assert cache.layers[0].history.embedded
+
+
+def test_drafts_of_a_text_are_no_embeddings():
+    model, text = build("qwen3_5").model, torch.arange(5, 11).repeat(4)[None]
+    with attach(model):
+        plain, cache = said(model, {"input_ids": text}, Cache(model), 12), Cache(model)
+        options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+        assert model.generate(text, past_key_values=cache, **options).equal(plain)
+        assert not any(layer.history.embedded for layer in cache.layers)
 
 
 def test_a_model_that_counts_from_one_is_not_packed():

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import (
     AttentionInterface,
@@ -22,6 +22,7 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
+    ATTACHMENT,
     ATTENTION_PREFIX,
     decoder_config,
     decoder_of,
@@ -40,8 +41,8 @@ from kvkeep.hf.generate_hook import (
 )
 from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
 from kvkeep.hf.masks import mask_over
-from kvkeep.hf.multimodal import note_fed, require_placed, watch
-from kvkeep.hf.one_by_one import route_tokens, unroute_tokens
+from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
+from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.weights import ask_for_weights
@@ -53,7 +54,6 @@ from kvkeep.linears import route, unroute
 if TYPE_CHECKING:  # torch's compiler is slow to import
     from kvkeep.hf.compiled import CompiledSteps
 
-_ATTRIBUTE = "_kvkeep_attachment"
 _METHODS = ("generate", "prepare_inputs_for_generation", "init_continuous_batching")
 """The methods of a model in place of which `attach` sets others."""
 
@@ -82,7 +82,7 @@ class Attachment:
     linears: int
     compiled: bool
     _hooks: tuple[RemovableHandle, ...]
-    _by_token: list[nn.Module]
+    _by_token: Routed
 
     def __str__(self) -> str:
         attention = (
@@ -170,7 +170,7 @@ def attach(
     model = unwrapped(model)
     text = decoder_config(model.config)
     for part in (model, decoder_of(model)):
-        if hasattr(part, _ATTRIBUTE):
+        if hasattr(part, ATTACHMENT):
             raise StateError(
                 f"this {type(part).__name__} is attached already; call kvkeep.detach(model) first"
             )
@@ -202,7 +202,7 @@ def attach(
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
         *watch(model),
     )
-    decoder.__dict__[_ATTRIBUTE] = model.__dict__[_ATTRIBUTE] = attachment = Attachment(
+    decoder.__dict__[ATTACHMENT] = model.__dict__[ATTACHMENT] = attachment = Attachment(
         model,
         spec,
         layers,
@@ -221,6 +221,8 @@ def attach(
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
         for part in _generating(model):
             part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
+            # transformers refuses drafts with recurrent layers; kvkeep's caches take them back
+            part.__dict__["_is_stateful"] = False
         model.__dict__["generate"] = partial(generate, model, settings)
         before: Any = model.prepare_inputs_for_generation
         inputs = update_wrapper(partial(prepare_inputs, model), before)  # its signature is read
@@ -244,7 +246,7 @@ def detach(model: PreTrainedModel) -> None:
         other.detach()
         return
     model = unwrapped(model)
-    attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    attachment: Attachment | None = getattr(model, ATTACHMENT, None)
     if attachment is None:
         raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
     for hook in attachment._hooks:
@@ -256,11 +258,12 @@ def detach(model: PreTrainedModel) -> None:
     if attachment.compiled:
         model.__dict__.pop("forward", None)
     for owner in (model, decoder_of(model)):
-        owner.__dict__.pop(_ATTRIBUTE, None)
+        owner.__dict__.pop(ATTACHMENT, None)
     for name in _METHODS:
         model.__dict__.pop(name, None)
     for part in _generating(model):
-        part.__dict__.pop("_prepare_cache_for_generation", None)
+        for name in ("_prepare_cache_for_generation", "_is_stateful"):
+            part.__dict__.pop(name, None)
     deactivate(model)
 
 
@@ -295,7 +298,7 @@ def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
     """The forward of a model that is attached with `compile=True`; None if it is not."""
-    attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    attachment: Attachment | None = getattr(model, ATTACHMENT, None)
     return model.__dict__.get("forward") if attachment and attachment.compiled else None
 
 
@@ -337,7 +340,7 @@ def attach_routed(model: PreTrainedModel, purpose: str) -> Attachment:
     Raises:
         UnsupportedError: the model computes attention itself, or cannot be attached.
     """
-    given: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    given: Attachment | None = getattr(model, ATTACHMENT, None)
     attachment = given or attach(model)
     if attachment.own:
         if given is None:
@@ -361,7 +364,8 @@ def _supply_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward hook: supply a kvkeep cache to a cached forward that has none, unless kvkeep could
     not serve it; check the arguments; and tell an activated adapter which tokens to compute."""
-    if not torch.compiler.is_compiling():  # so that the other hook sees the cache, too
+    if not torch.compiler.is_compiling():
+        reach_decoder()
         args, kwargs = (), arguments_of(decoder, args, kwargs)
         _activate(decoder, kwargs)
     cache = kwargs.get("past_key_values")
@@ -376,7 +380,7 @@ def _begin_with_new_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Supply a kvkeep cache to a forward, if it is cached and kvkeep could serve it."""
-    attachment: Attachment = getattr(decoder, _ATTRIBUTE)
+    attachment: Attachment = getattr(decoder, ATTACHMENT)
     given = arguments_of(decoder, args, kwargs)
 
     def wants(option: str) -> bool:
@@ -398,7 +402,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
     """Check the arguments of a forward, and begin it."""
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        attachment: Attachment = getattr(decoder, _ATTRIBUTE)
+        attachment: Attachment = getattr(decoder, ATTACHMENT)
         if attachment.own:
             require_exact(cache, attachment.own)
         check_fed(decoder, given, cache.fed)

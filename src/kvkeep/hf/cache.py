@@ -32,7 +32,7 @@ from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.latent import LatentStep, require_fitting
-from kvkeep.hf.multimodal import is_only_text, shares_positions
+from kvkeep.hf.multimodal import media_told, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import KeepsStates, TransformersStates
 from kvkeep.hf.replay import Forwards
@@ -168,7 +168,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         view = layer.extend(key_states, value_states)
         held = layer.in_order(view)
         layer.settle()
-        if self._around and not is_only_text():  # an unattached model does not tell what it is fed
+        if self._around and media_told() is not False:  # an unattached model does not tell
             layer.mark_embedded()
         return held.keys, held.values
 
@@ -482,7 +482,13 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_model": None, "_traced": [], "_handed": None}
+        left_out: dict[str, Any] = {
+            "_model": None,
+            "_traced": [],
+            "_handed": None,
+            "_fed_since": Forwards(),
+        }
+        return self.__dict__ | left_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

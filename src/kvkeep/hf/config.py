@@ -15,6 +15,9 @@ from kvkeep.host import LayerKind
 ATTENTION_PREFIX = "kvkeep_"
 """Prefix of the attention implementations that route a model's attention through its cache."""
 
+ATTACHMENT = "_kvkeep_attachment"
+"""The attribute that attached models have."""
+
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 _CHUNKED = "chunked_attention"

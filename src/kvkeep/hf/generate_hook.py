@@ -158,7 +158,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     if isinstance(given_cache, Cache) and given_cache.fed:
         resume(model, given_cache)
     try:
-        with _rows_restored(given_cache), _as_stateless(model, given_cache):
+        with _rows_restored(given_cache):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
@@ -183,20 +183,6 @@ def _rows_restored(given: Any) -> Iterator[None]:
         if cache is not None and cache.fed == before[0] and cache.rows > before[1]:
             cache.select(torch.arange(0, cache.rows, cache.rows // before[1]))
         raise
-
-
-@contextmanager
-def _as_stateless(model: PreTrainedModel, given: Any) -> Iterator[None]:
-    """Allow drafts for a model with recurrent layers: transformers refuses them, because its own
-    caches cannot take back what such a layer read."""
-    allowed = model._is_stateful and (given is None or isinstance(given, Cache))
-    if allowed:
-        model.__dict__["_is_stateful"] = False
-    try:
-        yield
-    finally:
-        if allowed:
-            model.__dict__.pop("_is_stateful", None)
 
 
 def prepare_cache(
@@ -246,11 +232,8 @@ def prepare_cache(
     )
     built = model_kwargs.get("past_key_values")
     if given is not None or type(built) is not DynamicCache or built.offloading:
-        if drafted and type(model)._is_stateful and not isinstance(built, Cache):
-            raise UnsupportedError(
-                f"drafts with a {type(built).__name__}, which cannot return the recurrent layers "
-                f"of {type(model).__name__} to an earlier point; leave out cache_implementation"
-            )
+        if drafted:
+            _require_returning(model, built)
         return
     if demands.drafts or demands.weights:
         demands.require(Cache(model, settings.spec))
@@ -314,6 +297,16 @@ def _require_whole_text(model: PreTrainedModel, model_kwargs: dict[str, Any], ca
         raise UnsupportedError(
             f"this cache holds {cache.fed} tokens, and drafts are found in the whole text, but "
             f"{columns} token ids are given; give all of them, those that the cache holds included"
+        )
+
+
+def _require_returning(model: PreTrainedModel, cache: Any) -> None:
+    """Raise UnsupportedError if drafts that a cache reads could not be taken back."""
+    if type(model)._is_stateful and not isinstance(cache, Cache):
+        raise UnsupportedError(
+            f"drafts with a {type(cache).__name__}, which cannot return the recurrent layers of "
+            f"{type(model).__name__} to an earlier point; give a kvkeep.Cache, or neither a cache "
+            "nor cache_implementation"
         )
 
 

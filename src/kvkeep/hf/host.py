@@ -32,7 +32,7 @@ from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.hf.multimodal import only_text, require_counted, why_not_counted
+from kvkeep.hf.multimodal import require_counted, telling, why_not_counted
 from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import TransformersStates
@@ -203,7 +203,7 @@ class TransformersHost(Host):
             options["position_ids"] = position[None].to(ids.device)
         try:
             activate(self.model, cache.activation, at)
-            with only_text():
+            with telling(media=False):
                 return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
         finally:  # so that the adapter takes no part in later forwards
             activate(self.model, None, at)

@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +49,19 @@ TEXT = frozenset(
 
 _DELTAS = "rope_deltas"
 
-_MEDIA: ContextVar[bool | None] = ContextVar("media", default=None)
-"""Whether the forward of a model around a decoder is given more than text; None: there is none."""
 
-_counting: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+@dataclass
+class _Told:
+    """Whether a forward is given more than text, and whether it reached its decoder."""
+
+    media: bool
+    reached: bool = False
+
+
+_TOLD: ContextVar[_Told | None] = ContextVar("told", default=None)
+"""What is told of the current forward; None: nothing."""
+
+_counting: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 """The parts of models that keep the difference of positions."""
 
 _from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -88,28 +99,40 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     if torch.compiler.is_compiling():
         return
     given = arguments_of(model, args, kwargs)
-    _MEDIA.set(brings_media(given))
+    _TOLD.set(_Told(brings_media(given)))
     resume(model, given.get("past_key_values"))
 
 
 def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     if not torch.compiler.is_compiling():
-        _MEDIA.set(None)
+        _TOLD.set(None)
 
 
-def is_only_text() -> bool:
-    """Whether the current forward is given token ids and nothing else."""
-    return _MEDIA.get() is False
+def reach_decoder() -> None:
+    """Called before each forward of an attached decoder. A model's forward reaches its decoder
+    once: what was told for an earlier one is forgotten, because `_end` does not run after an
+    interrupt from the keyboard."""
+    told = _TOLD.get()
+    if told is not None and told.reached:
+        _TOLD.set(None)
+    elif told is not None:
+        told.reached = True
+
+
+def media_told() -> bool | None:
+    """Whether the current forward is given more than token ids; None: nobody told."""
+    told = _TOLD.get()
+    return None if told is None else told.media
 
 
 @contextmanager
-def only_text() -> Iterator[None]:
-    """The forwards inside are given token ids and nothing else."""
-    before = _MEDIA.set(False)
+def telling(media: bool | None) -> Iterator[None]:
+    """Tell of the forward inside whether it is given more than token ids; None: tell nothing."""
+    before = _TOLD.set(None if media is None else _Told(media))
     try:
         yield
     finally:
-        _MEDIA.reset(before)
+        _TOLD.reset(before)
 
 
 def shares_positions(model: nn.Module) -> bool:
@@ -117,11 +140,12 @@ def shares_positions(model: nn.Module) -> bool:
     return bool(_counting_parts(model))
 
 
-def _counting_parts(model: nn.Module) -> list[nn.Module]:
+def _counting_parts(model: nn.Module) -> WeakSet[nn.Module]:
     """The modules that keep the difference of positions of the last prompt."""
     found = _counting.get(model)
     if found is None:
-        found = _counting[model] = [x for x in model.modules() if _DELTAS in x.__dict__]
+        found = WeakSet(x for x in model.modules() if _DELTAS in x.__dict__)
+        _counting[model] = found
     return found
 
 
@@ -152,7 +176,7 @@ def require_placed(cache: Any, given: Mapping[str, Any]) -> None:
 def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
     """Record in a cache, after a forward of its decoder with these arguments, what token ids do not
     tell."""
-    media = _MEDIA.get()
+    media = media_told()
     if media is None:
         media = given.get("input_ids") is None
     position = given.get("position_ids")
@@ -242,8 +266,11 @@ def _counts_from_zero(model: PreTrainedModel) -> bool:
     known = _from_zero.get(model)
     if known is None:
         found: list[Tensor | None] = []
+        thread = get_ident()
 
-        def look(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def look(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+            if get_ident() != thread or kwargs is None:  # see `TransformersHost.narrowed`
+                return
             found.append(kwargs.get("position_ids"))
             raise _Reached
 

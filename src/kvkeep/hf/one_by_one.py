@@ -23,46 +23,54 @@ _CACHE = "cache_params"
 _MASK = "attention_mask"
 
 
-def route_tokens(decoder: PreTrainedModel) -> list[nn.Module]:
+Routed = list[tuple[nn.Module, Any]]
+"""Layers that are given tokens one by one, and the forward that each had of its own: None, or that
+of a library, such as accelerate's, which moves weights to the device first."""
+
+
+def route_tokens(decoder: PreTrainedModel) -> Routed:
     """Let recurrent layers that need it compute token by token wherever the cache holds a state;
     returns them, for `unroute_tokens`."""
     if not _ignores_state(decoder):
         return []
     numbers = recurrent_numbers(decoder.config)
-    routed = [
-        module
-        for module in decoder.modules()
-        if numbers[getattr(module, "layer_idx", None) or 0]
-        and _CACHE in inspect.signature(module.forward).parameters
-    ]
-    for module in routed:
-        module.__dict__["forward"] = partial(_forward, module)
+    routed: Routed = []
+    for module in decoder.modules():
+        place = getattr(module, "layer_idx", None)
+        if place is None or not numbers[place]:
+            continue
+        if _CACHE in inspect.signature(module.forward).parameters:
+            own = module.__dict__.get("forward")
+            module.__dict__["forward"] = partial(_forward, module, own)
+            routed.append((module, own))
     return routed
 
 
-def unroute_tokens(modules: list[nn.Module]) -> None:
+def unroute_tokens(routed: Routed) -> None:
     """Undo `route_tokens`."""
-    for module in modules:
+    for module, own in routed:
         module.__dict__.pop("forward", None)
+        if own is not None:
+            module.__dict__["forward"] = own
 
 
-def _forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The layer's forward, (B, n, width) -> (B, n, width), one token at a time after the first
-    chunk."""
-    forward: Any = type(module).forward
-    given = inspect.signature(forward).bind(module, hidden_states, *args, **kwargs).arguments
+    chunk. `own`: see `Routed`."""
+    forward: Any = partial(type(module).forward, module) if own is None else own
+    given = inspect.signature(forward).bind(hidden_states, *args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     cache = given.get(_CACHE)
     place: Any = module.layer_idx
     n = hidden_states.shape[1]
     if n == 1 or not isinstance(cache, Cache) or not cache.has_previous_state(place):
-        return forward(module, hidden_states, *args, **kwargs)
-    rest = {name: x for name, x in given.items() if name not in ("self", "hidden_states", _MASK)}
+        return forward(hidden_states, *args, **kwargs)
+    rest = {name: x for name, x in given.items() if name not in ("hidden_states", _MASK)}
     mask = given.get(_MASK)
     found = []
     for i in range(n):
         real = {} if mask is None else {_MASK: mask[:, i : i + 1]}
-        found.append(forward(module, hidden_states[:, i : i + 1], **rest, **real))
+        found.append(forward(hidden_states[:, i : i + 1], **rest, **real))
     return torch.cat(found, dim=1)
 
 

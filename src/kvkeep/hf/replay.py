@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.errors import RollbackError, UnsupportedError
+from kvkeep.errors import RollbackError, StateError, UnsupportedError
+from kvkeep.hf.config import ATTACHMENT
 from kvkeep.hf.inputs import fed_by
+from kvkeep.hf.multimodal import media_told, telling
 
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 _MASK = "attention_mask"
@@ -23,16 +26,19 @@ _SETTINGS = ("past_key_values", "use_cache")
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward of a decoder: its arguments, and the columns fed before it, of which it adds those
-    up to `stop`."""
+    """A forward of a decoder: its arguments, what was told of it, and the columns fed before it, of
+    which it adds those up to `stop`."""
 
-    decoder: PreTrainedModel
+    decoder: ref[PreTrainedModel]
     inputs: Mapping[str, Any]
+    media: bool | None
     start: int
     stop: int
 
     def run(self, cache: Any) -> None:
         """Feed the first columns, up to `stop`, to the cache again."""
+        decoder = self.decoder()
+        assert decoder is not None  # see `Forwards.again`
         n = self.stop - self.start
         given = dict(self.inputs)
         for name in _TOKENS:
@@ -40,7 +46,8 @@ class _Forward:
                 given[name] = given[name].narrow(1 if name != "position_ids" else -1, 0, n)
         if given.get(_MASK) is not None:
             given[_MASK] = given[_MASK][:, : self.stop]
-        self.decoder(**given, past_key_values=cache, use_cache=True)
+        with telling(self.media):
+            decoder(**given, past_key_values=cache, use_cache=True)
 
 
 class Forwards:
@@ -76,7 +83,9 @@ class Forwards:
             )
         fed = fed_by(given)
         assert fed is not None
-        self._all.append(_Forward(decoder, given, start, start + fed.shape[1]))
+        self._all = [one for one in self._all if one.start < start]  # others were refused
+        stop = start + fed.shape[1]
+        self._all.append(_Forward(ref(decoder), given, media_told(), start, stop))
         if marks:
             self.marked.append(start)
 
@@ -86,7 +95,15 @@ class Forwards:
 
         Raises:
             RollbackError: there is none.
+            StateError: the model is not attached any more.
         """
+        decoder = self._all[-1].decoder()
+        if not hasattr(decoder, ATTACHMENT):
+            raise StateError(
+                "recurrent layers take drafts back by reading the accepted tokens again, and the "
+                "model was detached or deleted since; call kvkeep.attach(model) again, or reset() "
+                "the cache"
+            )
         found: list[_Forward] = []
         for one in reversed(self._all):
             if one.start <= columns:
