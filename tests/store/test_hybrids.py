@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvkeep import Cache, PrefixStore, attach, detach
 from kvkeep.batch import Batch, Settings
 from kvkeep.store.disk import Disk
+from kvkeep.store.layer_slices import Stretch
 from tests.support.sweep_models import model_of
 
 _FAMILIES = [
@@ -169,3 +171,44 @@ def test_rows_that_begin_alike(model: Any) -> None:
             assert model.generate(moved, attention_mask=padded, **options).equal(wanted[1])
     assert store.stats().hits > 0
     attach(model)
+
+
+def test_tokens_that_are_stored_get_the_states_of_shorter_texts(model: Any) -> None:
+    store, text = PrefixStore(), _ids(30)
+    store.read(model, text)
+    assert [store.read(model, text[:20]).found for _ in range(2)] == [0, 20]
+    expected = store.read(model, torch.cat([text[:20], _ids(5, 1)]))
+    assert expected.found == 20
+    rows = [torch.cat([text[:25], _ids(4, seed)]) for seed in (1, 2)]
+    asked = store.stats().hit_tokens
+    for found in (20, 45):
+        store.prefill_rows(model, rows)
+        assert store.stats().hit_tokens == asked + found
+    store.check()
+
+
+def test_states_of_shorter_texts_count_against_the_budget(model: Any) -> None:
+    whole, text = PrefixStore(), _ids(30)
+    whole.read(model, text)
+    store = PrefixStore(whole.nbytes + Cache(model).bytes_for(0))  # room for one more mark
+    store.read(model, text)
+    found = []
+    for length in (10, 10, 20, 20):
+        found.append(store.read(model, text[:length]).found)
+        store.check()
+    assert found == [0, 10, 10, 10]
+    assert store.read(model, text).found == 20  # for whose state the end of the text was evicted
+
+
+def test_a_block_without_a_state_is_replaced(model: Any, tmp_path: Path) -> None:
+    text, disk = _ids(16), Disk(tmp_path)
+    store = PrefixStore(backend=disk, block=8)
+    store.read(model, text)
+    whole, disk = disk, Disk(tmp_path / "other")
+    for key in whole.scan():
+        block = whole.get(key)
+        assert block is not None
+        assert isinstance(block.content, Stretch)
+        disk.put(replace(block, content=Stretch(block.content.layers, len(block.content))))
+    found = [PrefixStore(backend=disk, block=8).read(model, text).found for _ in range(2)]
+    assert found == [0, 16]

@@ -32,6 +32,7 @@ from kvkeep.store.identity import (
 )
 from kvkeep.store.layer_slices import (
     Stretch,
+    marks_of,
     require_keepable,
     require_kept,
     stored_planes,
@@ -138,15 +139,15 @@ class PrefixStore:
 
         layers = stored_planes(cache)  # taken once, because it joins the frozen runs
 
-        marks = {} if cache.recurrent is None else cache.recurrent.marks
+        marks = marks_of(cache, row)
 
         def content_of(start: int, stop: int) -> Stretch:
             return stretch_of(layers, start, stop, row, marks)
 
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        kept = self._entries.keep(identity, tokens, content_of, list(marks), priority)
+        kept = self._entries.keep(identity, tokens, content_of, marks, priority)
         if self.backend is not None:
-            share(self.backend, identity, tokens, self.block, content_of, geometry)
+            share(self.backend, identity, tokens, self.block, content_of, geometry, marks)
         return kept
 
     def prefill(
@@ -448,8 +449,8 @@ class PrefixStore:
         entries = self._entries
         if self.backend is None or (geometry is None and not entries.known(identity)):
             return
-        with entries.lock:
-            known = entries.tree(identity).match(tokens).length
+        with entries.hit(identity, tokens) as hit:
+            known = hit.length
         if known == len(tokens):
             return
         agreed = partial(entries.geometry, identity, geometry)
@@ -464,7 +465,7 @@ class PrefixStore:
         with entries.lock:
             if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            marks = [first + at for at in whole.marks]
+            marks = {first + at: mark for at, mark in whole.marks.items()}
             entries.keep(
                 identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
             )
