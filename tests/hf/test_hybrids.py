@@ -273,6 +273,11 @@ def test_a_batch_of_answers(hybrid: Any, max_bytes: int | None) -> None:
 
 def test_promised_bytes(hybrid: Any) -> None:
     cache = Cache(hybrid)
+    forwards = list[int]()
+    counting = hybrid.get_decoder().register_forward_pre_hook(lambda *_: forwards.append(1))
     promised = cache.bytes_for(24, rows=2)
+    assert cache.bytes_for(24, rows=2) == promised
+    counting.remove()
+    assert len(forwards) == 1
     _logits(hybrid, _ids(2), cache)
     assert promised == cache.live_bytes == cache.bytes_for(24, rows=2)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvkeep import Cache, PrefixStore, attach, detach
-from kvkeep.batch import Batch, Settings
+from kvkeep.batch import Batch, Reuse, Settings
+from kvkeep.errors import CapacityError
 from kvkeep.store.disk import Disk
 from kvkeep.store.layer_slices import Stretch
 from tests.support.sweep_models import model_of
@@ -190,6 +191,9 @@ def test_tokens_that_are_stored_get_the_states_of_shorter_texts(model: Any) -> N
 def test_states_of_shorter_texts_count_against_the_budget(model: Any) -> None:
     whole, text = PrefixStore(), _ids(30)
     whole.read(model, text)
+    rows = [torch.cat([text, _ids(3, seed)]) for seed in (1, 2)]
+    assert PrefixStore(whole.nbytes - 1).prefill_rows(model, rows) is None
+    assert PrefixStore(whole.nbytes).prefill_rows(model, rows) is not None
     store = PrefixStore(whole.nbytes + Cache(model).bytes_for(0))  # room for one more mark
     store.read(model, text)
     found = []
@@ -212,3 +216,33 @@ def test_a_block_without_a_state_is_replaced(model: Any, tmp_path: Path) -> None
         disk.put(replace(block, content=Stretch(block.content.layers, len(block.content))))
     found = [PrefixStore(backend=disk, block=8).read(model, text).found for _ in range(2)]
     assert found == [0, 16]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_promises_the_states_that_it_copies(model: Any, n: int) -> None:
+    reuse, prompt, settings = Reuse(model, PrefixStore()), _ids(40), Settings(20)
+    free = Batch(model, chunk=8)
+    free.add(prompt, settings, n=n, reuse=reuse)
+    free.step()
+    batch = Batch(model, chunk=8, max_bytes=free.promised_bytes)
+    answers = batch.add(prompt, settings, n=n, reuse=reuse)
+    copied = 0
+    while batch.running or batch.waiting:
+        batch.step()
+        caches = [answer.cache for answer in answers if answer.cache is not None]
+        marked = [cache.recurrent.marked_bytes for cache in caches if cache.recurrent is not None]
+        copied = max(copied, *marked, 0)
+        twice = sum(cache.shared_bytes for cache in caches[1:])
+        assert batch.live_bytes - twice + sum(marked) <= free.promised_bytes
+        assert not (sum(marked) and answers[0].tokens)
+    assert copied > 0
+    assert {answer.reason for answer in answers} == {"length"}
+    (again,) = batch.add(torch.cat([prompt[:36], _ids(4, 1)]), settings, reuse=reuse)
+    list(batch)
+    assert again.cached == 32
+    alone = Batch(model, chunk=8)
+    alone.add(prompt, settings, reuse=reuse)
+    alone.step()
+    less = Batch(model, chunk=8, max_bytes=alone.promised_bytes - 1)
+    with pytest.raises(CapacityError, match="raise max_bytes"):
+        less.add(prompt, settings, reuse=reuse)
