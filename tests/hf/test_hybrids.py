@@ -153,6 +153,23 @@ def test_drafts_give_the_text_without_them(
     assert not cache.recurrent.marks
 
 
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:16"])
+def test_drafts_in_a_second_turn(hybrid: Any, spec: str) -> None:
+    """Only where no policy evicts: the states could not return past an eviction."""
+    ids = _ids(tokens=6).repeat(1, 4)
+
+    def second(**drafts: Any) -> Tensor:
+        cache = Cache(hybrid, spec)
+        text = torch.cat([_text(hybrid, ids, cache), ids], dim=1)
+        return _text(hybrid, text, cache, **drafts)
+
+    if spec == "keep_all":
+        assert second(prompt_lookup_num_tokens=4).equal(second())
+    else:
+        with pytest.raises(UnsupportedError, match=r"holds \d+ tokens, .*; use keep_all"):
+            second(prompt_lookup_num_tokens=4)
+
+
 def test_accepted_drafts_of_a_second_model(model: Any) -> None:
     ids = _ids()
     drafted = _text(model, ids, Cache(model), assistant_model=_model("lfm2"))

@@ -62,7 +62,7 @@ class Batch:
             store.
         sequences: most answers at work; None: no limit. Others wait.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
-            specs promise; None: no limit.
+            specs promise, and of recurrent states with their copies for the store; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
             policy evicts depends on them. So a long prompt delays others by one chunk.
         step_tokens: most tokens of a step, but at least one of each answer that is being generated
