@@ -245,6 +245,23 @@ def test_a_refused_forward_is_not_read_again(hybrid: Any) -> None:
     assert [(one.start, one.stop) for one in again] == [(0, 5), (5, 8)]
 
 
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:16"])
+def test_drafts_in_a_second_turn(hybrid: Any, spec: str) -> None:
+    """Only where no policy evicts: the states could not return past an eviction."""
+    ids = _ids(tokens=6).repeat(1, 4)
+
+    def second(**drafts: Any) -> Tensor:
+        cache = Cache(hybrid, spec)
+        text = torch.cat([_text(hybrid, ids, cache), ids], dim=1)
+        return _text(hybrid, text, cache, **drafts)
+
+    if spec == "keep_all":
+        assert second(prompt_lookup_num_tokens=4).equal(second())
+    else:
+        with pytest.raises(UnsupportedError, match=r"holds \d+ tokens, .*; use keep_all"):
+            second(prompt_lookup_num_tokens=4)
+
+
 def test_accepted_drafts_of_a_second_model(model: Any) -> None:
     ids = _ids()
     drafted = _text(model, ids, Cache(model), assistant_model=_model("lfm2"))
@@ -424,6 +441,11 @@ def test_a_batch_of_answers(hybrid: Any, max_bytes: int | None) -> None:
 
 def test_promised_bytes(hybrid: Any) -> None:
     cache = Cache(hybrid)
+    forwards = list[int]()
+    counting = hybrid.get_decoder().register_forward_pre_hook(lambda *_: forwards.append(1))
     promised = cache.bytes_for(24, rows=2)
+    assert cache.bytes_for(24, rows=2) == promised
+    counting.remove()
+    assert len(forwards) == 1
     _logits(hybrid, _ids(2), cache)
     assert promised == cache.live_bytes == cache.bytes_for(24, rows=2)

@@ -274,13 +274,17 @@ def test_what_a_latent_cannot_do_is_refused_with_the_reason(model):
         ("pyramid(qvlen:10)", "weighs values"),
         ("expected_attention:10", "attention of its own"),
         ("adakv(h2o:10)", "divides slots among heads"),
-        ("h2o:10,step=1", "divides a chunk into steps"),
+        ("h2o:10,step=1", r"divides a chunk into steps.*; leave out step=1$"),
         ("kvzip:50%", "divides slots among heads"),
     ):
         with pytest.raises(SpecError, match=why):
             kvkeep.Cache(model, spec)
     with pytest.raises(UnsupportedError, match="which a compiled graph does not support"):
         kvkeep.attach(model, compile=True)
+    with kvkeep.attach(model, "h2o:10"):
+        drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 4}
+        with pytest.raises(UnsupportedError, match=r"h2o decides .* latents of all drafts at once"):
+            model.generate(ids(), do_sample=False, **drafts)
     with kvkeep.attach(model), torch.no_grad():
         cache = kvkeep.Cache(model, "keep_all@fixed:64")
         four = torch.zeros(1, 1, 5, 5)

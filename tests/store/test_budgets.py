@@ -288,3 +288,17 @@ def test_windows_of_the_model():
             again = store.read(model, text[:n], spec="snapkv:24,window=8").cache
             assert tokens_of(again) == tokens_of(first)
         assert tokens_of(first) == tokens_of(one_chunk(model, "snapkv:24,window=8", text))
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "window:8"])
+def test_a_store_with_a_budget_serves_models_that_cache_a_latent(spec):
+    with kvkeep.attach(tiny("deepseek-v3"), spec) as attachment:
+        texts = [torch.cat([ids(30), ids(5, seed)]) for seed in (1, 2)]
+        exact = PrefixStore()
+        exact.read(attachment.model, ids(30))
+        roomy, tight = PrefixStore(exact.nbytes), PrefixStore(exact.nbytes - 1)
+        rows = roomy.prefill_rows(attachment.model, texts, spec=spec)
+        assert rows is not None
+        assert rows.fed == 30
+        assert tight.prefill_rows(attachment.model, texts, spec=spec) is None
+        assert roomy.read(attachment.model, ids(30), spec=spec).found == 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from kvkeep import Cache, PrefixStore, attach, detach
-from kvkeep.batch import Batch, Settings
+from kvkeep.batch import Batch, Reuse, Settings
+from kvkeep.errors import CapacityError
 from kvkeep.store.disk import Disk
+from kvkeep.store.layer_slices import Stretch
 from tests.support.sweep_models import model_of
 
 _FAMILIES = [
@@ -169,3 +172,77 @@ def test_rows_that_begin_alike(model: Any) -> None:
             assert model.generate(moved, attention_mask=padded, **options).equal(wanted[1])
     assert store.stats().hits > 0
     attach(model)
+
+
+def test_tokens_that_are_stored_get_the_states_of_shorter_texts(model: Any) -> None:
+    store, text = PrefixStore(), _ids(30)
+    store.read(model, text)
+    assert [store.read(model, text[:20]).found for _ in range(2)] == [0, 20]
+    expected = store.read(model, torch.cat([text[:20], _ids(5, 1)]))
+    assert expected.found == 20
+    rows = [torch.cat([text[:25], _ids(4, seed)]) for seed in (1, 2)]
+    asked = store.stats().hit_tokens
+    for found in (20, 45):
+        store.prefill_rows(model, rows)
+        assert store.stats().hit_tokens == asked + found
+    store.check()
+
+
+def test_states_of_shorter_texts_count_against_the_budget(model: Any) -> None:
+    whole, text = PrefixStore(), _ids(30)
+    whole.read(model, text)
+    rows = [torch.cat([text, _ids(3, seed)]) for seed in (1, 2)]
+    assert PrefixStore(whole.nbytes - 1).prefill_rows(model, rows) is None
+    assert PrefixStore(whole.nbytes).prefill_rows(model, rows) is not None
+    store = PrefixStore(whole.nbytes + Cache(model).bytes_for(0))  # room for one more mark
+    store.read(model, text)
+    found = []
+    for length in (10, 10, 20, 20):
+        found.append(store.read(model, text[:length]).found)
+        store.check()
+    assert found == [0, 10, 10, 10]
+    assert store.read(model, text).found == 20  # for whose state the end of the text was evicted
+
+
+def test_a_block_without_a_state_is_replaced(model: Any, tmp_path: Path) -> None:
+    text, disk = _ids(16), Disk(tmp_path)
+    store = PrefixStore(backend=disk, block=8)
+    store.read(model, text)
+    whole, disk = disk, Disk(tmp_path / "other")
+    for key in whole.scan():
+        block = whole.get(key)
+        assert block is not None
+        assert isinstance(block.content, Stretch)
+        disk.put(replace(block, content=Stretch(block.content.layers, len(block.content))))
+    found = [PrefixStore(backend=disk, block=8).read(model, text).found for _ in range(2)]
+    assert found == [0, 16]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_promises_the_states_that_it_copies(model: Any, n: int) -> None:
+    reuse, prompt, settings = Reuse(model, PrefixStore()), _ids(40), Settings(20)
+    free = Batch(model, chunk=8)
+    free.add(prompt, settings, n=n, reuse=reuse)
+    free.step()
+    batch = Batch(model, chunk=8, max_bytes=free.promised_bytes)
+    answers = batch.add(prompt, settings, n=n, reuse=reuse)
+    copied = 0
+    while batch.running or batch.waiting:
+        batch.step()
+        caches = [answer.cache for answer in answers if answer.cache is not None]
+        marked = [cache.recurrent.marked_bytes for cache in caches if cache.recurrent is not None]
+        copied = max(copied, *marked, 0)
+        twice = sum(cache.shared_bytes for cache in caches[1:])
+        assert batch.live_bytes - twice + sum(marked) <= free.promised_bytes
+        assert not (sum(marked) and answers[0].tokens)
+    assert copied > 0
+    assert {answer.reason for answer in answers} == {"length"}
+    (again,) = batch.add(torch.cat([prompt[:36], _ids(4, 1)]), settings, reuse=reuse)
+    list(batch)
+    assert again.cached == 32
+    alone = Batch(model, chunk=8)
+    alone.add(prompt, settings, reuse=reuse)
+    alone.step()
+    less = Batch(model, chunk=8, max_bytes=alone.promised_bytes - 1)
+    with pytest.raises(CapacityError, match="raise max_bytes"):
+        less.add(prompt, settings, reuse=reuse)

@@ -74,22 +74,24 @@ class Prompt:
     Args:
         ids: int64 (n,), on the CPU.
         answers: how many answers it has.
-        shared_bytes: what its tokens but the last take, if the answers can share them.
         queue: its answers are admitted in turn with those of other queues.
         namespace: of the store's entries that it may begin with; None: none, and it leaves none.
         reuse: begins its caches, and keeps what they were fed.
+
+    Attributes:
+        shared_bytes: what its answers hold together: its tokens but the last, if they can share
+            these, and the copies of recurrent states for a store.
     """
 
     def __init__(
         self,
         ids: Tensor,
         answers: int,
-        shared_bytes: int,
         queue: str,
         namespace: str | None,
         reuse: Reuse,
     ) -> None:
-        self.ids, self.answers, self.shared_bytes = ids, answers, shared_bytes
+        self.ids, self.answers, self.shared_bytes = ids, answers, 0
         self.queue, self.namespace, self.reuse = queue, namespace, reuse
         self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
         self.frozen: Frozen[ModelCache] | None = None  # all but the last token

@@ -62,7 +62,7 @@ class Batch:
             store.
         sequences: most answers at work; None: no limit. Others wait.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
-            specs promise; None: no limit.
+            specs promise, and of recurrent states with their copies for the store; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
             policy evicts depends on them. So a long prompt delays others by one chunk.
         step_tokens: most tokens of a step, but at least one of each answer that is being generated
@@ -167,14 +167,19 @@ class Batch:
             )
         shares = n > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, len(ids) - 1) if shares else 0
+        origin = Prompt(ids, n, queue, namespace, reuse or self._reuse)
+        # Of the states, one copy after each chunk of the prompt, and one at the end, until the
+        # store has them; those of an answer's end are copied when the prompt's are gone.
+        copies = len(ids) // self.chunk + 1 if origin.reuse.stores(origin) else 0
+        origin.shared_bytes = shared + copies * self._state_bytes
         own = self._bytes_of(cache, longest) - shared + self._state_bytes
-        if self.max_bytes is not None and own + shared > self.max_bytes:
+        most = own + origin.shared_bytes
+        if self.max_bytes is not None and most > self.max_bytes:
             raise CapacityError(
-                f"an answer of up to {longest} tokens takes {own + shared} bytes, but this batch "
-                f"may hold {self.max_bytes}; ask for fewer tokens, use a spec that keeps less, or "
-                "raise max_bytes"
+                f"an answer of up to {longest} tokens takes {most} bytes, but this batch may hold "
+                f"{self.max_bytes}; ask for fewer tokens, use a spec that keeps less, or raise "
+                "max_bytes"
             )
-        origin = Prompt(ids, n, shared, queue, namespace, reuse or self._reuse)
         with self._lock:
             answers = [
                 Answer(
@@ -341,8 +346,9 @@ class Batch:
             with suppress(RollbackError, StateError):
                 cache.rewind(before)
             raise
-        if cache.fed % self.chunk == 0:
-            self._reuse.mark(cache)
+        answer = group[0].answer
+        if cache.fed % self.chunk == 0 and cache.fed < len(answer.prompt):
+            answer.origin.reuse.mark(answer)
         return logits
 
     def _recover(
@@ -557,9 +563,7 @@ class Batch:
             origin = answer.origin
             self._suspects.discard(answer)
             if not answer.tokens and not answer.reads_prompt and origin.frozen is None:
-                answer.origin.reuse.keep(
-                    answer
-                )  # now, so that others find it while this one goes on
+                origin.reuse.keep(answer)  # now: others find it while this one goes on
             self._share(answer)
             if answer.unfed == 0 and not answer.ended:
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvkeep.batch.answer import Answer
+from kvkeep.batch.answer import Answer, Prompt
 from kvkeep.errors import UnsupportedError
 from kvkeep.host import ModelCache, host_of
 from kvkeep.store.prefix import PrefixStore
@@ -24,6 +24,10 @@ class Reuse:
 
     def __init__(self, model: Any, store: PrefixStore | None) -> None:
         self._model, self._host, self._store = model, host_of(model), store
+
+    def stores(self, origin: Prompt) -> bool:
+        """Whether a prompt is to be stored."""
+        return self._store is not None and origin.namespace is not None
 
     def begin(self, answer: Answer) -> ModelCache:
         """A cache for an answer, which holds the beginning of its prompt if that is stored. Sets
@@ -49,10 +53,10 @@ class Reuse:
         cache.activation = self._host.activation_in(ids)
         return cache
 
-    def mark(self, cache: ModelCache) -> None:
+    def mark(self, answer: Answer) -> None:
         """Copy the states of recurrent layers, at a point where stored prompts may end."""
-        if self._store is not None:
-            cache.mark()
+        if answer.cache is not None and self.stores(answer.origin):
+            answer.cache.mark()
 
     def keep(self, answer: Answer) -> None:
         """Store what an answer's cache was fed."""
@@ -63,6 +67,9 @@ class Reuse:
             self._store.learn(self._model, answer.ids[: cache.fed], cache, namespace=namespace)
         except Exception as error:
             self._give_up(answer, error)
+        finally:
+            if cache.recurrent is not None:
+                cache.recurrent.unmark()
 
     def _give_up(self, answer: Answer, error: Exception) -> None:
         answer.origin.namespace = None

@@ -72,6 +72,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     """The columns fed before the last mask was made, and the positions of its tokens."""
 
     _start = 0  # columns fed before the current forward
+    _first_state_bytes: int | None = None  # those of an empty cache, which a forward tells
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
 
@@ -323,11 +324,13 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         """Bytes of a row's recurrent states."""
         if self.recurrent is None:
             return 0
-        specs = self.recurrent.specs
+        if self.recurrent.specs:
+            return sum(spec.nbytes for spec in self.recurrent.specs.values())
         model = None if self._model is None else self._model()
-        if not specs and model is not None:
+        if self._first_state_bytes is None and model is not None:
             specs = host_of(model).recurrent_specs()
-        return sum(spec.nbytes for spec in specs.values())
+            self._first_state_bytes = sum(spec.nbytes for spec in specs.values())
+        return self._first_state_bytes or 0
 
     def save(
         self,

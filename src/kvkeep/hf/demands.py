@@ -15,24 +15,30 @@ from kvkeep.planes import Reach
 class Demands:
     """What a call of `generate()` needs of its cache: that drafted tokens can be cropped
     (`drafts`), and attention weights over all tokens (`weights`) up to `columns` columns. `routed`:
-    kvkeep computes the attention."""
+    kvkeep computes the attention. `latent`: of a latent that the model expands itself."""
 
     drafts: bool
     weights: bool
     columns: int
     routed: bool
+    latent: bool
 
     def require(self, cache: Cache) -> None:
         """Raise UnsupportedError if the cache cannot meet the demands."""
         if self.drafts:
-            require_recordable(cache.layers, routed=self.routed)
+            require_recordable(cache.layers, routed=self.routed, latent=self.latent)
         if self.weights:
             require_whole(cache.layers, self.columns - cache.fed)
 
 
-def require_recordable(layers: Iterable[LayerCache], *, routed: bool) -> None:
+def require_recordable(layers: Iterable[LayerCache], *, routed: bool, latent: bool) -> None:
     """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
     for layer in layers:
+        if layer.by_token and latent:
+            raise UnsupportedError(
+                f"policy {layer.policy.name} decides after each draft, but the model expands the "
+                "latents of all drafts at once; use keep_all or a window, or do not draft"
+            )
         if layer.readers and (layer.by_token or layer.key_codec.block > 1):
             who = f"policy {layer.policy.name} and codec {layer.key_codec.name}"
             raise UnsupportedError(

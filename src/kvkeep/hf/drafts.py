@@ -37,9 +37,10 @@ class RecordsDrafts(ModelCache):
         a crop between them, except for a draft model's cache.
 
         Raises:
-            UnsupportedError: a policy decides after each token, and the model is not attached.
+            UnsupportedError: a policy decides after each token, and the model is not attached,
+                caches a latent, or attends to a layer's slots in other layers too.
         """
-        require_recordable(self.layers, routed=is_routed(self.config) and not self._latent)
+        require_recordable(self.layers, routed=is_routed(self.config), latent=self._latent)
         self._record_past(True)
 
     def end_recording(self) -> None:

@@ -209,7 +209,8 @@ def prepare_cache(
         drafts=drafted or drafting,
         weights=bool(generation_config.output_attentions),
         columns=max_cache_length,
-        routed=is_routed(decoder_config(base_config(model))) and not is_latent(base_config(model)),
+        routed=is_routed(decoder_config(base_config(model))),
+        latent=is_latent(base_config(model)),
     )
     if isinstance(given, Cache):
         demands.require(given)
@@ -286,10 +287,11 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
 
 def _require_whole_text(model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache) -> None:
     """Raise UnsupportedError unless a call gives all tokens of the text that a cache holds."""
-    if cache.recurrent is not None:
+    if cache.recurrent is not None and any(layer.policy.evicts for layer in cache.layers):
         raise UnsupportedError(
             f"this cache holds {cache.fed} tokens, and recurrent layers could not return to that "
-            "point after the first drafts; give an empty cache, or do not draft"
+            "point after the first drafts if tokens were evicted since; use keep_all, give an "
+            "empty cache, or do not draft"
         )
     call, mask = _CALL.get(), model_kwargs.get("attention_mask")
     columns = call.columns if call is not None and call.model is model else 0

@@ -106,7 +106,7 @@ def require_fitting(specs: list[CacheSpec]) -> None:
     """Raise SpecError if a policy reads what a cache of latents does not hold."""
     for spec in dict.fromkeys(specs):
         policy = spec.policy
-        why = ""
+        why, remedy = "", "use h2o, snapkv, tova, keydiff or window"
         if policy.weighs_values:
             why = "weighs values"
         elif Need.ROTARY in policy.needs or Need.QUERIES in policy.needs:
@@ -114,9 +114,9 @@ def require_fitting(specs: list[CacheSpec]) -> None:
         elif policy.ragged:
             why = "divides slots among heads"
         elif policy.step is not None:
-            why = "divides a chunk into steps"
+            why, remedy = "divides a chunk into steps", f"leave out step={policy.step}"
         if why:
             raise SpecError(
                 f"policy {policy.name} {why}, but the model caches a latent, one for all heads, of "
-                "which it makes keys and values itself; use h2o, snapkv, tova, keydiff or window"
+                f"which it makes keys and values itself; {remedy}"
             )

@@ -200,6 +200,7 @@ class Label:
         layers: number of layers.
         dtype: dtype of the keys before they were encoded.
         nbytes: length of `StoredBlock.to_bytes()`, header included.
+        marks: after how many of the tokens it holds the states of recurrent layers.
     """
 
     identity: str
@@ -208,6 +209,7 @@ class Label:
     layers: int
     dtype: str
     nbytes: int
+    marks: frozenset[int] = frozenset()
 
     @property
     def key(self) -> str:
@@ -219,7 +221,8 @@ class Label:
         """The label of a block."""
         kind = str(block.geometries[0].dtype)
         parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
-        return cls(*parts, kind, tensor_file.size(block.tensors(), block.metadata()))
+        size = tensor_file.size(block.tensors(), block.metadata())
+        return cls(*parts, kind, size, frozenset(block.content.marks))
 
     @classmethod
     def read(cls, data: bytes, key: str | None = None) -> Label:
@@ -241,7 +244,9 @@ class Label:
             tokens = layout.tensor("tokens", bytearray(data[:stop])).clone()
             kind = str(_geometry(header.likes[0]).dtype)
             parts = (header.identity, header.prefix, tokens, len(header.likes))
-            label = cls(*parts, kind, layout.nbytes)
+            named = [name.split(".") for name in layout.entries]
+            marks = frozenset(int(parts[1]) for parts in named if parts[0] == _MARK)
+            label = cls(*parts, kind, layout.nbytes, marks)
             if label.key != (key or label.key):
                 raise ValueError("the label belongs to another key")
             return label

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.store.backend import Backend, StoredBlock, beginning, digest, key_of, token_bytes
 from kvkeep.store.compressed import Compressed, CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.layer_slices import Stretch
+from kvkeep.store.layer_slices import Marks, Stretch
 from kvkeep.store.tree import common
 
 _LOOKED_AT = 16  # most blocks with the same start of their key that are compared
@@ -32,13 +32,15 @@ def share(
     size: int,
     content_of: Callable[[int, int], Stretch],
     geometry: ModelGeometry,
+    marks: Marks,
 ) -> None:
     """Write tokens, int64 (n,), to a backend in blocks of `size` tokens; blocks that it has already
-    are skipped.
+    are skipped, unless they lack the states of recurrent layers after their last token.
 
     Args:
         content_of: returns the stretch of tokens from a start to a stop.
         geometry: of the model that computed them.
+        marks: the states that `content_of` has.
     """
     places = _places(identity, tokens, 0, size)
 
@@ -48,7 +50,14 @@ def share(
         content = content_of(start, start + len(own))
         return StoredBlock(identity, prefix, own, content, geometry.routed, geometry.of_rows)
 
-    backend.put_all(map(block, backend.missing(list(places))))
+    missing = backend.missing(list(places))
+    stops = {key: min(start + size, len(tokens)) for key, (start, _) in places.items()}
+    marked = [key for key in stops if stops[key] in marks and key not in missing]
+    for key, label in zip(marked, backend.labels(marked) if marked else [], strict=True):
+        if label is not None and len(label.tokens) not in label.marks:
+            backend.delete(key)
+            missing.append(key)
+    backend.put_all(map(block, missing))
 
 
 def shared(

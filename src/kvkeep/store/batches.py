@@ -45,7 +45,7 @@ def shared_beginning(
     exact = exact_specs(cache.specs)
     most = min(map(len, prompts)) - max(1, observed_again(cache))
     tokens = prompts[0][: max(0, min(most, *(common(prompts[0], one) for one in prompts)))]
-    if len(tokens) < _SHORTEST or not store.has_room(host, exact, len(tokens)):
+    if len(tokens) < _SHORTEST or not store.has_room(host, exact, tokens, namespace):
         return None
     text = store.read(
         model, tokens, spec=exact, namespace=namespace, chunk=chunk, capacity=capacity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from threading import RLock
@@ -14,7 +14,7 @@ from kvkeep.store.backend import require_budget
 from kvkeep.store.compressed import CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
-from kvkeep.store.layer_slices import Stretch
+from kvkeep.store.layer_slices import Marks, Stretch, marks_between
 from kvkeep.store.tree import Node, RadixTree
 
 
@@ -98,37 +98,47 @@ class Entries:
         identity: str,
         tokens: Tensor,
         content_of: Callable[[int, int], Stretch],
-        marks: Sequence[int],
+        marks: Marks,
         priority: int = 0,
     ) -> int:
         """Put tokens into the tree as far as the budget allows; returns how many are in it then.
         The geometry must be known.
 
         Args:
-            marks: after how many of the tokens `content_of` has the states of recurrent layers.
+            marks: the states of recurrent layers that `content_of` has. Tokens that are in the tree
+                already get those that they lack.
         """
         with self.lock:
             tree, geometry = self.tree(identity), self._geometries[identity]
             known = tree.match(tokens)
             known.node.locks += 1
             try:
+                held = _marked(known.node)
+                lacking = [at for at in sorted(marks) if 0 < at <= known.length and at not in held]
+                beyond = [at for at in marks if at > known.length]
 
                 def added(length: int) -> int:
-                    states = sum(known.length < at <= length for at in marks)
+                    marked = sum(at <= length for at in beyond)
                     return geometry.token_bytes * (length - known.length) + (
-                        geometry.state_bytes * states
+                        geometry.state_bytes * marked
                     )
 
                 length, new = len(tokens), added(len(tokens))
-                self._make_room(new)
-                room = new if self.budget is None else self.budget - self.nbytes
+                states = geometry.state_bytes * len(lacking)
+                self._make_room(new + states)
+                room = new + states if self.budget is None else self.budget - self.nbytes
                 if new > room:
                     length = max(known.length, length - -(-(new - room) // geometry.token_bytes))
-                tree.insert(tokens[:length], content_of, priority)
+                last = tree.insert(tokens[:length], content_of, priority)
+                self.nbytes += added(length)
+                if lacking:  # the last ones, of which a hit is longest
+                    fitting = max(0, room - added(length)) // geometry.state_bytes
+                    lacking = lacking[max(0, len(lacking) - fitting) :]
+                    _add_marks(last, {at: marks[at] for at in lacking})
+                    self.nbytes += geometry.state_bytes * len(lacking)
+                return length
             finally:
                 known.node.locks -= 1
-            self.nbytes += added(length)
-            return length
 
     # -- compressed texts -------------------------------------------------------------------
 
@@ -194,3 +204,21 @@ class Entries:
             held = sum(node.kept.nbytes for node in self.nodes()) + self._texts.nbytes
             if held != self.nbytes or held > (self.budget or held):
                 raise StateError(f"{held} bytes held, {self.nbytes} counted, budget {self.budget}")
+
+
+def _marked(node: Node[Stretch]) -> set[int]:
+    """After how many tokens the nodes down to this one hold the states of recurrent layers."""
+    found, start = set[int](), 0
+    for above in node.path():
+        found |= {start + at for at in above.kept.marks}
+        start += len(above.tokens)
+    return found
+
+
+def _add_marks(node: Node[Stretch], marks: Marks) -> None:
+    """Give states of recurrent layers to the nodes, down to this one, that hold their tokens."""
+    start = 0
+    for above in node.path():
+        stop = start + len(above.tokens)
+        above.kept.marks = {**above.kept.marks, **marks_between(marks, start, stop)}
+        start = stop

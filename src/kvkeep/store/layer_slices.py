@@ -169,13 +169,19 @@ def stored_planes(cache: Cache) -> list[Planes]:
 def stretch_of(
     layers: Sequence[Planes], start: int, stop: int, row: int = 0, marks: Marks | None = None
 ) -> Stretch:
-    """A copy of the slots of tokens `start` to `stop` in a row, and the states of recurrent layers
-    at the marks among them."""
-    own = {
+    """A copy of the slots of tokens `start` to `stop` in a row, and those of `marks` among them."""
+    slots = [_slots(planes, start, stop, row) for planes in layers]
+    return Stretch(slots, stop - start, marks_between(marks or {}, start, stop))
+
+
+def marks_of(cache: Cache, row: int = 0) -> Marks:
+    """The states of recurrent layers in a row, at the marks of a cache."""
+    if cache.recurrent is None:
+        return {}
+    return {
         at: {name: x if len(x) == 1 else x[row : row + 1].clone() for name, x in mark.items()}
-        for at, mark in marks_between(marks or {}, start, stop).items()
+        for at, mark in cache.recurrent.marks.items()
     }
-    return Stretch([_slots(planes, start, stop, row) for planes in layers], stop - start, own)
 
 
 def marks_between(marks: Marks, start: int, stop: int) -> Marks:

@@ -13,6 +13,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
+from kvkeep.spec import CacheSpec
 from kvkeep.store.backend import Backend
 from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
 from kvkeep.store.batches import shared_beginning
@@ -32,6 +33,7 @@ from kvkeep.store.identity import (
 )
 from kvkeep.store.layer_slices import (
     Stretch,
+    marks_of,
     require_keepable,
     require_kept,
     stored_planes,
@@ -138,15 +140,15 @@ class PrefixStore:
 
         layers = stored_planes(cache)  # taken once, because it joins the frozen runs
 
-        marks = {} if cache.recurrent is None else cache.recurrent.marks
+        marks = marks_of(cache, row)
 
         def content_of(start: int, stop: int) -> Stretch:
             return stretch_of(layers, start, stop, row, marks)
 
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        kept = self._entries.keep(identity, tokens, content_of, list(marks), priority)
+        kept = self._entries.keep(identity, tokens, content_of, marks, priority)
         if self.backend is not None:
-            share(self.backend, identity, tokens, self.block, content_of, geometry)
+            share(self.backend, identity, tokens, self.block, content_of, geometry, marks)
         return kept
 
     def prefill(
@@ -212,11 +214,22 @@ class PrefixStore:
             self, model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
         )
 
-    def has_room(self, host: Host, specs: Specs, tokens: int) -> bool:
-        """Whether a text of so many tokens fits into the budget, if nothing else is held."""
-        if self.budget is None:
+    def has_room(
+        self, host: Host, specs: Sequence[CacheSpec], tokens: Tensor, namespace: str = ""
+    ) -> bool:
+        """Whether a text, int64 (n,), fits into the budget, if nothing else is held.
+
+        Raises:
+            UnsupportedError: slots of this model cannot be shared with other prompts.
+        """
+        if self.budget is None or not len(tokens):
             return True
-        return host.new_cache(specs).bytes_of(host.geometries(), tokens) <= self.budget
+        require_steady(host)
+        identity = keyed(host, tokens, specs, namespace).identity
+        probed = partial(geometry_of, host, host.new_cache(specs), tokens)
+        geometry = self._entries.geometry(identity, probed)
+        states = geometry.state_bytes * -(-len(tokens) // self.block)
+        return geometry.token_bytes * len(tokens) + states <= self.budget
 
     def read(
         self,
@@ -431,7 +444,7 @@ class PrefixStore:
         again = observed_again(cache)
         known, whole = tokens[: max(0, len(tokens) - again)], tokens if prompt is None else prompt
         options: dict[str, Any] = {"prompt": whole, "spec": exact, "namespace": namespace}
-        if self.has_room(host, exact, len(known)):
+        if self.has_room(host, exact, known, namespace):
             text, found = self.read(model, known, chunk=chunk, priority=priority, **options)
         else:
             text, found = self.find(model, known, **options)
@@ -448,8 +461,8 @@ class PrefixStore:
         entries = self._entries
         if self.backend is None or (geometry is None and not entries.known(identity)):
             return
-        with entries.lock:
-            known = entries.tree(identity).match(tokens).length
+        with entries.hit(identity, tokens) as hit:
+            known = hit.length
         if known == len(tokens):
             return
         agreed = partial(entries.geometry, identity, geometry)
@@ -464,7 +477,7 @@ class PrefixStore:
         with entries.lock:
             if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            marks = [first + at for at in whole.marks]
+            marks = {first + at: mark for at, mark in whole.marks.items()}
             entries.keep(
                 identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
             )
