@@ -166,9 +166,10 @@ class Drafts(Reaching, ABC):
         if not (self.record_past and self._journaled and columns + n > self.prompt.columns):
             return
         if self.by_token and n > 1:
+            remedy = "" if self.readers else "use step(), or "
             raise StateError(
                 f"{n} tokens are given at once while record_past is set, but policy "
-                f"{self.policy.name} decides after each; give one at a time"
+                f"{self.policy.name} decides after each; {remedy}give one at a time"
             )
         del self._journal[self._entries :]
         names = (*self._planes_of_policy, POSITION) if columns else ()
