@@ -144,6 +144,21 @@ _VISION_TOKENS = {
 _GRID = (1, 4, 8)  # 32 patches, merged to 8 placeholders of 2 x 4
 
 
+_PATCH_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+}
+"""The vision tower of models that take an image as a grid of patches."""
+
+
+def _of_patches(model: Any) -> Multimodal:
+    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
+
+
 def _qwen2_vl() -> Multimodal:
     config = transformers.Qwen2VLConfig(
         text_config=_mrope((1, 1, 2)),
@@ -157,45 +172,35 @@ def _qwen2_vl() -> Multimodal:
         **_VISION_TOKENS,
     )
     model = transformers.Qwen2VLForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
+    return _of_patches(model)
 
 
 def _qwen2_5_vl() -> Multimodal:
     config = transformers.Qwen2_5_VLConfig(
         text_config=_mrope((1, 1, 2)),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 24,
-            "patch_size": 4,
+        vision_config=_PATCH_TOWER
+        | {
             "window_size": 16,
             "fullatt_block_indexes": [1],
         },
         **_VISION_TOKENS,
     )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
+    return _of_patches(model)
 
 
 def _qwen3_vl() -> Multimodal:
     config = transformers.Qwen3VLConfig(
         text_config=_mrope((2, 1, 1), mrope_interleaved=True) | {"head_dim": 8},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 24,
-            "patch_size": 4,
+        vision_config=_PATCH_TOWER
+        | {
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
         **_VISION_TOKENS,
     )
     model = transformers.Qwen3VLForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
+    return _of_patches(model)
 
 
 def _qwen3_5() -> Multimodal:
@@ -209,31 +214,21 @@ def _qwen3_5() -> Multimodal:
     }
     config = transformers.Qwen3_5Config(
         text_config=text,
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 24,
-            "patch_size": 4,
+        vision_config=_PATCH_TOWER
+        | {
             "num_position_embeddings": 64,
         },
         **_VISION_TOKENS,
     )
     model = transformers.Qwen3_5ForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
+    return _of_patches(model)
 
 
 def _glm4v() -> Multimodal:
     config = transformers.Glm4vConfig(
         text_config=_mrope((1, 1, 2)),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 24,
-            "patch_size": 4,
+        vision_config=_PATCH_TOWER
+        | {
             "image_size": 32,
         },
         image_token_id=MEDIUM,
@@ -244,7 +239,7 @@ def _glm4v() -> Multimodal:
         video_end_token_id=VOCABULARY - 4,
     )
     model = transformers.Glm4vForConditionalGeneration(config)
-    return Multimodal(model, 8, _patches(3 * 2 * 4 * 4, _GRID), types="mm_token_type_ids")
+    return _of_patches(model)
 
 
 def _llava() -> Multimodal:
