@@ -103,6 +103,12 @@ def limits(
     return tuple(reach for reach in both if excludes(reach))
 
 
+def chunk_start(position: Tensor, size: int) -> Tensor:
+    """The first position that queries at these positions see in chunked attention: the last
+    multiple of `size`."""
+    return position - position % size
+
+
 def hides_chunks(kept: Reach | None, size: int, n: int, length: int | None, fed: int) -> bool:
     """Whether chunked attention, where a query sees no position before the last multiple of `size`,
     hides a slot from some query, in rows without padding. The arguments are those of `limits`."""

@@ -432,7 +432,7 @@ FAULTS = (
     Fault(
         "chunk-begins-late",
         "layer/step.py",
-        "first = queries - queries % window if hidden else None",
+        "first = chunk_start(queries, window) if hidden else None",
         "first = queries - (queries - 1) % window if hidden else None",
         "test_reach.py",
     ),

@@ -10,7 +10,7 @@ from kvkeep.codec import Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.step import StepInputs, require_causal
-from kvkeep.planes import POSITION, Reach
+from kvkeep.planes import POSITION, Reach, chunk_start
 
 
 class Rereading(AttendingLayer):
@@ -66,7 +66,7 @@ class Rereading(AttendingLayer):
         position, window = position.flatten(), self._window
         view = View(segments, position, False)
         if window is not None and self._chunked:
-            view = view._replace(bounds=torch.stack([position - position % window, position]))
+            view = view._replace(bounds=torch.stack([chunk_start(position, window), position]))
         elif window is not None:
             view = view._replace(reaches=(Reach(window),))
         observed = window is None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.attention import Attend, Options, Segment, View, dispatch
 from kvkeep.errors import UnsupportedError
-from kvkeep.planes import hides_chunks, limits
+from kvkeep.planes import chunk_start, hides_chunks, limits
 from kvkeep.policy import Need, Observation, Policy
 
 
@@ -163,7 +163,7 @@ def view_of(
     first: Tensor | None = None
     if chunked and window is not None:
         hidden = hides_chunks(reach, window, n, length, fed) or (empty and fed > window)
-        first = queries - queries % window if hidden else None
+        first = chunk_start(queries, window) if hidden else None
     if first is None and until is None:
         return View(segments, queries, empty, reaches)
     last = queries if until is None else torch.maximum(queries, until)
