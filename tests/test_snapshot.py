@@ -316,19 +316,24 @@ def test_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     save(caches[0], path)
     took = time.perf_counter() - start
 
-    def write():
-        while True:
-            for cache in caches:
-                save(cache, path, sync=False)
-
     moments, seen = random.Random(0), set()
-    for trial in range(400):
-        if trial >= 40 and len(seen) == 2:
-            break
+    for _ in range(25):
+        told, tells = os.pipe()
+
+        def write(tells=tells):
+            while True:
+                for cache in caches:
+                    save(cache, path, sync=False)
+                    os.write(tells, b".")
+
         child = forked(write)
-        time.sleep(moments.uniform(0.001, 6 * took))
+        for _ in range(1 + moments.randrange(2)):
+            os.read(told, 1)
+        time.sleep(moments.uniform(0, 3 * took))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(told)
+        os.close(tells)
         seen.add(Saved(path).header.layers[0].columns)
     save(caches[0], path)
     assert seen == {10, 17}
