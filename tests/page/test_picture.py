@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.two_layer_caches import SPECS, feed, filled
 
-from kvkeep.page.picture import ENCODED, KEPT, SHARED, Held, states
+from kvkeep.page.picture import ENCODED, KEPT, Held, states
 from kvkeep.spec import CacheSpec
 
 

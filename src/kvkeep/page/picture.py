@@ -19,7 +19,7 @@ and each of `layers` has
 |---|---|
 | `spec` | its cache spec |
 | `heads` | how many kv heads it has |
-| `kept` | how many tokens are kept: a list with an entry for each head, or with a single one if all heads keep the same |
+| `kept` | how many tokens are kept: an entry for each head, or one if all keep the same |
 | `cells` | a text for each entry of `kept`, with a character for each column |
 
 The character at index `i` of `ALPHABET` says: `i // 4`, from 0 to 15, is the share of the column's
