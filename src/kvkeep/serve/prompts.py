@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, final
 
@@ -66,6 +67,11 @@ class Prompts:
                 param="logit_bias",
             )
         return torch.tensor(ids)
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token id, apart from the others."""
+        with self._encoding:
+            return [self._tokenizer.decode([token]) for token in ids]
 
     def most_of(self, asked: Asked, length: int) -> int:
         """The most tokens that each answer to a prompt of `length` tokens may have.

@@ -241,6 +241,7 @@ window.kvkeep = window.kvkeep || {};
     let tops = []; // of each line, in pixels
     let step = 0; // pixels of a column
     let cursor = null; // { line, column }
+    let pointsAtWord = false; // and not at a cell
 
     const heightOf = () => {
       const heads = picture.layers.reduce((sum, layer) => sum + layer.heads, 0);
@@ -384,7 +385,11 @@ window.kvkeep = window.kvkeep || {};
       place(columnMark, left, 0, step, tops[tops.length - 1].bottom);
       place(rowMark, GUTTER, top, picture.texts.length * step, bottom - top);
       const word = words.children[cursor.column];
-      if (word) word.classList.add("shown");
+      word.classList.add("shown");
+      const above = word.offsetTop - words.offsetTop;
+      if (!pointsAtWord && (above < words.scrollTop || above > words.scrollTop + 140)) {
+        words.scrollTop = above - 60;
+      }
       const head = line.head === null ? "all heads" : `head ${line.head}`;
       const where = `layer ${line.layer}, ${head}, ${columnName(picture, cursor.column)}`;
       const how = howHeld(line.codes[cursor.column], columnSize(picture, cursor.column));
@@ -400,6 +405,7 @@ window.kvkeep = window.kvkeep || {};
       Math.max(0, Math.min(picture.texts.length - 1, Math.floor((x - GUTTER) / step)));
 
     const pointed = (event) => {
+      pointsAtWord = false;
       const box = field.getBoundingClientRect();
       const y = event.clientY - box.top;
       let line = tops.findIndex(({ bottom }) => y < bottom);
@@ -442,6 +448,7 @@ window.kvkeep = window.kvkeep || {};
       };
       if (!moves[event.key]) return;
       event.preventDefault();
+      pointsAtWord = false;
       const next = moves[event.key]();
       cursor = {
         line: Math.max(0, Math.min(lines.length - 1, next.line)),
@@ -453,6 +460,7 @@ window.kvkeep = window.kvkeep || {};
       const column = event.target.dataset && event.target.dataset.column;
       if (column === undefined || !lines.length) return;
       cursor = { line: cursor ? cursor.line : 0, column: Number(column) };
+      pointsAtWord = true;
       drawCursor();
     });
     words.addEventListener("pointerleave", leave);
