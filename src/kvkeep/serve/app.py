@@ -54,8 +54,8 @@ def application(
 
     Args:
         keys: API keys; clients must send one as a bearer token to every endpoint but /health and
-            the page. Cached prompt prefixes are shared among clients whose keys have the same name. With
-            several names, /metrics is for keys of the name "metrics". None: no key is needed.
+            the page. Cached prompt prefixes are shared among clients whose keys have the same name.
+            With several names, /metrics is for keys of the name "metrics". None: no key is needed.
         share: without keys, share cached prompt prefixes among all clients.
         hosts: accepted host names, in addition to `localhost` and every numeric address; "*": all.
         origins: origins of web pages that may use the server, such as "https://chat.example"; "*":
