@@ -136,6 +136,21 @@ window.kvkeep = window.kvkeep || {};
   const columnSize = (picture, column) =>
     Math.min(picture.group, picture.tokens - column * picture.group);
 
+  /** Cells for fewer columns: each shows the mean share of those that it stands for, and how most
+   * of what they keep is held. */
+  const condensed = (codes, columns) =>
+    Uint8Array.from({ length: columns }, (_, i) => {
+      const first = Math.floor((i * codes.length) / columns);
+      const last = Math.max(first + 1, Math.floor(((i + 1) * codes.length) / columns));
+      let all = 0;
+      const of = [0, 0, 0, 0]; // by the bits of a cell
+      for (let at = first; at < last; at += 1) {
+        all += codes[at] >> 2;
+        of[codes[at] & 3] += codes[at] >> 2;
+      }
+      return all ? (Math.ceil(all / (last - first)) << 2) | of.indexOf(Math.max(...of)) : 0;
+    });
+
   /** For each column, the share of all heads that keep its tokens, 0 to 1. */
   const sharesOf = (lines, columns) => {
     const shares = new Float32Array(columns);
@@ -294,21 +309,22 @@ window.kvkeep = window.kvkeep || {};
     };
 
     const drawCells = (context, width, bottom, scale, colours) => {
-      const columns = picture.texts.length;
-      const across = Math.max(1, Math.round(Math.min(width, columns * step) * scale));
+      const across = Math.max(1, Math.round(Math.min(width, picture.texts.length * step) * scale));
+      const columns = Math.min(picture.texts.length, across);
       const down = Math.round(bottom * scale);
       const image = new ImageData(across, down);
       const pixels = new Uint32Array(image.data.buffer).fill(colours.grid);
-      const gap = step * scale >= 5 ? 1 : 0;
-      const edges = Array.from({ length: columns + 1 }, (_, i) => Math.round(i * step * scale));
+      const gap = across / columns >= 5 ? 1 : 0;
+      const edges = Array.from({ length: columns + 1 }, (_, i) => Math.round((i * across) / columns));
       lines.forEach((line, index) => {
         const { top, bottom: end } = tops[index];
         const rowGap = (end - top) * scale >= 5 ? 1 : 0;
         const box = { top: Math.round(top * scale), bottom: Math.round(end * scale) - rowGap };
+        const codes = condensed(line.codes, columns);
         for (let column = 0; column < columns; column += 1) {
           box.left = edges[column];
-          box.right = Math.min(across, edges[column + 1] - gap);
-          paint(pixels, across, box, line.codes[column], colours);
+          box.right = edges[column + 1] - gap;
+          paint(pixels, across, box, codes[column], colours);
         }
       });
       context.putImageData(image, Math.round(GUTTER * scale), 0);
