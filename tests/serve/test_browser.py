@@ -219,6 +219,8 @@ def test_a_key_is_asked_for_and_not_kept(tab, model, tokenizer):
         tab.driver.get(page_of(talk))
         tab.until(lambda: tab.find("#key-form").is_displayed())
         assert "no API key" in tab.find("#problem").text
+        tab.press("schlüssel", Key.ENTER)
+        tab.until(lambda: "printable ASCII" in tab.find("#problem").text)
         tab.press("wrong", Key.ENTER)
         tab.until(lambda: "a wrong API key" in tab.find("#problem").text)
         tab.press("secret", Key.ENTER)

@@ -78,6 +78,7 @@
   };
 
   const askForKey = () => {
+    sessionStorage.removeItem(KEY);
     at("key-form").hidden = false;
     at("key").focus();
   };
@@ -321,8 +322,13 @@
 
   at("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY, at("key").value.trim());
+    const key = at("key").value.trim();
     at("key").value = "";
+    if (!/^[!-~]+$/.test(key)) {
+      complain(new Error("API keys are printable ASCII without spaces; paste yours again."));
+      return;
+    }
+    sessionStorage.setItem(KEY, key);
     at("key-form").hidden = true;
     mayLook = true;
     begin();
