@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from support.sweep_models import model_of
 from support.tiny_models import tiny
 from support.two_layer_caches import SPECS, feed, filled
 
@@ -155,3 +156,14 @@ def test_bytes_are_those_of_the_cache_and_of_a_full_one(spec):
     assert (made["tokens"], made["prompt"], made["found"]) == (20, 20, 4)
     assert [layer["spec"] for layer in made["layers"]] == list(map(str, cache.specs))
     assert json.loads(json.dumps(made)) == made
+
+
+def test_of_a_hybrid_the_layers_that_attend_are_shown():
+    host = host_of(model_of("lfm2"))
+    cache = host.new_cache("window:8")
+    with host.attach(), torch.inference_mode():
+        host.forward(torch.arange(2, 14)[None], cache)
+    made = picture(taken(cache))
+    assert 0 < len(made["layers"]) == len(cache.layers) < host.model.config.num_hidden_layers
+    assert made["live_bytes"] == cache.live_bytes - cache.recurrent.nbytes
+    assert made["layers"][0]["kept"] == [8]
