@@ -4,7 +4,7 @@
 (() => {
   const { heatmap, summary, prefixes, make, number, bytes, percent } = window.kvkeep;
   const KEY = "kvkeep-api-key";
-  const BUSY_MS = 1000; // between two looks at the server's figures
+  const BUSY_MS = 2000; // between two looks at the server's figures
   const IDLE_MS = 15000;
 
   const at = (id) => document.getElementById(id);
@@ -136,7 +136,7 @@
     if (!mayLook || !model) return;
     if (!document.hidden) {
       try {
-        const found = figuresOf(await (await call("/metrics")).text());
+        const found = figuresOf(await (await call("metrics")).text());
         const prompts = found.kvkeep_prompt_tokens_total || 0;
         const reused = found.kvkeep_prompt_tokens_found_total || 0;
         const rows = [
@@ -188,11 +188,11 @@
     };
     if (at("mode").value === "text") {
       const prompt = said.map(({ content }) => content).join("");
-      return ["/v1/completions", { ...options, prompt }];
+      return ["v1/completions", { ...options, prompt }];
     }
     const system = at("system").value;
     const before = system.trim() ? [{ role: "system", content: system }] : [];
-    return ["/v1/chat/completions", { ...options, messages: [...before, ...said] }];
+    return ["v1/chat/completions", { ...options, messages: [...before, ...said] }];
   };
 
   /** What an answer cost, in words. */
@@ -341,7 +341,7 @@
   const begin = async () => {
     complain(null);
     try {
-      const { data } = await (await call("/v1/models")).json();
+      const { data } = await (await call("v1/models")).json();
       model = data[0].id;
       at("model").textContent = model;
       document.title = `${model} · kvkeep`;
