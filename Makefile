@@ -3,15 +3,15 @@ BIN := .venv/bin
 # Tests run side by side; each worker loads the demo model, so no more than four.
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check slow sanitize emulate redis
+.PHONY: demo test check slow sanitize emulate programs
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
 
-test: .venv/installed redis
+test: .venv/installed programs
 	$(BIN)/pytest -q $(WORKERS)
 
-slow: .venv/installed redis
+slow: .venv/installed programs
 	$(BIN)/pytest -q $(WORKERS) -m slow
 
 check: .venv/installed
@@ -21,11 +21,15 @@ check: .venv/installed
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q README.md docs
 
-# A real server for the store's tests, which are skipped without one.
-redis:
-	@command -v redis-server >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
-	  apt-get update -qq && apt-get install -qqy --no-install-recommends redis-server >/dev/null; } || \
-	  echo "no redis-server: its tests are skipped"
+# A real server for the store's tests, and a browser for the page's. Without them, those are skipped.
+PROGRAMS := redis-server chromium chromedriver
+
+programs:
+	@lacking=0; for program in $(PROGRAMS); do command -v $$program >/dev/null || lacking=1; done; \
+	test $$lacking = 0 || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -qqy --no-install-recommends \
+	  redis-server chromium chromium-driver >/dev/null; } || \
+	  echo "not all of $(PROGRAMS): the tests of those that lack are skipped"
 
 # Without what LitGPT asks for, which is an older huggingface-hub than transformers needs.
 LITGPT := litgpt lightning lightning-utilities torchmetrics pytorch-lightning jsonargparse

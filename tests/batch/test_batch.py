@@ -579,3 +579,20 @@ def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, 
         assert batch._offload.host_bytes == 0
     else:
         assert low.tokens == expected[1]
+
+
+def test_ended_answers_are_shown_with_what_they_hold(model):
+    held = []
+
+    def ended(answer):
+        held.append((answer.order, answer.reason, answer.cache and answer.cache.fed))
+
+    batch = Batch(model, on_end=ended, sequences=2)
+    settings = Settings(max_new_tokens=3, end_tokens=frozenset())
+    first, second, third = (batch.add(tokens(5, seed), settings)[0] for seed in range(3))
+    batch.step()
+    second.cancel()
+    third.cancel()
+    list(batch)
+    assert sorted(held) == [(0, "length", 7), (1, "cancelled", 5), (2, "cancelled", None)]
+    assert first.cache is None

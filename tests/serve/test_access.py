@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 
 import httpx2
 import pytest
@@ -61,6 +62,33 @@ def test_pages_are_refused(served, origin):
     assert preflight.status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("hosts", "host", "origin", "status"),
+    [
+        ([], "127.0.0.1:80", "http://127.0.0.1:80", 200),
+        ([], "LocalHost", "http://localhost", 200),
+        (["gpu.example"], "gpu.example:8000", "http://gpu.example:8000", 200),
+        ([], "127.0.0.1", "http://127.0.0.1:8000", 403),
+        ([], "127.0.0.1", "https://127.0.0.1", 403),
+        ([], "evil.example", "http://evil.example", 421),
+        (
+            ["*"],
+            "evil.example",
+            "http://evil.example",
+            403,
+        ),  # it may have been bound to our address
+        (["*"], "10.0.0.5:8000", "http://10.0.0.5:8000", 200),
+    ],
+)
+def test_the_servers_own_page_is_let_in_under_a_known_name(
+    model, tokenizer, hosts, host, origin, status
+):
+    app = application(Engine(model, tokenizer, name="tiny"), hosts=hosts)
+    with TestClient(app, base_url="http://localhost") as talk:
+        headers = {"host": host, "origin": origin}
+        assert talk.post("/v1/completions", json=HELLO, headers=headers).status_code == status
+
+
 def test_names_and_pages_that_are_let_in(model, tokenizer):
     page, host = "https://chat.example", "gpu.example"
     with serving(model, tokenizer, hosts=[host], origins=[page]) as (_, talk):
@@ -116,6 +144,40 @@ def test_query_strings_are_not_logged(model, tokenizer, capsys):
         assert httpx2.get(url, trust_env=False).status_code == 200
     assert "GET /health HTTP" in (logged := capsys.readouterr().err)
     assert "secret" not in logged
+
+
+# -- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_needs_no_key_and_may_use_its_own_server_only(model, tokenizer):
+    engine = Engine(model, tokenizer, name="tiny")
+    app = application(engine, keys=Keys.single("secret"))
+    with TestClient(app, base_url="http://localhost") as talk:
+        page = talk.get("/")
+        files = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+        assert len(files) > 4
+        for path in ("/", *files):
+            found = talk.get(path)
+            assert found.status_code == 200
+            policy = found.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; ")
+            assert "unsafe" not in policy
+            assert "frame-ancestors 'none'" in policy
+            assert found.headers["x-content-type-options"] == "nosniff"
+            assert found.headers["referrer-policy"] == "no-referrer"
+            assert found.headers["cache-control"] == "no-cache"
+            assert talk.head(path).headers["content-length"] == str(len(found.content))
+            known = {"if-none-match": found.headers["etag"]}
+            assert talk.get(path, headers=known).status_code == 304
+        for path in (
+            "/assets/",
+            "/assets/../picture.py",
+            "/assets/%2e%2e/picture.py",
+            "/chat.html",
+        ):
+            assert talk.get(path).status_code == 404
+        assert talk.post("/").status_code == 405
+        assert talk.get("/", headers={"host": "evil.example"}).status_code == 421
 
 
 # -- keys ----------------------------------------------------------------------------------------

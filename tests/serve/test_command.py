@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx2
 import openai
 import pytest
 import torch
@@ -63,6 +64,9 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
     )
     assert plain.equal(expected.ids)
     with started("--store", str(tmp_path), KVKEEP_API_KEY="secret") as (url, process):
+        page = process.stdout.readline().split()[-1]
+        assert page == url.removesuffix("v1")
+        assert "<title>" in httpx2.get(page, trust_env=False).text
         assert refusal(client(url).models.list, 401)["code"] == "invalid_api_key"
         talk = client(url, "secret").chat.completions
         first = talk.create(messages=france, **options)

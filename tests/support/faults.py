@@ -877,6 +877,28 @@ FAULTS = (
         "pass",
         "train/test_gradient.py train/test_heads_and_draws.py",
     ),
+    # The server's page
+    Fault(
+        "page-under-any-name",
+        "serve/gate.py",
+        """.lower()} if known else set()""",
+        """.lower()}""",
+        "serve/test_access.py",
+    ),
+    Fault(
+        "shows-new-slots-as-shared",
+        "layer/slots.py",
+        "index < len(self.frozen.runs)",
+        "index <= len(self.frozen.runs)",
+        "page/test_picture.py",
+    ),
+    Fault(
+        "claims-more-of-a-stored-text",
+        "store/tree.py",
+        "-= sum(shared.values()) - match.length",
+        "-= 0",
+        "store/test_outline.py",
+    ),
     # transformers
     Fault(
         "bytes-of-the-heads-of-other-processes",

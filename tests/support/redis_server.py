@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self, path, *options):
         if PROGRAM is None:
-            pytest.skip("no redis-server is installed; `make redis` installs Debian's")
+            pytest.skip("no redis-server is installed; `make programs` installs Debian's")
         self.path, self._options, self._client = path, options, None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -68,6 +68,7 @@ class Batch:
         step_tokens: most tokens of a step, but at least one of each answer that is being generated
             and one chunk.
         offload: where answers are put aside for others of higher priority; None: in host memory.
+        on_end: called in `step` with each answer that ended, before its cache is freed.
 
     Raises:
         SpecError: a number below 1.
@@ -87,6 +88,7 @@ class Batch:
         chunk: int = 256,
         step_tokens: int = 512,
         offload: Offload | None = None,
+        on_end: Callable[[Answer], None] | None = None,
     ) -> None:
         self._model, self._host, self._tokenizer = model, host_of(model), tokenizer
         given = {"sequences": sequences, "max_bytes": max_bytes}
@@ -97,7 +99,7 @@ class Batch:
         # Such a model's forwards may leave frequencies behind that the next text needs.
         self.sequences = 1 if self._host.changing_rotary else sequences
         self.max_bytes, self.chunk, self.step_tokens = max_bytes, chunk, step_tokens
-        self._offload = offload
+        self._offload, self._on_end = offload, on_end
         # Both are lowered when memory proves to be less.
         self._limit, self._most = max_bytes, self.sequences
         self._new_cache(spec)  # raises if answers cannot have it
@@ -383,6 +385,8 @@ class Batch:
             answer.origin.filled(answer.index)
             if answer.reason in (STOP, LENGTH):
                 answer.origin.reuse.keep(answer)
+            if self._on_end is not None:
+                self._on_end(answer)
             answer.cache = None
 
     def _promised(self, answers: Sequence[Answer]) -> int:

@@ -229,9 +229,14 @@ def serve(
                 ),
                 bound,
                 limits=limits,
-                announce=lambda url: typer.echo(f"{name} ({spec}) at {url}"),
+                announce=lambda url: _announce(f"{name} ({spec})", url),
                 stop=engine.close,
             )
+
+
+def _announce(served: str, url: str) -> None:
+    typer.echo(f"{served} at {url}")
+    typer.echo(f"a page to talk to it, and to see its cache: {url.removesuffix('v1')}")
 
 
 __all__ = ["serve"]

@@ -14,7 +14,7 @@ from kvkeep.codec import Codec, Plain, left_plain, whole
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots
+from kvkeep.layer.slots import Codecs, LayerSlots, Span
 from kvkeep.layer.undivided import Undivided
 from kvkeep.planes import POSITION, Planes, take
 from kvkeep.storage import Storage
@@ -92,6 +92,9 @@ class BlockEncoded(LayerSlots):
     def positions(self) -> Tensor:
         held = [slots.positions() for slots in (self.blocks, self.tail) if slots.length]
         return torch.cat(held, dim=2) if held else self.tail.positions()
+
+    def spans(self) -> tuple[Span, ...]:
+        return self.blocks.spans() + self.tail.spans()
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self.tail.add(k, v, own)

@@ -13,7 +13,8 @@ from kvkeep.attention import Segment
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
+from kvkeep.layer.slots import Codecs, LayerSlots, Span, on_one_device
+from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Planes, marked
 from kvkeep.storage import Split, Storage, parted
 
@@ -49,6 +50,11 @@ class Parted(LayerSlots):
         if not self._split.parts:
             return torch.empty(0, 1, 0, dtype=torch.int32)
         return self._split.read()[POSITION]
+
+    def spans(self) -> tuple[Span, ...]:
+        """All slots in one: `positions()` pads the parts to one length."""
+        plain = all(codec.layout == PLAIN for codec in self.codecs)
+        return (Span(self._split.length, False, not plain),)
 
     def _newest(self, count: int) -> Tensor:
         positions = self._split.newest_last()[POSITION]

@@ -38,6 +38,18 @@ class Codecs(NamedTuple):
         return total
 
 
+class Span(NamedTuple):
+    """Slots that follow each other and are held alike.
+
+    `tokens` is how many tokens they have room for; `shared` whether they are frozen, so that a
+    store or other caches may hold them too; `encoded` whether keys or values are encoded.
+    """
+
+    tokens: int
+    shared: bool
+    encoded: bool
+
+
 class LayerSlots(ABC):
     """The slots of one layer: appended, read as segments, and evicted.
 
@@ -132,6 +144,13 @@ class LayerSlots(ABC):
     @abstractmethod
     def positions(self) -> Tensor:
         """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """How the slots of `positions()` are held, from the first to the last."""
+        return tuple(
+            Span(segment.slots, index < len(self.frozen.runs), not segment.plain)
+            for index, segment in enumerate(self.segments())
+        )
 
     def newest_positions(self, tokens: int) -> Tensor:
         """Positions (B, tokens) of the newest tokens; valid if nothing was evicted since they were

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from kvkeep.serve import replies
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.events import Begun, Event, Used
+from kvkeep.serve.events import Begun, Event, Pictured, Used
 from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import CONTENT_TYPE
+from kvkeep.serve.page import page_routes
 from kvkeep.serve.places import Places, waited_too_long
 from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import Asked, RequestError, read
@@ -52,9 +53,9 @@ def application(
     """The HTTP application for an engine. The engine is closed when the server shuts down.
 
     Args:
-        keys: API keys; clients must send one as a bearer token to every endpoint but /health.
-            Cached prompt prefixes are shared among clients whose keys have the same name. With
-            several names, /metrics is for keys of the name "metrics". None: no key is needed.
+        keys: API keys; clients must send one as a bearer token to every endpoint but /health and
+            the page. Cached prompt prefixes are shared among clients whose keys have the same name.
+            With several names, /metrics is for keys of the name "metrics". None: no key is needed.
         share: without keys, share cached prompt prefixes among all clients.
         hosts: accepted host names, in addition to `localhost` and every numeric address; "*": all.
         origins: origins of web pages that may use the server, such as "https://chat.example"; "*":
@@ -116,6 +117,7 @@ def application(
         )
     app = Starlette(
         routes=[
+            *page_routes(),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", keyed(models)),
@@ -285,6 +287,11 @@ class _Answer:
         for chunk in reply.begun():
             yield chunk
         async for event in self._events_to_last():
+            if isinstance(event, Pictured):
+                made = await asyncio.to_thread(event.make)
+                if made is not None:
+                    yield reply.picture(made)
+                event.got()
             for chunk in reply.chunks(event):
                 yield chunk
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -14,9 +15,19 @@ from kvkeep.batch import Answer, Batch, NewToken, Sampling, Settings
 from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.host import Specs, host_of
 from kvkeep.host.sampling import bias, penalty
-from kvkeep.serve.events import Begun, Event, Finished, Named, Piece, TokenLogprobs, Used
+from kvkeep.serve.events import (
+    Begun,
+    Event,
+    Finished,
+    Named,
+    Pictured,
+    Piece,
+    TokenLogprobs,
+    Used,
+)
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
+from kvkeep.serve.pictures import Pace, Pictures
 from kvkeep.serve.prompts import Prompts
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.store.beginning import exact_specs
@@ -45,6 +56,8 @@ class Work:
         self.queue, self.namespace = queue, namespace
         self.answers: list[Answer] = []
         self.begun = False
+        self.pictures: Pictures | None = None
+        self._last_picture: Pictured | None = None
         self._gone = threading.Event()
         self._since = time.monotonic()
         self._last: dict[int, float] = {}  # when each answer had its last token
@@ -89,6 +102,19 @@ class Work:
         if new.text or logprobs is not None:
             self.emit(Piece(index, new.text, logprobs))
         self._given[index] += len(new.text)
+
+    def look(self, answer: Answer) -> None:
+        """Take the last picture of an answer that has ended, to be shown with its last token."""
+        if self.pictures is not None and not self.gone and answer in self.answers:
+            self._last_picture = self.pictures.look(answer, last=True)
+
+    def show(self) -> None:
+        """Pass on a picture of its answer's cache, if the client wants them and one is due."""
+        if self.pictures is not None and self.begun:
+            shown = self._last_picture or self.pictures.look(self.answers[0])
+            if shown is not None:
+                self._last_picture = None
+                self.emit(shown)
 
     def _logprobs(self, new: NewToken, text_of: Callable[[int], str]) -> TokenLogprobs | None:
         answer = new.answer
@@ -178,10 +204,11 @@ class Engine:
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
+        self._pace = Pace()
+        self._works: dict[Work, None] = {}  # in the batch, in the order of arrival
         self.batch = self._new_batch()
         self.metrics = self._watched()
         self._new: list[Work] = []  # not in the batch yet
-        self._works: dict[Work, None] = {}  # in the batch, in the order of arrival
         self._sampled = 0.0
         self._wake = threading.Condition()
         self._closing = False
@@ -196,7 +223,18 @@ class Engine:
             store=self.store,
             sequences=self.limits.sequences,
             max_bytes=self.limits.cache_bytes,
+            on_end=self._look,
         )
+
+    def _look(self, answer: Answer) -> None:
+        for work in self._works:
+            work.look(answer)
+
+    def _pictures(self, namespace: str | None) -> Pictures:
+        outline = None
+        if self.store is not None and namespace is not None:
+            outline = partial(self.store.outline, self.model, spec=self.spec, namespace=namespace)
+        return Pictures(self.prompts.texts, outline, self._pace)
 
     def _watched(self) -> Metrics:
         metrics = Metrics()
@@ -235,6 +273,8 @@ class Engine:
         """
         namespace = None if name is None else "/".join(filter(None, (self.namespace, name)))
         work = Work(asked, ids, emit, queue, namespace)
+        if asked.include_cache:
+            work.pictures = self._pictures(namespace)
         with self._wake:
             if self._closing:
                 raise stopped()
@@ -345,6 +385,7 @@ class Engine:
         work.begin(self.metrics)
         for new in tokens:
             work.add(new, self.metrics, self._text_of)
+        work.show()
         return work.finish(self.metrics)
 
     def _text_of(self, token: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvkeep.serve.requests import RequestError
 
@@ -39,6 +40,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Pictured:
+    """What the answer's cache holds now. `make` returns the picture as JSON values, or None if that
+    fails; it may take long, so call it in another thread. Call `got` when the client has it."""
+
+    make: Callable[[], dict[str, Any] | None]
+    got: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Finished:
     """A choice is complete; `reason` is "stop" or "length"."""
 
@@ -56,5 +66,5 @@ class Used:
     cached: int
 
 
-Event = Begun | Piece | Finished | Used | RequestError
+Event = Begun | Piece | Pictured | Finished | Used | RequestError
 """The events of a request; the last is `Used` or an error."""

@@ -3,7 +3,8 @@
 A browser lets any page send requests to any address that it can reach, including this machine. Two
 headers, which a page cannot change, identify such requests: `Origin` names the page, and `Host` the
 host name in the URL. In a DNS rebinding attack that name belongs to the attacker, who made it
-resolve to this server's address.
+resolve to this server's address. The origin of the server's own page is that of the URL, so that
+page is let in only where the name in `Host` is known to be the server's.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Gate:
     Args:
         hosts: from `host_names`: accepted names, in addition to `localhost` and every numeric
             address; "*": all.
-        origins: from `origin_names`: origins of pages that may use the server; "*": all.
+        origins: from `origin_names`: origins of pages that may use the server, in addition to its
+            own page under a known name; "*": all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
@@ -80,23 +82,26 @@ class Gate:
         self._hosts, self._origins = {*hosts, "localhost"}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        error = self._refusal(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
         else:
             await refusal(error)(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> RequestError | None:
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._accepts(host):
+        known = self._knows(host)
+        if not known and "*" not in self._hosts:
             return RequestError(
                 f"this server does not accept the host name {host[:80]!a}; use its address, or "
                 "start it with --allow-host",
                 code="unknown_host",
                 status=421,
             )
+        own = {f"{scope['scheme']}://{host}".lower()} if known else set()
         for origin in headers.getlist("origin"):
-            if not {"*", origin.lower()} & self._origins:
+            if not {"*", origin.lower()} & (self._origins | own):
                 return RequestError(
                     f"pages of {origin[:80]!a} may not use this server; start it with "
                     "--allow-origin to allow them",
@@ -105,9 +110,8 @@ class Gate:
                 )
         return None
 
-    def _accepts(self, host: str) -> bool:
-        if "*" in self._hosts:
-            return True
+    def _knows(self, host: str) -> bool:
+        """Whether this is a name of the server, or an address; names that "*" lets in are not."""
         found = _HOST.fullmatch(host)
         if found is None:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, final
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from kvkeep.host import Host
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
+
+_AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
 
 
 @final
@@ -66,6 +69,16 @@ class Prompts:
                 param="logit_bias",
             )
         return torch.tensor(ids)
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token id, apart from the others. Requests that are tokenised need not
+        wait for all of them."""
+        found: list[str] = []
+        for first in range(0, len(ids), _AT_ONCE):
+            with self._encoding:
+                some = ids[first : first + _AT_ONCE]
+                found += [self._tokenizer.decode([token]) for token in some]
+        return found
 
     def most_of(self, asked: Asked, length: int) -> int:
         """The most tokens that each answer to a prompt of `length` tokens may have.

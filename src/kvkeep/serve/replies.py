@@ -64,6 +64,10 @@ class Reply:
                 yield self._chunk([], _usage(event))
             yield DONE
 
+    def picture(self, made: dict[str, Any]) -> str:
+        """The chunk of a stream with a picture of the answer's cache."""
+        return _data(self._object("chat.completion.chunk", []) | {"cache": made})
+
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
         chunk = self._object("chat.completion.chunk", choices)
         return _data(chunk | ({"usage": usage} if self.asked.include_usage else {}))

@@ -74,7 +74,8 @@ class RequestError(KVKeepError):
 class Asked:
     """One request: a chat with `messages` (`chat=True`), or a `prompt` to continue, text or token
     ids. `max_tokens=None` allows as many as the model's context and the server's limit permit.
-    `logprobs` asks for those of each token, and `top_logprobs` for those of so many others too."""
+    `logprobs` asks for those of each token, and `top_logprobs` for those of so many others too.
+    `include_cache` asks for pictures of the cache in the stream."""
 
     chat: bool
     model: str
@@ -96,6 +97,7 @@ class Asked:
     n: int
     stream: bool
     include_usage: bool
+    include_cache: bool
 
     @property
     def param(self) -> str:
@@ -134,6 +136,15 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
     temperature = _number(given, "temperature", 1.0, 2.0)
     options = _field(given, "stream_options", dict, {})
     logprobs, top_logprobs = _logprobs(given, chat)
+    stream = _field(given, "stream", bool, False)
+    n = _integer(given, "n", 1, 1, _MOST_CHOICES) or 1
+    include_cache = _field(options, "include_cache", bool, False, "stream_options.")
+    if include_cache and (n > 1 or not stream):
+        raise RequestError(
+            "stream_options.include_cache shows the cache of one answer while it is streamed; "
+            "give stream true and n 1, or leave it out",
+            param="stream_options.include_cache",
+        )
     return Asked(
         chat=chat,
         model=_required(given, "model", str),
@@ -152,9 +163,10 @@ def read(body: bytes | bytearray, *, chat: bool) -> Asked:
         top_logprobs=top_logprobs,
         stop=_stop(given),
         seed=_integer(given, "seed", None, -(2**63)),
-        n=_integer(given, "n", 1, 1, _MOST_CHOICES) or 1,
-        stream=_field(given, "stream", bool, False),
+        n=n,
+        stream=stream,
         include_usage=_field(options, "include_usage", bool, False, "stream_options."),
+        include_cache=include_cache,
     )
 
 

@@ -10,7 +10,7 @@ from kvkeep.store.memory import Memory
 from kvkeep.store.open_url import opened
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.redis import Redis
-from kvkeep.store.stats import StoreStats
+from kvkeep.store.stats import StoredNode, StoreStats
 
 __all__ = [
     "Backend",
@@ -25,5 +25,6 @@ __all__ = [
     "Redis",
     "StoreStats",
     "StoredBlock",
+    "StoredNode",
     "opened",
 ]

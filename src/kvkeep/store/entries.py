@@ -15,6 +15,7 @@ from kvkeep.store.compressed import CompressedText, CompressedTexts
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.layer_slices import Marks, Stretch, marks_between
+from kvkeep.store.stats import StoredNode
 from kvkeep.store.tree import Node, RadixTree
 
 
@@ -81,6 +82,20 @@ class Entries:
     def tree(self, identity: str) -> RadixTree[Stretch]:
         """The prefixes of an identity, to be used under the lock."""
         return self._trees.setdefault(identity, RadixTree(self._clock))
+
+    def outline(self, identity: str, tokens: Tensor, most: int) -> list[StoredNode]:
+        """The prefixes of an identity; see `RadixTree.outline`."""
+        with self.lock:
+            tree, geometry = self._trees.get(identity), self._geometries.get(identity)
+            if tree is None or geometry is None:
+                return []
+            found = []
+            for node, parent, shared, left_out in tree.outline(tokens, most):
+                marks = 0 if node.content is None else len(node.content.marks)
+                nbytes = geometry.token_bytes * len(node.tokens) + geometry.state_bytes * marks
+                locked = node.locks > 0
+                found.append(StoredNode(parent, len(node.tokens), nbytes, locked, shared, left_out))
+            return found
 
     def hit(self, identity: str, tokens: Tensor) -> Hit:
         """The longest prefix of tokens (n,), locked until it is released."""

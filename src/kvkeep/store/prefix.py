@@ -40,7 +40,7 @@ from kvkeep.store.layer_slices import (
     stretch_of,
     why_not_kept,
 )
-from kvkeep.store.stats import StoreStats
+from kvkeep.store.stats import StoredNode, StoreStats
 
 
 class Reading(NamedTuple):
@@ -406,6 +406,33 @@ class PrefixStore:
                 evicted_bytes=self._entries.evicted,
                 refused=self._refused,
             )
+
+    def outline(
+        self,
+        model: Any,
+        tokens: Tensor,
+        *,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+        most: int = 256,
+    ) -> list[StoredNode]:
+        """The tree of prefixes among which `find` would look for some tokens, without what others'
+        tokens are: the root and at most `most` other nodes, parents first. Those that `tokens`
+        begin with come before others, and of these, those used last; nothing is marked as used.
+
+        Args:
+            tokens: int64 (n,).
+            spec, namespace: see `read`.
+
+        Raises:
+            SpecError: `most` is below 1.
+        """
+        if most < 1:
+            raise SpecError(f"an outline of at most {most} nodes; give at least 1")
+        host, tokens = host_of(model), flat(tokens)
+        specs = per_layer(spec, host.kinds)
+        text = keyed(host, tokens, specs, namespace, host.activation_in(tokens))
+        return self._entries.outline(*text, most)
 
     def prefixes(self, identity: str) -> Iterator[Tensor]:
         """The tokens of every entry."""

@@ -1,9 +1,26 @@
-"""Statistics of a store."""
+"""What a store tells of itself: statistics, and an outline of its prefixes."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class StoredNode(NamedTuple):
+    """A run of tokens in a store, up to the point where stored prompts differ.
+
+    `parent` is the index of the run that it follows, -1 for the root, which has no tokens;
+    `tokens` and `nbytes` what it holds; `locked` whether a reader has locked it; `shared` how many
+    of its first tokens are those of the text that was asked about; `left_out` how many of the runs
+    that follow it are not listed.
+    """
+
+    parent: int
+    tokens: int
+    nbytes: int
+    locked: bool
+    shared: int
+    left_out: int
 
 
 @dataclass(frozen=True)

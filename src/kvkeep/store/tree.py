@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from heapq import nsmallest
 from itertools import count
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -63,6 +65,17 @@ class Match(NamedTuple, Generic[Kept]):
     length: int
 
 
+class Branch(NamedTuple, Generic[Kept]):
+    """A node in an outline: the index of its parent there, or -1 for the root; how many of its
+    first tokens are those of the sequence that was asked about; and how many of its children are
+    left out."""
+
+    node: Node[Kept]
+    parent: int
+    shared: int
+    left_out: int
+
+
 class RadixTree(Generic[Kept]):
     """A radix tree over token ids, int64 (n,).
 
@@ -118,6 +131,28 @@ class RadixTree(Generic[Kept]):
             node = waiting.pop()
             waiting += node.children.values()
             yield node
+
+    def outline(self, tokens: Tensor, most: int) -> list[Branch[Kept]]:
+        """The root and at most `most` other nodes, parents first: those of the longest stored
+        prefix of `tokens`, then those nearest to the root, of siblings those used last."""
+        match = self._walk(tokens)
+        path = match.node.path()[:most]
+        shared = {id(node): len(node.tokens) for node in path}
+        if path and path[-1] is match.node:
+            shared[id(match.node)] -= sum(shared.values()) - match.length
+        left = most - len(path)
+        found: list[Branch[Kept]] = []
+        waiting = deque([(self.root, -1)])
+        while waiting:
+            node, parent = waiting.popleft()
+            others = [child for child in node.children.values() if id(child) not in shared]
+            some = nsmallest(left, others, key=lambda child: -child.used)
+            left -= len(some)
+            own = [child for child in node.children.values() if id(child) in shared]
+            waiting += [(child, len(found)) for child in (*own, *some)]
+            missing = len(node.children) - len(own) - len(some)
+            found.append(Branch(node, parent, shared.get(id(node), 0), missing))
+        return found
 
     def remove(self, leaf: Node[Kept]) -> int:
         """Remove a leaf; returns the bytes that this frees.

@@ -1,0 +1,1 @@
+"""Pages that show a cache: the server's, and single files."""

@@ -1,0 +1,48 @@
+"""The server's page: static files without secrets, which need no key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+import kvkeep.page
+
+_ASSETS = Path(kvkeep.page.__file__).with_name("assets")
+_PAGE = "chat.html"
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # ask each time whether it changed
+}
+
+
+@final
+class _Assets(StaticFiles):
+    """Files with headers that let a page use its own server only, and no other page use it."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_HEADERS)
+        return response
+
+
+def page_routes() -> list[BaseRoute]:
+    """`/`, the page, and `/assets/`, the files that it loads."""
+    assets = _Assets(directory=_ASSETS)
+
+    async def page(request: Request) -> Response:
+        return await assets.get_response(_PAGE, request.scope)
+
+    return [Route("/", page), Mount("/assets", assets)]
