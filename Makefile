@@ -3,6 +3,9 @@ BIN := .venv/bin
 # Tests run side by side; each worker loads the demo model, so no more than four.
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
+# Compiled modules are kept: each worker and each process that a test starts would compile again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check slow sanitize emulate programs
 
 demo: .venv/installed

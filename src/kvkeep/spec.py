@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -274,6 +275,7 @@ def _component(
     return name, tuple((preset | options).items())
 
 
+@functools.cache
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
     """A component's options: the parameters of its constructor, except for a wrapped policy."""
     # A dataclass's types are resolved in the modules of the classes that declare its fields.

@@ -81,9 +81,9 @@ def require_null(row):
 @pytest.mark.usefixtures("_here")
 def test_rows(model):
     doing = []
-    result = train.run(model, tokens=(48, 96), cache="h2o:16", chunk=16, progress=doing.append)
+    result = train.run(model, tokens=(24, 48), cache="h2o:16", chunk=16, progress=doing.append)
     assert [(row["tokens"], row["method"]) for row in result["rows"]] == [
-        (tokens, method) for tokens in (48, 96) for method in train.METHODS
+        (tokens, method) for tokens in (24, 48) for method in train.METHODS
     ]
     require_complete(result["rows"])
     assert doing.count("reference, 48 tokens") == 1

@@ -143,8 +143,13 @@ def test_what_cannot_be_compared_is_refused(model, place, tmp_path):
     other = tiny_models.tiny("qwen2", max_position_embeddings=1024)
     with pytest.raises(UnsupportedError, match=r"config\.json"):
         measured(other, place, PRESSES)
-    other.save_pretrained(tmp_path / "other")
-    other.name_or_path = str(tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_a_model_that_kvpress_does_not_support(place, tmp_path):
+    other = tiny_models.tiny("qwen2", max_position_embeddings=1024)
+    other.save_pretrained(tmp_path)
+    other.name_or_path = str(tmp_path)
     with pytest.raises(UnsupportedError, match="does not support Qwen2ForCausalLM; it supports"):
         measured(other, place, PRESSES)
 

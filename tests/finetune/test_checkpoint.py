@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support import finetune_inputs
+from support.process_group import execute, start
+from torch.multiprocessing import ProcessExitedException
 
 from kvkeep.files import tensor_file
 from kvkeep.finetune import checkpoint
@@ -140,14 +139,9 @@ def test_an_interrupted_run_gives_the_same_weights(data, tmp_path, whole):
 def test_a_run_that_is_killed_while_it_writes_a_checkpoint(data, tmp_path, whole):
     expected, figures = whole
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(data), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with pytest.raises(ProcessExitedException) as ended:
+        start(execute, 1, KILLED, [str(data), str(tmp_path)], [str(here), str(here.parent)])
+    assert ended.value.signal_name == "SIGKILL"
     partial, first = checkpoints(tmp_path)
     assert first == "checkpoint-2"
     assert (tmp_path / partial / "optimizer.safetensors").exists()

@@ -83,7 +83,7 @@ def test_round_trip(family, spec, tmp_path):
 
 
 def test_another_process(tmp_path):
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     path = tmp_path / "a.pt2"
     program = kvkeep.export(model, "window:32,sinks=2+int8@fixed")
     ids = prompt(model, rows=1)
@@ -135,7 +135,7 @@ def test_attributes(family, tmp_path):
 
 def test_compiled():
     torch._dynamo.reset()
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     ids = prompt(model, rows=1)
     mask = torch.ones_like(ids)
     program = kvkeep.export(model, SPECS[0])

@@ -136,7 +136,7 @@ def test_families(family, spec):
     "spec", [pytest.param("keep_all+int8@fixed:80", marks=pytest.mark.slow), "h2o:12@fixed:40"]
 )
 def test_compiled(spec):
-    model = tiny("llama").to(DEVICE)
+    model = tiny("llama", num_hidden_layers=1).to(DEVICE)
     kvkeep.attach(model)
     ids = prompt(model, 2, 9)
     expected, token = fed(model, spec, ids)

@@ -274,35 +274,36 @@ def _with_notes(path, **notes):
     save_file(load_file(path), path, sealed("kvkeep", header))
 
 
-@pytest.mark.parametrize(
-    "notes",
-    [
-        {"messages": "["},
-        {"messages": "{}"},
-        {"messages": "[1]"},
-        {"messages": '[{"role": "user"}]'},
-        {"messages": '[{"role": 1, "content": "x"}]'},
-        {"messages": "[" * 50_000},
-        {"marks": "[[1]]"},
-        {"marks": "[[-1, 0]]"},
-        {"marks": "[[0, 1e400]]"},
-        {"marks": "[[99999999999999999999, 0]]"},
-    ],
-    ids=lambda notes: next(iter(notes.values()))[:30],
-)
-def test_notes_that_are_no_sessions(talk, demo, tmp_path, notes):
+NO_SESSIONS = [
+    {"messages": "["},
+    {"messages": "{}"},
+    {"messages": "[1]"},
+    {"messages": '[{"role": "user"}]'},
+    {"messages": '[{"role": 1, "content": "x"}]'},
+    {"messages": "[" * 50_000},
+    {"marks": "[[1]]"},
+    {"marks": "[[-1, 0]]"},
+    {"marks": "[[0, 1e400]]"},
+    {"marks": "[[99999999999999999999, 0]]"},
+]
+
+
+def test_notes_that_are_no_sessions(talk, demo, tmp_path):
     """One bad file is refused by its name, and hides no other."""
-    if not (tmp_path / "sessions").exists():
-        chat = talk("good")
-        chat.ask("Hello.", max_new_tokens=2)
-        chat.save()
-        chat.fork("bad")
-        chat.close()
-    _with_notes(tmp_path / "sessions" / "bad.kv", **notes)
-    listed = [one.name for one in sessions()]
-    assert listed == (["good"] if "messages" in notes else ["bad", "good"])
-    with pytest.raises(SavedCacheError):
-        Session(*demo, name="bad")
+    chat = talk("good")
+    chat.ask("Hello.", max_new_tokens=2)
+    chat.save()
+    chat.fork("bad")
+    chat.close()
+    path = tmp_path / "sessions" / "bad.kv"
+    whole = path.read_bytes()
+    for notes in NO_SESSIONS:
+        path.write_bytes(whole)
+        _with_notes(path, **notes)
+        listed = [one.name for one in sessions()]
+        assert listed == (["good"] if "messages" in notes else ["bad", "good"]), notes
+        with pytest.raises(SavedCacheError):
+            Session(*demo, name="bad")
     talk("good")
 
 

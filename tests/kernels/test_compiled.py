@@ -34,7 +34,7 @@ def compiled(*arguments):
 @pytest.mark.parametrize(
     ("capability", "dtypes", "codecs"),
     [
-        (90, "bfloat16", {"plain", "int8", "int4-affine", "kivi"}),
+        (90, "bfloat16", {"plain", "kivi"}),
         pytest.param(90, "bfloat16", set(), marks=pytest.mark.slow),
         pytest.param(80, "bfloat16,float16,float32", set(), marks=pytest.mark.slow),
     ],

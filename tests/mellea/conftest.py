@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import llguidance.hf
 import pytest
 from support.lighthouse import OPTIONS
 from support.tiny_models import tiny
@@ -14,6 +15,22 @@ from kvkeep.mellea import KVKeepBackend
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once_for_each_tokenizer():
+    """Every backend makes the vocabulary of grammars, which takes half a second."""
+    make, made = llguidance.hf.from_tokenizer, {}
+
+    def found(tokenizer, *args, **options):
+        key = (id(tokenizer), args, tuple(options.items()))
+        if key not in made:
+            made[key] = tokenizer, make(tokenizer, *args, **options)
+        return made[key][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llguidance.hf, "from_tokenizer", found)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ What each client does depends on a seed.
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +29,9 @@ def ended(engine):
     return sum(float(value) for name, value, *_ in figures if "requests_total{" in name)
 
 
-def load(tokenizer, clients, seconds, limits, rest=0.0):
-    """How many requests were answered, and how many were left by their clients, each of whom rests
-    for up to `rest` seconds after a request."""
+def load(tokenizer, clients, limits, *, seconds=math.inf, requests=sys.maxsize):
+    """How many requests were answered, and how many were left by their clients, each of whom makes
+    as many as given, one after the other, or goes on for some seconds."""
     model = small()
     model.generation_config.eos_token_id = None
     keys = Keys({f"key{i}": f"client{i % 3}" for i in range(clients)})
@@ -50,8 +52,9 @@ def load(tokenizer, clients, seconds, limits, rest=0.0):
         def go_on(number):
             draw = random.Random(f"load {number}")
             own = client(str(talk.base_url), f"key{number}")
-            while time.monotonic() < end:
-                time.sleep(rest * draw.random())
+            for _ in range(requests):
+                if time.monotonic() > end:
+                    break
                 prompt, n = draw.choice(PROMPTS), draw.choice((1, 1, 1, 2))
                 most, leave = draw.randint(1, 40), draw.random() < 0.3
                 asked = options | {"prompt": prompt, "max_tokens": most, "n": n}
@@ -91,7 +94,7 @@ def load(tokenizer, clients, seconds, limits, rest=0.0):
 
 
 def test_eight_clients_of_whom_some_leave(tokenizer):
-    counted = load(tokenizer, 8, 15, Limits(sequences=6), rest=1.0)
+    counted = load(tokenizer, 8, Limits(sequences=6), requests=5)
     assert counted["answered"] > 8
     assert counted["left"] > 2
     assert not counted["turned away"]
@@ -100,6 +103,6 @@ def test_eight_clients_of_whom_some_leave(tokenizer):
 @pytest.mark.slow
 def test_sixty_four_clients_for_five_minutes(tokenizer):
     limits = Limits(sequences=16, queue=2, cache_bytes=500_000)
-    counted = load(tokenizer, 64, 300, limits)
+    counted = load(tokenizer, 64, limits, seconds=300)
     assert counted["answered"] > 500
     assert counted["left"] > 100

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from contextlib import ExitStack
 
 import openai
 import pytest
-from support.live_server import client
+from support.live_server import client, serving
 from support.redis_server import Server
 
+from kvkeep.store import PrefixStore, Redis
 
+PROMPT = "The keeper of the lighthouse counts the ships. " * 40
+
+
+def test_what_one_server_computed_the_other_finds(model, tokenizer, tmp_path):
+    with Server(tmp_path) as redis, ExitStack() as stack:
+        servers = [
+            (one, PrefixStore(backend=Redis(redis.tcp))) for one in (model, copy.deepcopy(model))
+        ]
+        answers = []
+        for own, store in servers:
+            _, talk = stack.enter_context(serving(own, tokenizer, store=store))
+            create = talk.completions.create
+            answers.append(create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=8))
+        first, second = answers
+        assert first.choices[0].text == second.choices[0].text
+        found = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+        assert found == [0, len(tokenizer(PROMPT).input_ids) - 1]
+
+
+@pytest.mark.slow
 def test_what_one_server_computed_the_other_finds_and_goes_on_without_it(
     model, tokenizer, tmp_path
 ):
@@ -42,13 +64,12 @@ def test_what_one_server_computed_the_other_finds_and_goes_on_without_it(
             answer = talk.completions.create(prompt=prompt, **options | more)
             return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens
 
-        prompt = "The keeper of the lighthouse counts the ships. " * 40
-        text, cached = ask(first, prompt)
+        text, cached = ask(first, PROMPT)
         assert cached == 0
-        again, cached = ask(second, prompt)
-        assert (again, cached) == (text, len(tokenizer(prompt).input_ids) - 1)
+        again, cached = ask(second, PROMPT)
+        assert (again, cached) == (text, len(tokenizer(PROMPT).input_ids) - 1)
         going, lost = (
-            talk.completions.create(prompt=prompt, **options | {"max_tokens": most, "stream": True})
+            talk.completions.create(prompt=PROMPT, **options | {"max_tokens": most, "stream": True})
             for talk, most in ((second, 300), (first, 4000))
         )
         heads = [next(iter(stream)).choices[0].text for stream in (going, lost)]
@@ -57,5 +78,5 @@ def test_what_one_server_computed_the_other_finds_and_goes_on_without_it(
         with pytest.raises(openai.APIConnectionError):
             list(lost)
         assert len(list(going)) > 20
-        longer = prompt + text
+        longer = PROMPT + text
         assert ask(second, longer)[1] > cached

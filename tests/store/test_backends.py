@@ -426,7 +426,7 @@ def _storm(place, processes, seconds, budget):
 def test_killed_processes(kind, tmp_path):
     place = Place(kind, tmp_path)
     try:
-        _storm(place, processes=4, seconds=2, budget=60_000)
+        _storm(place, processes=4, seconds=1, budget=60_000)
     finally:
         place.close()
 

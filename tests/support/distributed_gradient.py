@@ -7,12 +7,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from kvkeep.errors import StateError
 from kvkeep.train import backward, loss
 from support.autograd_gradients import texts
-from support.process_group import join
+from support.process_group import join, start
 from support.tiny_models import tiny
 
 SPEC, CHUNK, TOKENS = "h2o:8", 7, 40
@@ -63,5 +62,5 @@ def full(x):
 
 def run(way: str, tied: bool, path: str):
     """The loss, and the gradients by name after one call and after two."""
-    mp.spawn(work, args=(way, tied, path), nprocs=ROWS)
+    start(work, ROWS, way, tied, path)
     return torch.load(f"{path}/found.pt", weights_only=True)

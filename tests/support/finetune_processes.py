@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
 
 import kvkeep.finetune.run
 from kvkeep.errors import KVKeepError, LossError
@@ -15,7 +14,7 @@ from kvkeep.files import tensor_file
 from kvkeep.finetune.options import Options
 from kvkeep.finetune.run import finetune
 from support import finetune_inputs
-from support.process_group import join
+from support.process_group import join, start
 
 OPTIONS = {
     "cache": "h2o:16",
@@ -106,5 +105,5 @@ def work(rank: int, size: int, jobs: list[dict], path: str) -> None:
 
 def run(size: int, jobs: list[dict], path: Path) -> list[list]:
     """What each process finds: for each job losses and what it said, or its error."""
-    mp.spawn(work, args=(size, jobs, str(path)), nprocs=size)
+    start(work, size, size, jobs, str(path))
     return [json.loads((path / f"found-{rank}").read_text()) for rank in range(size)]

@@ -7,13 +7,12 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from kvkeep.errors import KVKeepError, ShapeError
 from kvkeep.files.offload import Offload
 from kvkeep.train import backward, loss
 from support.autograd_gradients import adapted, gradients, model_of, texts
-from support.process_group import join
+from support.process_group import join, start
 
 TOKENS, CHUNK = 47, 6  # eight chunks, the last of them shorter
 
@@ -108,5 +107,5 @@ def work(rank: int, processes: int, path: str) -> None:
 
 def run(processes: int, path: str):
     """What each process found."""
-    mp.spawn(work, args=(processes, path), nprocs=processes)
+    start(work, processes, processes, path)
     return [torch.load(f"{path}/{rank}.pt", weights_only=True) for rank in range(processes)]

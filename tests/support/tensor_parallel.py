@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,7 +28,7 @@ from kvkeep.policy.scorer import LEVELS, HeadNetworks, LayerScorer, Scorer
 from kvkeep.store import Disk
 from kvkeep.train import backward
 from support.autograd_gradients import texts
-from support.process_group import join
+from support.process_group import join, start
 
 PROCESSES = 2
 CHUNK, TOKENS, NEW = 8, 40, 8
@@ -200,5 +199,5 @@ def run(
 ) -> list[list[Any]]:
     """What each process found in each job, by process. `by`: whose means split the model."""
     model.save_pretrained(f"{place}/model")
-    mp.spawn(work, args=(place, by, list(jobs)), nprocs=PROCESSES)
+    start(work, PROCESSES, place, by, list(jobs))
     return [torch.load(f"{place}/{rank}.pt", weights_only=True) for rank in range(PROCESSES)]
