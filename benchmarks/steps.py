@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvkeep.bench.timing import interleaved, median_ratio
 from kvkeep.evals.forward import fill
-from kvkeep.evals.kept_positions import Kept, prompt_ids
+from kvkeep.evals.kept_positions import Kept, kept, prompt_ids
 from kvkeep.hf.models import load
 from kvkeep.host import host_of
 from kvkeep.spec import CacheSpec
@@ -69,11 +69,7 @@ class Prompt:
 
     def kept(self, spec: str, chunk: int) -> Kept:
         """The positions kept by layer and head."""
-        layers = self.call(spec, chunk)().layers
-        return [
-            [[p for p in head if p >= 0] for head in layer.positions()[0].tolist()]
-            for layer in layers
-        ]
+        return kept(self.call(spec, chunk)())
 
 
 def numbers(text: str) -> list[int]:

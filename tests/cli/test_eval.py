@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,11 @@ def last_line(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def data_of(page):
+    """What a page shows."""
+    return json.loads(re.search(r'id="data">(.*)</script>', page.read_text())[1])
+
+
 @pytest.fixture
 def _model(stand_in_home, monkeypatch):
     """A fast demo model."""
@@ -34,9 +40,19 @@ def _model(stand_in_home, monkeypatch):
 @pytest.mark.usefixtures("_model")
 def test_eval(tmp_path):
     picture, text = tmp_path / "quality.svg", tmp_path / "text.txt"
+    page = tmp_path / "quality.html"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog wonders why. " * 20)
     options = ("--context", "16,24", "--continuation", "3", "--windows", "2", "--chunk", "16")
-    files = ("--text", str(text), "--plot", str(picture), "--no-retrieval", "--json")
+    files = (
+        "--text",
+        str(text),
+        "--plot",
+        str(picture),
+        "--no-retrieval",
+        "--json",
+        "--html",
+        str(page),
+    )
     result = run("eval", "--specs", "window:8; keep_all", *options, *files)
     found = last_line(result)
     assert [(row["spec"], row["context"]) for row in found["rows"]] == [
@@ -55,6 +71,11 @@ def test_eval(tmp_path):
     assert found["environment"]["torch"]
     assert "window:8" in result.stderr
     assert b"<svg" in picture.read_bytes()
+    drawn = data_of(page)
+    assert drawn["title"] == "smollm2-135m, auto, 6 tokens predicted"
+    assert [row["figures"]["kl"][0] for row in drawn["rows"]] == [
+        row["kl"] for row in found["rows"]
+    ]
 
 
 @pytest.mark.usefixtures("_model")
@@ -86,10 +107,15 @@ def test_eval_of_tasks(tmp_path):
         del one["kl_95"], one["tasks"]
     (tmp_path / "old.json").write_text(json.dumps(old | {"model": "older"}))
     files = ("--recorded", str(record), "--recorded", str(tmp_path / "old.json"))
-    assert run("eval", *files, "--plot", str(picture)).exit_code == 0
+    page = tmp_path / "quality.html"
+    assert run("eval", *files, "--plot", str(picture), "--html", str(page)).exit_code == 0
     drawn = picture.read_text()
     for text in ("accuracy, mean of tasks", "window:64", "older, auto, 200 tokens"):
         assert f"<!-- {text} -->" in drawn
+    shown = data_of(page)
+    assert shown["shown"] == ["kl", "accuracy"]
+    assert [row["figures"]["accuracy"] is None for row in shown["rows"]] == [False] * 2 + [True] * 2
+    assert [run["title"] for run in shown["runs"]] == ["smollm2-135m, auto", "older, auto"]
 
 
 @pytest.mark.usefixtures("_model")
@@ -104,7 +130,8 @@ def test_eval_shows_the_full_cache_too():
 @pytest.mark.usefixtures("_model")
 def test_inspect_json(tmp_path):
     picture = tmp_path / "kept.png"
-    cache = ("--cache", "h2o:6,recent=2", "--plot", str(picture))
+    page = tmp_path / "kept.html"
+    cache = ("--cache", "h2o:6,recent=2", "--plot", str(picture), "--html", str(page))
     found = last_line(run("inspect", PROMPT, *cache, "--json"))
     assert found["tokens"] == len(found["ids"]) > 6
     assert found["cache"] == "h2o:6,recent=2+plain@growing"
@@ -116,6 +143,10 @@ def test_inspect_json(tmp_path):
             assert positions[-2:] == [found["tokens"] - 2, found["tokens"] - 1]
     assert any(heads[0] != heads[1] for heads in found["layers"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (shown,) = data_of(page)["pictures"]
+    assert "".join(shown["texts"]) == PROMPT
+    assert [layer["kept"] for layer in shown["layers"]] == [[6] * 3] * LAYERS
+    assert 0 < shown["live_bytes"] < shown["full_bytes"]
 
 
 @pytest.mark.usefixtures("_model")
@@ -159,7 +190,10 @@ def test_bar():
         (("eval", "--against", "kvpress"), "needs --kvpress DIR"),
         (("eval", "--against", "kvpress", "--kvpress", "nowhere"), "no environment in nowhere"),
         (("eval", "--setup-kvpress", "."), "give a new or empty directory"),
-        (("eval", "--recorded", __file__), "needs --plot FILE"),
+        (("eval", "--recorded", __file__), "needs --plot FILE or --html FILE"),
+        (("eval", "--recorded", __file__, "--html", "x.html"), "no result of kvkeep eval --json"),
+        (("eval", "--html", "x.htm"), "must end in .html"),
+        (("inspect", "hello", "--html", "nowhere/x.html"), "there is no directory nowhere"),
         (("eval", "--recorded", __file__, "--plot", "x.svg"), "no result of kvkeep eval --json"),
         (("inspect", "hello", "--cache", "h2o"), "lacks 'tokens'"),
         (("inspect", "hello", "--context", "9"), "not both"),

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import kvkeep
 from kvkeep.bench.text import windows_of_text
 from kvkeep.errors import CapacityError, ShapeError, SpecError
-from kvkeep.evals.kept_positions import kept, prompt_ids, shares
+from kvkeep.evals.kept_positions import fed, kept, prompt_ids, shares
 from kvkeep.evals.quality import compare
 from kvkeep.evals.run import TIMED_STEPS, evaluate
 
@@ -151,7 +151,7 @@ def test_windows_of_text(tmp_path):
 def test_kept(model):
     ids = torch.randint(1, 96, (1, 30))
     for spec in ("keep_all", "window:4,sinks=1", "h2o:8,recent=2", "tova:8"):
-        layers = kept(model, ids, spec)
+        layers = kept(fed(model, ids, spec))
         cache = kvkeep.Cache(model, spec)
         with kvkeep.attach(model), torch.inference_mode():
             model(ids, past_key_values=cache)

@@ -8,7 +8,7 @@ from support.tiny_host import tiny_model
 from torch.nn.functional import cross_entropy, pad
 
 from kvkeep.bench.text import windows_of_text
-from kvkeep.evals.kept_positions import kept
+from kvkeep.evals.kept_positions import fed, kept
 from kvkeep.evals.run import evaluate
 from kvkeep.host import host_of
 from kvkeep.train import backward, hidden_states, loss, replaying
@@ -108,5 +108,5 @@ def test_quality_is_measured_against_a_plain_forward(model):
 
 
 def test_kept_positions(model):
-    held = kept(model, ids()[:1], "window:8", chunk=CHUNK)
+    held = kept(fed(model, ids()[:1], "window:8", chunk=CHUNK))
     assert held == [[[*range(32, 40)]] * 2] * 3

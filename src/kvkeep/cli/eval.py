@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.html import HtmlFile, check_html
 from kvkeep.cli.output import (
     AdapterName,
     Advancing,
@@ -96,10 +97,12 @@ def evaluate(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Draw what earlier runs printed with --json, by --plot, and stop; repeatable.",
+            help="Draw what earlier runs printed with --json, by --plot or --html, and stop; "
+            "repeatable.",
         ),
     ] = None,
     plot: PlotFile = None,
+    html: HtmlFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Compare cache specs with the full cache on a text: perplexity, divergence, and tasks such as
@@ -108,6 +111,7 @@ def evaluate(
     Each spec is fed the context, then the true continuation one token at a time.
     """
     check_plot(plot)
+    check_html(html)
     if setup_kvpress is not None:
         with reported(), Working("kvpress") as working:
             from kvkeep.evals.kvpress import install
@@ -116,9 +120,9 @@ def evaluate(
         typer.echo(setup_kvpress)
         return
     if recorded:
-        if plot is None:
-            raise typer.BadParameter("--recorded needs --plot FILE, which is drawn from it")
-        plot_tradeoff("Quality over the bytes held", _read(recorded), plot)
+        if plot is None and html is None:
+            raise typer.BadParameter("--recorded needs --plot FILE or --html FILE to draw")
+        _draw("Quality over the bytes held", *_recorded(recorded), plot, html)
         return
     if against not in (None, "kvpress"):
         raise typer.BadParameter(f"--against {against}: there is kvpress")
@@ -132,6 +136,7 @@ def evaluate(
         from kvkeep.bench.environment import environment
         from kvkeep.evals.kvpress import PRESSES, Kvpress
         from kvkeep.evals.run import run
+        from kvkeep.evals.tradeoff import rows_of
         from kvkeep.spec import split_specs
 
         some = PRESSES if presses is None else listed(presses, ",")
@@ -155,47 +160,55 @@ def evaluate(
             progress=advancing,
         )
         result["environment"] = environment()
-    others = result.get("against", [])
-    for row in others:
+    for row in result.get("against", []):
         if "failed" in row:
             typer.echo(f"{row['spec']} failed: {row['failed']}", err=True)
     title = f"{titled(model, adapter)}, {dtype}, {windows * continuation:,} tokens predicted"
-    shown = _with_baseline(result) + [row for row in others if "failed" not in row]
-    if plot is not None:
-        plot_tradeoff(title, shown, plot)
+    shown = rows_of(result)
     print_table(title, [_columns(row) for row in shown], stderr=json)
     if json:
         print_json(result)
+    _draw(title, shown, [result], plot, html)
 
 
-def _read(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of recorded runs, with the names of their models.
+def _draw(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    results: Sequence[Mapping[str, Any]],
+    plot: Path | None,
+    html: Path | None,
+) -> None:
+    """Write the drawings that are asked for."""
+    if plot is not None:
+        plot_tradeoff(title, rows, plot)
+    if html is not None:
+        from kvkeep.page.document import write
+        from kvkeep.page.evaluation import evaluation
+
+        with reported():
+            write(html, evaluation(title, rows, results))
+
+
+def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of recorded runs, with the names of their models, and the runs.
 
     Raises:
         BadParameter: a file is no recorded run.
     """
-    rows = []
+    from kvkeep.evals.tradeoff import rows_of
+
+    rows, results = [], []
     for file in files:
         try:
             result = loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
-            more = [row for row in result.get("against", []) if "failed" not in row]
-            of = {"model": f"{result['model']}, {result['dtype']},"}
-            rows += [{**row, **of} for row in _with_baseline(result) + more]
+            name = titled(result["model"], result.get("adapter"))
+            rows += rows_of(result, f"{name}, {result['dtype']},")
         except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
             raise typer.BadParameter(
                 f"--recorded {file}: no result of kvkeep eval --json"
             ) from error
-    return rows
-
-
-def _with_baseline(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows, with the full cache's before those of each context unless its spec is among
-    them."""
-    rows = []
-    for full in result["baseline"]:
-        mine = [row for row in result["rows"] if row["context"] == full["context"]]
-        rows += mine if any(row["spec"] == full["spec"] for row in mine) else [full, *mine]
-    return rows
+        results.append(result)
+    return rows, results
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:

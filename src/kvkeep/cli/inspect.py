@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvkeep.cli.generate import given_prompt
+from kvkeep.cli.html import HtmlFile, check_html
 from kvkeep.cli.output import (
     AdapterName,
     JsonFlag,
@@ -48,10 +49,12 @@ def inspect(
     head: Annotated[int | None, typer.Option(min=0, help="Show this kv head only.")] = None,
     dtype: ModelDtype = "auto",
     plot: PlotFile = None,
+    html: HtmlFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Show which tokens of a prompt a cache keeps, per layer and kv head."""
     check_plot(plot)
+    check_html(html)
     model = model_for(model, adapter)
     with reported():
         from kvkeep.spec import parse_specs
@@ -61,13 +64,16 @@ def inspect(
             raise typer.BadParameter("give a prompt or --context, not both")
         text = "" if context is not None else given_prompt(prompt, prompt_file)
         with Working("starting") as working:
-            from kvkeep.evals.kept_positions import kept, prompt_ids, shares
+            from kvkeep.evals.kept_positions import fed, kept, prompt_ids, shares
             from kvkeep.hf.models import load
+            from kvkeep.page.inspection import Frames
 
             loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
             ids = prompt_ids(loaded, tokenizer, text, context)
+            words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+            frames = None if html is None else Frames(words, chunk)
             working(f"feeding {ids.shape[1]} tokens")
-            layers = kept(loaded, ids, spec, chunk)
+            layers = kept(fed(loaded, ids, spec, chunk, frames))
         tokens = ids.shape[1]
         _require_index("layer", layer, len(layers))
         _require_index("head", head, max(map(len, layers)))
@@ -75,12 +81,18 @@ def inspect(
         title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
         if plot is not None:
             plot_kept(title, lines, tokens, plot)
+        if html is not None and frames is not None:
+            from kvkeep.page.document import write
+            from kvkeep.page.inspection import inspection
+
+            facts = {"model": titled(model, adapter), "cache": str(spec), "tokens": f"{tokens:,}"}
+            facts |= {"dtype": dtype} | ({} if chunk is None else {"chunk": f"{chunk:,}"})
+            write(html, inspection(title, facts, frames.pictures))
         if json:
             asked = {"model": model, "adapter": adapter, "cache": str(spec)}
             print_json({**asked, "tokens": tokens, "layers": layers, "ids": ids[0].tolist()})
             return
         console = Console()
-        words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
         chosen = [heads for i, heads in enumerate(layers) if layer in (None, i)]
         each = [one for heads in chosen for j, one in enumerate(heads) if head in (None, j)]
         console.print(_shaded(words, shares(each, tokens)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,23 +94,21 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
     """Draw what each spec loses (divergence, and accuracy of tasks or else perplexity) over the
     bytes it holds, with intervals of 95 %: a labelled point for each row and a colour for each
     model and context, and for kvpress."""
-    series = {id(row): _series(row) for row in rows}
-    losses = {"kl": "KL to the full cache, nats per token"}
-    if any(row.get("tasks") for row in rows):
-        losses["accuracy"] = "accuracy, mean of tasks"
-    else:
-        losses["perplexity"] = "perplexity"
+    from kvkeep.evals import tradeoff
+
+    series = {id(row): tradeoff.series(row) for row in rows}
+    losses = tradeoff.losses(rows)
     figure = _figure(figsize=(8 * len(losses), 7), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(losses))
     for panel, (column, label) in zip(panels, losses.items(), strict=True):
-        found = [(row, *_with_interval(row, column)) for row in rows]
+        found = [(row, tradeoff.figure(row, column)) for row in rows]
         for name in dict.fromkeys(series.values()):
-            mine = [one for one in found if series[id(one[0])] == name]
-            x = [row["bytes"] / 2**20 for row, *_ in mine]
-            y = [value for _, value, _, _ in mine]
-            ends = [[v - low for _, v, low, _ in mine], [high - v for _, v, _, high in mine]]
-            panel.errorbar(x, y, ends, fmt="o", elinewidth=0.7, label=name)
+            mine = [(r, one) for r, one in found if one and series[id(r)] == name]
+            x = [row["bytes"] / 2**20 for row, _ in mine]
+            y = [one.value for _, one in mine]
+            ends = zip(*[(v - low, high - v) for _, (v, low, high) in mine], strict=True)
+            panel.errorbar(x, y, list(ends) or None, fmt="o", elinewidth=0.7, label=name)
         panel.set(xscale="log", xlabel="MiB held", ylabel=label)
         panel.margins(x=0.4, y=0.1)
     # The full cache's divergence is 0, which a logarithmic axis cannot show.
@@ -122,28 +119,10 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
     panels[1].legend()
     figure.canvas.draw()  # places the axes, which labels are laid out in
     for panel, column in zip(panels, losses, strict=True):
-        _labelled(
-            panel,
-            [
-                (_short(row["spec"]), row["bytes"] / 2**20, _with_interval(row, column)[0])
-                for row in rows
-            ],
-        )
+        found = [(row, tradeoff.figure(row, column)) for row in rows]
+        points = [(row, one.value) for row, one in found if one]
+        _labelled(panel, [(tradeoff.short(r["spec"]), r["bytes"] / 2**20, y) for r, y in points])
     figure.savefig(file)
-
-
-_PRESS = "kvpress "
-
-
-def _series(row: Mapping[str, Any]) -> str:
-    """What rows of one colour have in common."""
-    of = f"{row.get('model', '')} {row['context']:,} tokens".strip()
-    return f"{of}, kvpress" if row["spec"].startswith(_PRESS) else of
-
-
-def _short(spec: str) -> str:
-    """A spec without the names of files, or the name of a press."""
-    return re.sub(r",scorer=[^,+@)]*", "", spec.removeprefix(_PRESS))
 
 
 def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
@@ -162,25 +141,8 @@ def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file:
     figure.savefig(file)
 
 
-def _with_interval(row: Mapping[str, Any], column: str) -> tuple[float, float, float]:
-    """A figure of a row and its interval, or itself where none is known."""
-    if column != "accuracy":
-        value = float(row[column])
-        low, high = row.get(f"{column}_95") or (value, value)
-        return value, min(low, value), max(high, value)
-    from kvkeep.evals.intervals import of_share
-
-    tasks = (row.get("tasks") or {}).values()
-    if not tasks:
-        return math.nan, math.nan, math.nan
-    value = sum(task["accuracy"] for task in tasks) / len(tasks)
-    low, high = of_share(value, sum(task["samples"] for task in tasks))
-    return value, min(low, value), max(high, value)
-
-
 def _labelled(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:
     """Write each point's name beside it, in turns left and right, where no other name is."""
-    points = [one for one in points if not math.isnan(one[2])]
     dots = 72 / panel.figure.dpi
     placed = sorted((*panel.transData.transform((x, y)), name, x, y) for name, x, y in points)
     last = {-1: -math.inf, 1: -math.inf}

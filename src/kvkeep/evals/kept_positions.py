@@ -1,8 +1,8 @@
-"""Which tokens of a prompt a cache spec kept."""
+"""Feeds a prompt to a cache, and says which tokens it kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvkeep.bench.text import windows_of_text
 from kvkeep.evals.forward import fill, require_positions
-from kvkeep.host import Specs, host_of
+from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.compress import compress, compresses
 
 Kept = list[list[list[int]]]
 """Positions kept, ascending: layer -> kv head -> positions."""
@@ -33,12 +34,18 @@ def prompt_ids(model: Any, tokenizer: Any, prompt: str, context: int | None = No
 
 
 @torch.inference_mode()
-def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept:
-    """Feed ids (1, n) to a model that is not attached, and return the positions that its cache
-    holds afterwards.
+def fed(
+    model: Any,
+    ids: Tensor,
+    spec: Specs,
+    chunk: int | None = None,
+    after: Callable[[ModelCache], None] | None = None,
+) -> ModelCache:
+    """Feed ids (1, n) to a model that is not attached; returns its cache.
 
     Args:
         chunk: feed the tokens in chunks of that many; None: all at once.
+        after: called with the cache after each chunk, and after `kvzip` has compressed it.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
@@ -47,8 +54,18 @@ def kept(model: Any, ids: Tensor, spec: Specs, chunk: int | None = None) -> Kept
     host = host_of(model)
     cache = host.new_cache(spec, capacity=ids.shape[1])
     cache.admit(ids.shape[1])
+    ids = ids.to(host.device)
     with host.attach():
-        fill(host, cache, ids.to(host.device), chunk, lambda cost: None)
+        fill(host, cache, ids, chunk, lambda cost: after and after(cache))
+        if compresses(cache):
+            compress(host, cache, ids)
+            if after is not None:
+                after(cache)
+    return cache
+
+
+def kept(cache: ModelCache) -> Kept:
+    """The positions that a cache of one row holds."""
     return [
         [sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()]
         for layer in cache.layers

@@ -131,6 +131,7 @@ def picture(
     prompt: int | None = None,
     found: int = 0,
     columns: int = MOST_COLUMNS,
+    group: int | None = None,
 ) -> dict[str, Any]:
     """The picture of what a cache holds of a row; see the module for its form.
 
@@ -139,10 +140,11 @@ def picture(
         prompt: how many of the tokens are the prompt; None: all.
         found: how many of these were found in a store.
         columns: most columns, unless all layers together have so many heads that fewer are taken.
+        group: positions per column, whatever `columns` is; None: as few as that permits.
     """
     tokens = taken.tokens
     heads = sum(len(held.positions) for held in taken.layers)
-    group = columns_of(tokens, heads, columns)
+    group = group or columns_of(tokens, heads, columns)
     return {
         "tokens": tokens,
         "prompt": tokens if prompt is None else min(prompt, tokens),

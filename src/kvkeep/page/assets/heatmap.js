@@ -216,7 +216,8 @@ window.kvkeep = window.kvkeep || {};
 
   // -- the map ----------------------------------------------------------------------------------
 
-  /** A heat map in an element. Returns an object with `update(picture)` and `clear()`. */
+  /** A heat map in an element. Returns an object with `update(picture, columns)` and `clear()`;
+   *  `columns`, if given, are more than the picture has: those that will follow have room. */
   const heatmap = (element) => {
     const legend = make("ul", "map-legend");
     const swatches = KINDS.map(([name, code]) => {
@@ -254,6 +255,7 @@ window.kvkeep = window.kvkeep || {};
     let lines = [];
     let shares = new Float32Array();
     let tops = []; // of each line, in pixels
+    let room = 0; // columns that the map has room for
     let step = 0; // pixels of a column
     let cursor = null; // { line, column }
     let pointsAtWord = false; // and not at a cell
@@ -338,7 +340,7 @@ window.kvkeep = window.kvkeep || {};
       const whole = Math.floor(element.clientWidth) || 300;
       const width = Math.max(1, whole - GUTTER);
       const bottom = layOut();
-      step = Math.min(WIDEST, width / Math.max(1, picture.texts.length));
+      step = Math.min(WIDEST, width / Math.max(1, picture.texts.length, room));
       canvas.width = Math.round(whole * scale);
       canvas.height = Math.round((bottom + AXIS) * scale);
       canvas.style.width = `${whole}px`;
@@ -489,8 +491,9 @@ window.kvkeep = window.kvkeep || {};
     }).observe(element);
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
-    const update = (given) => {
+    const update = (given, columns = 0) => {
       picture = given;
+      room = columns;
       lines = linesOf(given);
       shares = sharesOf(lines, given.texts.length);
       draw();

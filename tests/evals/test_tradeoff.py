@@ -1,0 +1,21 @@
+"""What specs have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvkeep.evals.tradeoff import family
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("h2o:1000", "h2o:*"),
+        ("kvzip:25%+int8/int4", "kvzip:*+int8/int4"),
+        ("window:1000,sinks=4@growing:2", "window:*,sinks=4@growing:2"),
+        ("pyramid:20(h2o:1000,recent=5)", "pyramid:20(h2o:*,recent=5)"),
+        ("keep_all+int4:32", "keep_all+int4:32"),
+    ],
+)
+def test_a_family_has_any_budget(spec, name):
+    assert family(spec) == name
