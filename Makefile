@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Tests run side by side; each worker loads the demo model, so no more than four.
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check slow sanitize emulate redis
+.PHONY: demo test check slow docs notebooks sanitize emulate redis
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -14,12 +14,19 @@ test: .venv/installed redis
 slow: .venv/installed redis
 	$(BIN)/pytest -q $(WORKERS) -m slow
 
-check: .venv/installed
+check: .venv/installed docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q README.md docs
+
+# The documentation as a site, in build/site. Warnings are errors.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+notebooks: .venv/installed
+	$(BIN)/python tools/notebooks.py
 
 # A real server for the store's tests, which are skipped without one.
 redis:

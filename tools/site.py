@@ -54,7 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to pages instead of files."""
-    return with_links_to_pages(markdown, page.file.src_uri)
+    written = page.file.src_uri not in (_INCLUDED[EXAMPLES], COMMANDS)
+    return with_links_to_pages(markdown, page.file.src_uri) if written else markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
