@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -100,4 +101,18 @@ def command_line() -> str:
     command = get_command(app)
     with command.make_context("kvkeep", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="kvkeep")
+    text = _with_whole_sentences(text, command, "kvkeep")
     return text.replace("# `kvkeep`", "# Command line", 1)
+
+
+def _with_whole_sentences(text: str, group: Any, name: str) -> str:
+    """Lists of commands with links, and with all of the sentence that typer cuts off."""
+    for command in group.commands.values():
+        path = f"{name} {command.name}"
+        link = f"* [`{command.name}`](#{path.replace(' ', '-')})"
+        said = command.get_short_help_str(limit=200)
+        cut = f"* `{command.name}`: {command.get_short_help_str()}\n"
+        text = text.replace(cut, f"{link}: {said}\n", 1)
+        if hasattr(command, "commands"):
+            text = _with_whole_sentences(text, command, path)
+    return text
