@@ -6,7 +6,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 # Compiled modules are kept: each worker and each process that a test starts would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check slow sanitize emulate programs
+.PHONY: demo test check slow docs notebooks sanitize emulate programs
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -17,12 +17,19 @@ test: .venv/installed programs
 slow: .venv/installed programs
 	$(BIN)/pytest -q $(WORKERS) -m slow
 
-check: .venv/installed
+check: .venv/installed docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q README.md docs
+
+# The documentation as a site, in build/site. Warnings are errors.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+notebooks: .venv/installed
+	$(BIN)/python tools/notebooks.py
 
 # A real server for the store's tests, and a browser for the page's. Without them, those are skipped.
 PROGRAMS := redis-server chromium chromedriver

@@ -53,7 +53,7 @@ REQUIRED = {module_of(one) for one in PROJECT["dependencies"] if ";" not in one}
 OPTIONAL = {
     module_of(one)
     for extra, requirements in EXTRAS.items()
-    if extra not in ("all", "dev")
+    if extra not in ("all", "dev", "docs")
     for one in requirements
 }
 
@@ -129,11 +129,12 @@ def test_each_import_of_an_optional_package_names_an_extra_that_has_it():
     assert {"typer", "gguf", "fsspec", "redis", "peft", "starlette", "matplotlib"} <= seen
 
 
-def test_all_has_every_extra_but_what_is_compiled():
+def test_all_has_every_extra_for_users_but_what_is_compiled():
     (everything,) = EXTRAS["all"]
     assert set(re.search(r"\[(.*)\]", everything)[1].split(",")) == set(EXTRAS) - {
         "all",
         "dev",
+        "docs",
         "llama-cpp",
     }
 
