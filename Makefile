@@ -47,18 +47,19 @@ emulate: .venv/installed
 	$(BIN)/python -m zipfile -e build/emulate/kvkeep-*.whl build/emulate
 	KVKEEP_NATIVE=build/emulate/kvkeep/attention/_native.so $(BIN)/python -m pytest -q $(KERNELS)
 
-# The distribution, in dist/: the source, a wheel with the native library for Linux, and one without it for all
-# else. Both are built from the source archive. auditwheel names the oldest systems on which the first may be
-# installed, and refuses it if it needs anything that these lack (PLATFORM: glibc 2.28).
+# What is published: the source, a wheel with the native library for Linux, and one without it for all other
+# platforms. Both wheels are built from the source archive. auditwheel refuses a library that needs more than the
+# platform has, whose glibc is 2.28.
+DIST := dist
 PLATFORM := manylinux_2_28_$(shell uname -m)
 wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000)
 wheel: .venv/installed
-	rm -rf build/wheel dist
+	rm -rf build/wheel $(DIST)
 	$(BIN)/python -m build --outdir build/wheel
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) --only-plat \
-	  --wheel-dir dist build/wheel/kvkeep-*.whl
-	$(BIN)/python -m pip wheel -q --no-deps -C wheel.cmake=false -w dist build/wheel/kvkeep-*.tar.gz
-	mv build/wheel/kvkeep-*.tar.gz dist
+	  --wheel-dir $(DIST) build/wheel/kvkeep-*.whl
+	$(BIN)/python -m pip wheel -q --no-deps -C wheel.cmake=false -w $(DIST) build/wheel/kvkeep-*.tar.gz
+	mv build/wheel/kvkeep-*.tar.gz $(DIST)
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.

@@ -1,7 +1,7 @@
 """Finds and loads the native library, which is built from `native/` and called through ctypes.
 
-Without a C++ compiler kvkeep installs without it and uses tensor operations instead, as the wheel for all platforms
-does.
+Without a C++ compiler kvkeep installs without it, as does the wheel for all platforms, and uses
+tensor operations instead.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ def _path() -> Path | None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """The library. The OpenMP functions that it calls are those that torch's import has loaded; if torch has none for
-    others to see, they are those of the file beside it, or of the system.
-
-    Raises:
-        OSError: it, or an OpenMP library, cannot be loaded.
-    """
+    """The library. The OpenMP functions that it calls are those that torch has loaded for all to
+    see. A torch that shows none may have them in a file of its own; otherwise they are the
+    system's."""
     try:
         return ctypes.CDLL(str(path))
     except OSError:
-        for openmp in (*Path(torch.__file__).parent.glob("lib/libgomp*"), "libgomp.so.1"):
+        own = [*Path(torch.__file__).parent.glob("lib/libgomp*")]
+        for openmp in own or ["libgomp.so.1"]:
             with suppress(OSError):
                 ctypes.CDLL(str(openmp), ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
