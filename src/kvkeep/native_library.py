@@ -40,7 +40,7 @@ def _open(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError:
         own = [*Path(torch.__file__).parent.glob("lib/libgomp*")]
-        for openmp in own or ["libgomp.so.1"]:
+        for openmp in own or [Path("libgomp.so.1")]:
             with suppress(OSError):
                 ctypes.CDLL(str(openmp), ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
