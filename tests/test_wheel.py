@@ -124,4 +124,5 @@ def test_the_wheels(dist, tmp_path):
 
 def _packaged(wheel: Path) -> set[str]:
     with ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if name.startswith("kvkeep/")}
+        names = archive.namelist()
+    return {name for name in names if name.startswith("kvkeep/") and not name.endswith("/")}
