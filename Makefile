@@ -6,7 +6,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 # Compiled modules are kept: each worker and each process that a test starts would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check slow docs notebooks sanitize emulate programs
+.PHONY: demo test check slow docs notebooks sanitize emulate wheel programs
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -60,6 +60,20 @@ emulate: .venv/installed
 	$(BIN)/pip wheel -q --no-deps -C cmake.define.KVKEEP_EMULATE=ON -w build/emulate .
 	$(BIN)/python -m zipfile -e build/emulate/kvkeep-*.whl build/emulate
 	KVKEEP_NATIVE=build/emulate/kvkeep/attention/_native.so $(BIN)/python -m pytest -q $(KERNELS)
+
+# What is published: the source, a wheel with the native library for Linux, and one without it for all other
+# platforms. Both wheels are built from the source archive. auditwheel refuses a library that needs more than the
+# platform has, whose glibc is 2.28.
+DIST := dist
+PLATFORM := manylinux_2_28_$(shell uname -m)
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000)
+wheel: .venv/installed
+	rm -rf build/wheel $(DIST)
+	$(BIN)/python -m build --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) --only-plat \
+	  --wheel-dir $(DIST) build/wheel/kvkeep-*.whl
+	$(BIN)/python -m pip wheel -q --no-deps -C wheel.cmake=false -w $(DIST) build/wheel/kvkeep-*.tar.gz
+	mv build/wheel/kvkeep-*.tar.gz $(DIST)
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import kvkeep
 
 ROOT = Path(kvkeep.__file__).parent
+PROJECT = Path(__file__).parent.parent
 
 
 def test_exported_names():
@@ -55,3 +57,18 @@ def test_files_stay_short():
 
 def test_typed():
     assert (ROOT / "py.typed").exists()
+
+
+def test_the_version_is_written_once():
+    released = re.search(r"^## (\d\S*)", (PROJECT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is not None
+    assert released[1] == kvkeep.__version__
+    written = re.compile(rf"(?<![\d.]){re.escape(kvkeep.__version__)}(?![\d.])")
+    files = [PROJECT / "pyproject.toml", PROJECT / "Makefile", PROJECT / "README.md"]
+    files += [file for folder in (ROOT, PROJECT / "native") for file in folder.rglob("*.*")]
+    places = [
+        file
+        for file in files
+        if file.suffix not in (".pyc", ".so") and written.search(file.read_text())
+    ]
+    assert places == [ROOT / "__init__.py"]

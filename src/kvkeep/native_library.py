@@ -1,6 +1,7 @@
 """Finds and loads the native library, which is built from `native/` and called through ctypes.
 
-Without a C++ compiler kvkeep installs without it and uses tensor operations instead.
+Without a C++ compiler kvkeep installs without it, as does the wheel for all platforms, and uses
+tensor operations instead.
 """
 
 from __future__ import annotations
@@ -31,13 +32,27 @@ def _path() -> Path | None:
     return None
 
 
+def _open(path: Path) -> ctypes.CDLL:
+    """The library. The OpenMP functions that it calls are those that torch has loaded for all to
+    see. A torch that shows none may have them in a file of its own; otherwise they are the
+    system's."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        own = [*Path(torch.__file__).parent.glob("lib/libgomp*")]
+        for openmp in own or [Path("libgomp.so.1")]:
+            with suppress(OSError):
+                ctypes.CDLL(str(openmp), ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+
+
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """The library and the instruction set it uses; or None and the reason."""
     path = _path()
     if path is None:
-        return None, "not built: install a C++ compiler (GCC or clang), then kvkeep again"
+        return None, _NOT_BUILT
     try:
-        library = ctypes.CDLL(str(path))
+        library = _open(path)
         if library.kv_abi() != _ABI:
             return None, f"{path} was built for another version of kvkeep: install kvkeep again"
         library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
@@ -62,6 +77,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> KvType of native/abi.h."""
 
+_NOT_BUILT = (
+    "not built: install a C++ compiler (GCC or clang), then kvkeep again from its source "
+    "(with pip's option --no-binary kvkeep)"
+)
 _ABI = 9  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kvkeep
 from kvkeep.bench import append, decode, device, environment, op, rivals
 from kvkeep.bench.decode_loop import DYNAMIC, STATIC, new_cache
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
@@ -364,7 +365,7 @@ def test_the_environment_without_an_install(monkeypatch):
 
     monkeypatch.setattr(environment, "version", version)
     found = environment.environment()
-    assert found["kvkeep"] == "not installed"
+    assert found["kvkeep"] == kvkeep.__version__
     assert found["transformers"] == found["triton"] == "none"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvkeep import native_library
+from kvkeep import __version__, native_library
 from kvkeep.extras import needed_by
 
 with needed_by("Describing the machine", "cli"):
@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "python": platform.python_version(),
-        "kvkeep": _version("kvkeep") or "not installed",
+        "kvkeep": __version__,
         "torch": torch.__version__,
         "transformers": _version("transformers") or "none",
         "triton": _version("triton") or "none",

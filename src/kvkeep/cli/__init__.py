@@ -3,9 +3,9 @@ imports what it needs when it runs."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
+from kvkeep import __version__
 from kvkeep.extras import needed_by
 
 with needed_by("The command kvkeep", "cli"):
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvkeep {version('kvkeep')}")
+        typer.echo(f"kvkeep {__version__}")
         raise typer.Exit
 
 

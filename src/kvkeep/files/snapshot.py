@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvkeep import __version__
 from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
@@ -79,7 +79,7 @@ def save(
         tensors[_TOKENS] = tokens.to(torch.int64)
     header = Header(
         FORMAT,
-        version("kvkeep"),
+        __version__,
         specs,
         capacity,
         dict(fingerprint),

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from io import BytesIO, FileIO, RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from kvkeep import __version__
 from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
 from kvkeep.files.atomic import opened, whole_file, write_all
 from kvkeep.files.headers import typed
@@ -71,7 +71,7 @@ class Header:
         cls, specs: list[str], rows: int, room: int, vocabulary: int, fingerprint: dict[str, str]
     ) -> Header:
         """The header of a program that this version of kvkeep exports."""
-        return cls(FORMAT, version("kvkeep"), specs, rows, room, vocabulary, fingerprint)
+        return cls(FORMAT, __version__, specs, rows, room, vocabulary, fingerprint)
 
 
 class Program:
