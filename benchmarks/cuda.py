@@ -54,7 +54,14 @@ def main() -> None:
         return
     sizes = (TINY if options.tiny else FULL)[options.name] | EVERYTHING[options.name]
     run = import_module(f"kvkeep.bench.{options.name}").run  # other benchmarks' imports may fail
-    result = run(**sizes, device=options.device, seconds=options.seconds, progress=say)
+    said: list[str] = []
+
+    def progress(doing: str, share: float | None) -> None:
+        if said[-1:] != [doing]:
+            said.append(doing)
+            say(doing)
+
+    result = run(**sizes, device=options.device, seconds=options.seconds, progress=progress)
     if options.out is not None:
         options.out.write_text(json.dumps(result) + "\n")
     say(table(result))

@@ -181,7 +181,8 @@ MISSING = [
 """A program, a package that is missing, and the extra that its error names."""
 
 EACH_MISSING = f"""
-from kvkeep.hf.models import fetch, home, load
+from kvkeep.hf.models import fetch, load
+from kvkeep.home import home
 from kvkeep.store import Location, opened
 gguf_file = os.environ["KVKEEP_HOME"] + "/model.gguf"
 open(gguf_file, "w").close()

@@ -24,6 +24,9 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = "examples"
 COMMANDS = "reference/command-line.md"
 
+_EXAMPLES = re.compile(r"^\x08\n(Examples?):\n((?: +kvkeep .*\n)+)", re.MULTILINE)
+"""The end of a command's help, whose lines click leaves as they are."""
+
 _INCLUDED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -102,6 +105,7 @@ def command_line() -> str:
     with command.make_context("kvkeep", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="kvkeep")
     text = _with_whole_sentences(text, command, "kvkeep")
+    text = _EXAMPLES.sub(lambda found: f"**{found[1]}**:\n\n```console\n{found[2]}```\n", text)
     return text.replace("# `kvkeep`", "# Command line", 1)
 
 

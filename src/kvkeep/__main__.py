@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 
 from kvkeep.errors import MissingPackageError
 
@@ -14,7 +16,22 @@ def main() -> None:
     except MissingPackageError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    _quiet()
     app(prog_name="kvkeep")
+
+
+def _quiet() -> None:
+    """Keep what libraries warn of out of the output, unless Python or they are told otherwise."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if "--debug" not in sys.argv and not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"kvkeep\b")
+        warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    sys.stderr.write(f"warning: {message}\n")
 
 
 if __name__ == "__main__":

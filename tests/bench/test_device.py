@@ -22,6 +22,7 @@ from kvkeep.bench.random_model import fill, random_model
 from kvkeep.bench.systems import named
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
+from kvkeep.host.progress import Work, silent
 
 CPU = torch.device("cpu")
 # A device on which nothing can be computed, as CUDA is after a failure.
@@ -239,7 +240,7 @@ def test_append_by_the_devices_own_time(monkeypatch):
     case = Case(CPU, 1, 8)
     case.device = SimpleNamespace(type="cuda")
     monkeypatch.setattr(case, "_filled", lambda layout, turns: layer_of(layout))
-    row = case.row(append.LAYOUTS, 2, Limits(CPU))
+    row = case.row(append.LAYOUTS, 2, Limits(CPU), Work(silent, 1))
     assert row["growing_step_us"] == 1e6
     assert row["growing_step_device_us"] == 0.25e6
     assert row["winner"] == "growing"

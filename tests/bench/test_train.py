@@ -80,13 +80,19 @@ def require_null(row):
 
 @pytest.mark.usefixtures("_here")
 def test_rows(model):
-    doing = []
-    result = train.run(model, tokens=(24, 48), cache="h2o:16", chunk=16, progress=doing.append)
+    doing, shares = [], []
+
+    def progress(what, share):
+        doing.append(what)
+        shares.append(share)
+
+    result = train.run(model, tokens=(24, 48), cache="h2o:16", chunk=16, progress=progress)
     assert [(row["tokens"], row["method"]) for row in result["rows"]] == [
         (tokens, method) for tokens in (24, 48) for method in train.METHODS
     ]
     require_complete(result["rows"])
     assert doing.count("reference, 48 tokens") == 1
+    assert shares == sorted(shares)
     json.dumps(result)
 
 
@@ -106,7 +112,8 @@ def test_rows_of_litgpt(model):
 @pytest.mark.usefixtures("_here")
 def test_full_attention_is_compared_with_backprop(model):
     doing = []
-    options = {"tokens": (96,), "cache": "keep_all@concat", "chunk": 20, "progress": doing.append}
+    options = {"tokens": (96,), "cache": "keep_all@concat", "chunk": 20}
+    options["progress"] = lambda what, share: doing.append(what)
     require_complete(train.run(model, **options)["rows"])
     assert not any("reference" in what for what in doing)
     (row,) = train.run(model, methods=["kvkeep"], **options)["rows"]

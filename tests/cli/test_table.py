@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from kvkeep.cli.table import tables
+from kvkeep.cli.table import _folded, tables
 
 SPECS = [
     "keep_all",
@@ -60,3 +60,7 @@ def test_markup_is_text():
     ((heading, row),) = printed("", [{"name": "[red]a[/red]", "n": 12345.6}], 40)
     assert heading.split() == ["name", "n"]
     assert row.split() == ["[red]a[/red]", "12,346"]
+
+
+def test_a_range_is_broken_between_its_ends():
+    assert _folded("8.2e-05..0.00023", 14) == "8.2e-05..\n0.00023"

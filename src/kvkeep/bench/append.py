@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.bench.device import Limits, because, device_named, with_values
 from kvkeep.bench.environment import environment
 from kvkeep.bench.timing import Timer, interleaved, median_ratio, timer_for
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 
@@ -28,7 +29,7 @@ def run(
     layouts: Sequence[str] | None = None,
     turns: int = 10,
     seconds: float | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Time one decode token on a layer that holds `tokens` tokens of 8 heads, 128 wide.
 
@@ -57,13 +58,14 @@ def run(
     batches = batches or ((1,) if on_cpu else (1, 8, 32))
     layouts = layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
     limits, rows = Limits(place, seconds), []
+    work = Work(progress, sum(batches) * sum(tokens))
     with torch.inference_mode():
         for batch in batches:
             for held in tokens:
-                if progress is not None:
-                    progress(f"{held} tokens" + (f", {batch} rows" if batch > 1 else ""))
+                several = f", {batch} rows" if batch > 1 else ""
+                work.stage(f"{held} tokens{several}", batch * held)
                 row = {"tokens": held} | ({"rows": batch} if len(batches) > 1 else {})
-                rows.append(row | _Case(place, batch, held).row(layouts, turns, limits))
+                rows.append(row | _Case(place, batch, held).row(layouts, turns, limits, work))
     dtype = str(_dtype(place)).removeprefix("torch.")
     return {
         "benchmark": "append",
@@ -94,19 +96,19 @@ class _Case:
     def __init__(self, device: torch.device, batch: int, held: int) -> None:
         self.device, self.batch, self.held = device, batch, held
 
-    def row(self, layouts: Sequence[str], turns: int, limits: Limits) -> dict[str, Any]:
+    def row(self, layouts: Sequence[str], turns: int, limits: Limits, work: Work) -> dict[str, Any]:
         """The measurements, or the reason why the case was skipped."""
         try:
             slots = 2 * self.batch * self.held * HEADS * DIM * _dtype(self.device).itemsize
             # Slots of each layout, spare slots, and the copies that concatenation and growth make.
             skipped = limits.refuse((len(layouts) + 2) * slots)
-            return {"skipped": skipped} if skipped else self._figures(layouts, turns)
+            return {"skipped": skipped} if skipped else self._figures(layouts, turns, work)
         except Exception as error:
             if self.device.type == "cpu":
                 raise
             return {"skipped": because(error)}
 
-    def _figures(self, layouts: Sequence[str], turns: int) -> dict[str, Any]:
+    def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
         row: dict[str, Any] = {}
         timers = {"": timer_for(self.device)}
         if self.device.type == "cuda":
@@ -116,7 +118,13 @@ class _Case:
         for what in ("update", "step"):
             for how, timer in timers.items():
                 calls = {n: self._call(what, layer) for n, layer in layers.items()}
-                found = interleaved(calls, turns=turns, burst=_BURST, timer=timer)
+                found = interleaved(
+                    calls,
+                    turns=turns,
+                    burst=_BURST,
+                    timer=timer,
+                    tick=lambda share: work.part(share / (2 * len(timers))),
+                )
                 for layer in layers.values():
                     layer.crop(self.held - layer.fed)
                 for name in layouts:

@@ -35,6 +35,7 @@ from kvkeep.bench.systems import (
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved, spread, timer_for
 from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
 
@@ -61,7 +62,7 @@ def run(
     turns: int = 10,
     burst: int = 4,
     seconds: float | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Time single-token steps of a model over contexts of real text, with one row.
 
@@ -140,7 +141,7 @@ def run(
 
         llama_cpp.require(loaded)
     table = _Table(limits, against, turns, burst)
-    rates = [bandwidth(place)]
+    rates, work = [bandwidth(place)], Work(progress, 2 * sum(contexts))
     with TemporaryDirectory() as directory:
         systems: Systems | LitGPTSystems
         if host == LITGPT:
@@ -149,13 +150,13 @@ def run(
         else:
             systems = Systems(loaded, specs, ways, against, Path(directory))
         for context in contexts:
-            _say(progress, f"{context} tokens")
+            work.stage(f"{context} tokens", context)
             ids = None
             if tokenizer is not None:
                 ids = tokens_of_text(tokenizer, context + 1).to(place)
             table.prepare(systems, context, ids)
-        _say(progress, "steps")
-        table.measure()
+        work.stage("steps", sum(contexts))
+        table.measure(work)
     if table.alive:
         rates.append(bandwidth(place))
     rate = statistics.median(rate for _, rate in rates)
@@ -209,14 +210,16 @@ class _Table:
                 row = self._by_step[name, context]
                 row["error"], row["agrees"] = compared(mine, logits[systems.lead])
 
-    def measure(self) -> None:
+    def measure(self, work: Work) -> None:
         """Time all steps. Contexts are interleaved too, so that drift does not look like a
         slope."""
         steps = {key: self._steps[key] for key in self._by_step if key in self._steps}
         timed: dict[tuple[str, int], list[float]] = {}
         with self._failing(*(self._by_step[key] for key in steps)):
             timer = timer_for(self.limits.device)
-            timed = interleaved(steps, turns=self.turns, burst=self.burst, timer=timer)
+            timed = interleaved(
+                steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part
+            )
         for key, seconds in timed.items():
             self._by_step[key]["median_ms"] = statistics.median(seconds) * 1e3
             self._by_step[key]["spread_ms"] = spread(seconds) * 1e3
@@ -289,8 +292,3 @@ def _slope(rows: Sequence[dict[str, Any]], system: str) -> float | None:
         return None
     x, y = [row["context"] for row in mine], [row["median_ms"] * 1e3 for row in mine]
     return statistics.linear_regression(x, y).slope
-
-
-def _say(progress: Callable[[str], None] | None, doing: str) -> None:
-    if progress is not None:
-        progress(doing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.models import load
+from kvkeep.host.progress import Progress, Work, silent
 
 
 def run(
@@ -25,7 +25,7 @@ def run(
     new: int = 32,
     rows: int = 16,
     turns: int = 5,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Fork the cache of a prompt of real text.
 
@@ -39,25 +39,26 @@ def run(
         one cache and the new tokens. `rows`: for each batch the `bytes` held, `step_ms`, and
         `attention_ms`, the time of all layers' cache steps alone.
     """
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, progress=progress)
     attach(loaded)
     ids = tokens_of_text(tokenizer, tokens + new)
     cache = Cache(loaded)
-    tell = progress or (lambda _: None)
+    work = Work(progress, tokens + forks * new + 4 * turns * rows)
     with torch.inference_mode():
-        tell(f"{tokens} tokens")
+        work.stage(f"{tokens} tokens", tokens)
         loaded(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
         one = cache.live_bytes
         copied = Cache(loaded)
         copied.restore(cache.snapshot())
         frozen = cache.freeze()
-        tell(f"{forks} forks")
+        work.stage(f"{forks} forks", forks * new)
         several = [frozen.fork() for _ in range(forks)]
         for fork in several:
             loaded(ids[:, tokens:], past_key_values=fork, logits_to_keep=1)
+            work.tick(new)
         held = one + sum(fork.nbytes - fork.shared_bytes for fork in several)
         del several
-        tell(f"a batch of {rows}")
+        work.stage(f"a batch of {rows}", 4 * turns * rows)
         copied.repeat(rows)
         batches = {"shared": frozen.fork(rows), "separate": copied}
         found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), turns)

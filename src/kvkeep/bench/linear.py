@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from kvkeep.bench.device import bandwidth
 from kvkeep.bench.environment import environment
 from kvkeep.bench.timing import Call, interleaved, spread
 from kvkeep.errors import SpecError
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.linears import MOST_ROWS, require_kernel, route
 from kvkeep.native_library import TYPES
 
@@ -34,7 +35,7 @@ def run(
     rows: Sequence[int] = ROWS,
     dtype: torch.dtype = torch.bfloat16,
     turns: int = 10,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Time x W^T on the CPU for a few rows x.
 
@@ -66,11 +67,11 @@ def run(
         if not 1 <= count <= MOST_ROWS:
             raise SpecError(f"{count} rows: the kernel computes 1 to {MOST_ROWS}")
     rates, found = [bandwidth(torch.device("cpu"))[1]], []
+    work = Work(progress, sum(inputs * outputs for inputs, outputs in shapes))
     with torch.inference_mode():
         for inputs, outputs in shapes:
-            if progress is not None:
-                progress(f"{inputs} x {outputs}")
-            found += _measured(inputs, outputs, rows, dtype, turns)
+            work.stage(f"{inputs} x {outputs}", inputs * outputs)
+            found += _measured(inputs, outputs, rows, dtype, turns, work)
     rates.append(bandwidth(torch.device("cpu"))[1])
     rate = statistics.median(rates)
     for row in found:
@@ -85,7 +86,7 @@ def run(
 
 
 def _measured(
-    inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype, turns: int
+    inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype, turns: int, work: Work
 ) -> list[dict[str, Any]]:
     size = inputs * outputs * dtype.itemsize
     copies = max(2, -(-_COLD // size))
@@ -97,7 +98,7 @@ def _measured(
         x = torch.randn(count, inputs).to(dtype)
         for name, layers in (("kvkeep", ours), ("torch", theirs)):
             calls[count, name] = _through(layers, x)
-    timed = interleaved(calls, turns=turns, burst=2)
+    timed = interleaved(calls, turns=turns, burst=2, tick=work.part)
     medians = {key: statistics.median(seconds) / copies for key, seconds in timed.items()}
     return [
         {

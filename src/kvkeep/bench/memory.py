@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.bench.environment import environment
 from kvkeep.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
 
 DYNAMIC = "hf-dynamic"
@@ -28,7 +29,7 @@ def run(
     prompt: int = 1000,
     chunk: int = 500,
     specs: Sequence[str] = SPECS,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Generate until `tokens` tokens were fed, with each cache in a process of its own, and the
     prompt fed both at once and in chunks.
@@ -59,11 +60,10 @@ def run(
     for spec in specs:
         if spec != DYNAMIC:
             parse_specs(spec)
-    rows = []
+    rows, work = [], Work(progress, 2 * len(specs))
     for spec in specs:
         for size in (prompt, chunk):
-            if progress is not None:
-                progress(f"{spec}, {tokens} tokens" + (", chunked" if size < prompt else ""))
+            work.stage(f"{spec}, {tokens} tokens" + (", chunked" if size < prompt else ""))
             rows.append(alone(_measure, spec, model, dtype, tokens, prompt, size))
     return {
         "benchmark": "memory",

@@ -16,6 +16,7 @@ from kvkeep.bench.rivals import RIVALS, TORCH, torch_sdpa
 from kvkeep.bench.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep.codec import Codec, Plain, whole
 from kvkeep.errors import SpecError
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 
@@ -50,7 +51,7 @@ def run(
     against: Sequence[str] | None = None,
     turns: int = 10,
     seconds: float | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Time `attend` on every backend that can run, and the attention of other libraries.
 
@@ -90,13 +91,13 @@ def run(
             raise SpecError(f"no attention {name!r} to measure; there is {', '.join(RIVALS)}")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
     limits, table, rates = Limits(place, seconds), [], [bandwidth(place)]
+    work = Work(progress, sum(lengths))
     with torch.inference_mode():
         for length in lengths:
-            if progress is not None:
-                progress(f"{length} tokens")
+            work.stage(f"{length} tokens", length)
             case = _Case(place, limits, specs, masses, against, dtype)
             shape = (rows, heads, kv_heads, length, head_dim, queries)
-            measured = case.measured(shape, turns)
+            measured = case.measured(shape, turns, work)
             if any(found.called for found in measured.values()):
                 rates.append(bandwidth(place))
             for system, found in measured.items():
@@ -151,10 +152,10 @@ class _Case:
         self.sizes: dict[str, int] = {}
         self._found: dict[_System, _Found] = {}
 
-    def measured(self, shape: tuple[int, ...], turns: int) -> dict[_System, _Found]:
+    def measured(self, shape: tuple[int, ...], turns: int, work: Work) -> dict[_System, _Found]:
         """The measurements of each system at a shape (B, Hq, H, S, D, n)."""
         try:
-            self._measure(shape, turns)
+            self._measure(shape, turns, work)
         except Exception as error:
             if self.device.type == "cpu":
                 raise
@@ -162,7 +163,7 @@ class _Case:
             return {system: _Found(skipped=because(error)) for system in self._systems()}
         return self._found
 
-    def _measure(self, shape: tuple[int, ...], turns: int) -> None:
+    def _measure(self, shape: tuple[int, ...], turns: int, work: Work) -> None:
         rows, heads, kv_heads, length, dim, n = shape
         # Keys and values as given, copied for other libraries, encoded, and during encoding.
         given = 2 * rows * kv_heads * length * dim * self.dtype.itemsize
@@ -176,8 +177,14 @@ class _Case:
         # Many calls of a fast operation for a stable median, few of a slow one.
         burst = max(2, min(20, 200_000 // length))
         timer, queued = timer_for(self.device), timer_for(self.device, queued=True)
-        called = interleaved(calls, turns=turns, burst=burst, timer=timer)
-        replayed = interleaved(self._replays(calls), turns=turns, burst=burst, timer=queued)
+        once = 1 if self.device.type == "cpu" else 0.5  # elsewhere graphs follow
+
+        def tick(share: float) -> None:
+            work.part(once * share)
+
+        called = interleaved(calls, turns=turns, burst=burst, timer=timer, tick=tick)
+        replays = self._replays(calls)
+        replayed = interleaved(replays, turns=turns, burst=burst, timer=queued, tick=tick)
         for system in calls:
             self._found[system] = self._found[system]._replace(
                 called=called[system], replayed=replayed.get(system, ())

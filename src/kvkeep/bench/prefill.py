@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.models import load
+from kvkeep.host.progress import Progress, Work, silent
 
 KVKEEP = "kvkeep"
 
@@ -25,7 +26,7 @@ def run(
     dtype: str = "float32",
     lengths: Sequence[int] = (2000, 7900),
     turns: int = 3,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Time the forward of prompts of real text with an empty cache and one row.
 
@@ -33,14 +34,13 @@ def run(
         `rows`: for each length and system `median_s`, and `ratio`, transformers' median divided by
         this one.
     """
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, progress=progress)
     shared = {id(weight): weight for weight in loaded.parameters()}
     models = {KVKEEP: loaded, DYNAMIC: copy.deepcopy(loaded, shared)}
     attach(loaded)
-    rows = []
+    rows, work = [], Work(progress, sum(lengths))
     for length in lengths:
-        if progress is not None:
-            progress(f"{length} tokens")
+        work.stage(f"{length} tokens", length)
         ids = tokens_of_text(tokenizer, length)
 
         def prefill(system: str, ids: torch.Tensor = ids) -> None:
@@ -49,7 +49,7 @@ def run(
                 models[system](ids, past_key_values=cache, logits_to_keep=1)
 
         calls = {system: (lambda s=system: prefill(s)) for system in models}
-        seconds = interleaved(calls, turns=turns, burst=1)
+        seconds = interleaved(calls, turns=turns, burst=1, tick=work.part)
         medians = {system: statistics.median(times) for system, times in seconds.items()}
         rows += [
             {

@@ -6,7 +6,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import which
@@ -23,6 +23,7 @@ from kvkeep.blocks import prefill
 from kvkeep.hf.attach import attach
 from kvkeep.hf.models import load
 from kvkeep.host import ModelCache, host_of
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep.store.identity import feed
 
@@ -51,7 +52,7 @@ def run(
     modes: Sequence[str] = MODES,
     redis: str | None = None,
     turns: int = 3,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Prefill documents, in a new order each turn, followed by a question.
 
@@ -69,7 +70,7 @@ def run(
         compared with the plain prefill, `kl` in nats, `top1`, the share of equal greedy choices,
         and `perplexity_ratio` of the answer.
     """
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, progress=progress)
     attach(loaded)
     draw = random.Random(0)
     lengths = [draw.randint(shortest, longest) for _ in range(documents)]
@@ -87,10 +88,10 @@ def run(
             backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
         modes = [mode for mode in modes if mode != "redis" or mode in backends]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+        work = Work(progress, turns)
         for turn in range(turns):
             draw.shuffle(texts)
-            if progress is not None:
-                progress(f"order {turn + 1} of {turns}")
+            work.stage(f"order {turn + 1} of {turns}")
             whole = torch.cat([*texts, question])
             memory = PrefixStore()
             memory.prefill(loaded, whole)
@@ -103,6 +104,7 @@ def run(
             for mode in modes:
                 quality = _against(reference, reader.judged(mode, said), said)
                 found[mode].append({"ttft_s": reader.seconds(mode)} | quality)
+                work.part(1 / len(modes))
     rows: list[dict[str, Any]] = [
         {"mode": mode} | {name: statistics.median(x[name] for x in times) for name in times[0]}
         for mode, times in found.items()

@@ -20,6 +20,7 @@ from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.load import load
 from kvkeep.hf.models import load as load_model
+from kvkeep.host.progress import Progress, Work, silent
 
 
 def run(
@@ -30,7 +31,7 @@ def run(
     specs: Sequence[str] = ("keep_all", "keep_all+int8"),
     turns: int = 5,
     directory: Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Prefill a prompt of real text, save its cache, load it and continue.
 
@@ -43,15 +44,16 @@ def run(
         checksums; `first_token_s`, for loading and one step; and `times_faster`, the prefill
         divided by that.
     """
-    loaded, tokenizer = load_model(model, dtype)
+    loaded, tokenizer = load_model(model, dtype, progress=progress)
     attach(loaded)
     ids = tokens_of_text(tokenizer, tokens + 1)
-    rows = []
+    rows, work = [], Work(progress, len(specs))
     for spec in specs:
-        if progress is not None:
-            progress(f"{spec}, {tokens} tokens")
+        work.stage(f"{spec}, {tokens} tokens")
         with TemporaryDirectory(dir=directory) as folder, torch.inference_mode():
-            rows.append({"system": spec, "tokens": tokens} | _row(loaded, spec, ids, folder, turns))
+            rows.append(
+                {"system": spec, "tokens": tokens} | _row(loaded, spec, ids, folder, turns, work)
+            )
     return {
         "benchmark": "save",
         "model": model,
@@ -61,7 +63,9 @@ def run(
     }
 
 
-def _row(model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int) -> dict[str, float]:
+def _row(
+    model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int, work: Work
+) -> dict[str, float]:
     cache = Cache(model, spec)
     start = time.perf_counter()
     model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
@@ -80,8 +84,12 @@ def _row(model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int) -> d
         "load": lambda: load(path, model),
         "first token": load_and_step,
     }
-    found = interleaved(writing, turns=2 * turns, burst=1)
-    found |= interleaved(reading, turns=turns, burst=1)
+
+    def half(share: float) -> None:
+        work.part(share / 2)
+
+    found = interleaved(writing, turns=2 * turns, burst=1, tick=half)
+    found |= interleaved(reading, turns=turns, burst=1, tick=half)
     seconds = {name: statistics.median(times) for name, times in found.items()}
     size = path.stat().st_size
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from kvkeep.bench.workload import (
     prompts,
 )
 from kvkeep.errors import SpecError
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
 
 SEQUENCES = (1, 4, 16, 64)
@@ -125,7 +126,7 @@ def run(
     arrivals: Sequence[str] = ARRIVALS,
     rate: float | None = None,
     repeats: int = 3,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Answer prompts of real text, greedily and without an end token.
 
@@ -153,10 +154,12 @@ def run(
         raise SpecError(f"{POISSON} without {AT_ONCE} needs a rate, such as 1 prompt per second")
     rows: list[dict[str, Any]] = []
     with asked.contenders() as (contenders, texts):
+        runs = (1 + len(arrivals) * repeats) * len(contenders.names)  # the most of each
+        work = Work(progress, runs * sum(texts))
         for count, ids in texts.items():
             room = max(map(len, ids)) + new_tokens
             with ExitStack() as during:
-                table = _Table(contenders, count, new_tokens, repeats, progress)
+                table = _Table(contenders, count, new_tokens, repeats, work)
                 warm = [Request(one[: asked.shared + _WARM]) for one in ids[:2]]
                 table.prepare(room, warm, during)
                 if AT_ONCE in arrivals:
@@ -177,10 +180,10 @@ class _Table:
         sequences: int,
         new: int,
         repeats: int,
-        progress: Callable[[str], None] | None,
+        work: Work,
     ) -> None:
         self._contenders, self._sequences = contenders, sequences
-        self._new, self._repeats, self._progress = new, repeats, progress
+        self._new, self._repeats, self._work = new, repeats, work
         self._runs: dict[str, Run] = {}
         self._skipped: dict[str, str] = {}
         self.speed = 0.0  # tokens per second of the first system, when last measured
@@ -189,7 +192,7 @@ class _Table:
         """Make all systems ready for sequences of `room` tokens, and run each on a few. What
         another library cannot do is the reason why its rows are skipped."""
         for name in self._contenders.names:
-            self._say(f"{self._sequences} sequences, preparing {name}")
+            self._work.stage(f"{self._sequences} sequences, preparing {name}", self._sequences)
             try:
                 self._runs[name] = self._contenders.runs(name, self._sequences, room, during)
                 self._runs[name](warm, 2)
@@ -204,7 +207,8 @@ class _Table:
         runs: dict[str, list[Served]] = {name: [] for name in names}
         for turn in range(self._repeats):
             for name in (name for name in names if name not in self._skipped):
-                self._say(f"{self._sequences} sequences, {arrivals}, {turn + 1}: {name}")
+                doing = f"{self._sequences} sequences, {arrivals}, {turn + 1}: {name}"
+                self._work.stage(doing, self._sequences)
                 try:
                     runs[name].append(self._runs[name](requests, self._new))
                 except Exception as error:
@@ -225,10 +229,6 @@ class _Table:
         if name in (*self._contenders.kvkeep, ALONE, COMPILED, SERVER):
             raise error
         self._skipped[name] = because(error)
-
-    def _say(self, doing: str) -> None:
-        if self._progress is not None:
-            self._progress(doing)
 
 
 def _medians(found: Sequence[dict[str, float | None]]) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,14 +18,13 @@ from kvkeep.bench.systems import LLAMA_CPP
 from kvkeep.bench.timing import Call, interleaved, spread
 from kvkeep.bench.workload import Session, quantile
 from kvkeep.errors import SpecError
+from kvkeep.host.progress import Progress, Work, silent
 
 CHUNK = 256  # tokens of a prompt that a step reads, see `kvkeep.Batch`
 BURST = 4  # steps of a system before the next one's turn
 
-Progress = Callable[[str], None] | None
 
-
-def cpu_time(asked: Asked, *, turns: int = 5, progress: Progress = None) -> dict[str, Any]:
+def cpu_time(asked: Asked, *, turns: int = 5, progress: Progress = silent) -> dict[str, Any]:
     """Processor time of one step in which every sequence gets a token, on one thread.
 
     All prompts are read before. Of the systems, kvkeep's batches and llama.cpp can be stepped.
@@ -43,18 +42,21 @@ def cpu_time(asked: Asked, *, turns: int = 5, progress: Progress = None) -> dict
     _require_steps(asked)
     rows = []
     with _one_thread(), asked.contenders() as (contenders, texts):
+        work = Work(progress, 2 * len(contenders.names) * sum(texts))
         for count, ids in texts.items():
             with ExitStack() as during:
                 new = _reading(ids) + (turns + 1) * BURST + 1
                 steps: dict[str, Call] = {}
                 for name in contenders.names:
-                    _say(progress, f"{count} sequences, {name} reads")
+                    work.stage(f"{count} sequences, {name} reads", count)
                     room = max(map(len, ids)) + new
                     session = contenders.sessions(name, count, room, during)()
                     _begin(session, ids, new)
                     steps[name] = session.step
-                _say(progress, f"{count} sequences, steps")
-                found = interleaved(steps, turns=turns, burst=BURST, timer=_processor)
+                work.stage(f"{count} sequences, steps", len(steps) * count)
+                found = interleaved(
+                    steps, turns=turns, burst=BURST, timer=_processor, tick=work.part
+                )
                 rows += [
                     {"system": name, "sequences": count, "tokens_held": sum(map(len, ids))}
                     | {"cpu_ms_per_step": 1e3 * statistics.median(seconds)}
@@ -65,7 +67,7 @@ def cpu_time(asked: Asked, *, turns: int = 5, progress: Progress = None) -> dict
 
 
 def interrupted(
-    asked: Asked, tokens: int, *, repeats: int = 3, progress: Progress = None
+    asked: Asked, tokens: int, *, repeats: int = 3, progress: Progress = silent
 ) -> dict[str, Any]:
     """What sequences that are being generated wait for while a long prompt is read beside them.
 
@@ -94,6 +96,7 @@ def interrupted(
     rows = []
     chunks = math.ceil(tokens / CHUNK) + 1
     with asked.contenders() as (contenders, texts):
+        work = Work(progress, (1 + repeats) * len(contenders.names) * sum(texts))
         for count, ids in texts.items():
             whole = torch.cat(ids)
             long = whole.repeat(math.ceil(tokens / len(whole)))[:tokens]
@@ -103,7 +106,7 @@ def interrupted(
                 alone: dict[str, list[float]] = {}
                 sessions: dict[str, Session] = {}
                 for name in contenders.names:
-                    _say(progress, f"{count} sequences, {name} reads")
+                    work.stage(f"{count} sequences, {name} reads", count)
                     make = contenders.sessions(name, count + 1, room, during)
                     alone[name] = _alone(make(), long)
                     sessions[name] = make()
@@ -111,7 +114,7 @@ def interrupted(
                 gaps: dict[str, list[_Gaps]] = {name: [] for name in sessions}
                 for turn in range(repeats):
                     for name, session in sessions.items():
-                        _say(progress, f"{count} sequences, {turn + 1}: {name}")
+                        work.stage(f"{count} sequences, {turn + 1}: {name}", count)
                         gaps[name].append(_Gaps(session, long, count + turn, chunks))
                 rows += [
                     {"system": name, "sequences": count, "prompt": tokens}
@@ -209,8 +212,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _say(progress: Progress, doing: str) -> None:
-    if progress is not None:
-        progress(doing)

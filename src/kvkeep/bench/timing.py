@@ -99,10 +99,12 @@ def interleaved(
     turns: int = 10,
     burst: int = 10,
     timer: Timer = on_host,
+    tick: Callable[[float], None] = lambda share: None,
 ) -> dict[System, list[float]]:
     """Seconds of each call. Systems are measured in turn, so that drift affects all alike. Each
     turn is a burst of calls, so that few of them start with caches that another system filled. The
-    first turn of each system is not counted."""
+    first turn of each system is not counted. `tick` is called after each burst, with its share of
+    all."""
     seconds: dict[System, list[float]] = {name: [] for name in systems}
     for turn in range(turns + 1):
         for name, call in systems.items():
@@ -110,6 +112,7 @@ def interleaved(
                 elapsed = timer(call)
                 if turn:
                     seconds[name].append(elapsed)
+            tick(1 / ((turns + 1) * len(systems)))
     return seconds
 
 

@@ -36,6 +36,7 @@ from kvkeep.errors import ShapeError, SpecError
 from kvkeep.files.offload import Offload
 from kvkeep.hf.models import load
 from kvkeep.host import host_of
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
@@ -56,7 +57,7 @@ def run(
     check: bool = True,
     processes: Sequence[int] = (1,),
     memory: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Compute the gradient of the next-token loss with respect to all weights, without dropout, for
     each method in a process of its own.
@@ -101,11 +102,11 @@ def run(
     parse_specs(cache)
     require_counters()
     ways = [(one, n) for one in methods for n in (processes if one == KVKEEP else (1,))]
-    rows = []
+    rows, work = [], Work(progress, (len(ways) + check) * sum(tokens))
     for length in tokens:
         with TemporaryDirectory() as folder:
             job = _Job(model, host, length, cache, chunk, memory, folder, check)
-            rows += _rows(job, ways, progress or (lambda _: None))
+            rows += _rows(job, ways, work)
     return {
         "benchmark": "train",
         "model": model,
@@ -138,13 +139,11 @@ class _Job(NamedTuple):
         return Path(self.folder) / f"decisions-{rank}-of-{processes}.safetensors"
 
 
-def _rows(
-    job: _Job, ways: Sequence[tuple[str, int]], progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[str, Any]]:
     found = {}
     for method, processes in ways:
         several = f", {processes} processes" if processes > 1 else ""
-        progress(f"{method}, {job.tokens} tokens{several}")
+        work.stage(f"{method}, {job.tokens} tokens{several}", job.tokens)
         calls = [partial(_measure, method, job, rank, processes) for rank in range(processes)]
         found[method, processes] = _if_they_fit(calls)
     fits = {way for way, measured in found.items() if measured is not None}
@@ -153,7 +152,7 @@ def _rows(
     if job.check and recorded:
         references[KVKEEP] = BACKPROP
         if not (_is_exact(job.cache) and (BACKPROP, 1) in fits):
-            progress(f"reference, {job.tokens} tokens")
+            work.stage(f"reference, {job.tokens} tokens", job.tokens)
             references[KVKEEP] = "unrolled"
             if _if_they_fit([partial(_reference, job, recorded)]):
                 fits.add(("unrolled", 1))

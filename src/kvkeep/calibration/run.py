@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from kvkeep.errors import KVKeepError
 from kvkeep.files import tensor_file
 from kvkeep.host import Host, host_of
 from kvkeep.host.fingerprint import sampled
+from kvkeep.host.progress import Progress, silent
 from kvkeep.policy.scorer import LayerScorer, Scorer
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done, and the share of the whole that is done, 0 to 1."""
 
 _TRAINING = 0.25  # the share of the time that training takes, about
 
@@ -40,7 +37,7 @@ def calibrate(
     length: int = 4096,
     hidden: int = 32,
     steps: int = 600,
-    progress: Progress = lambda doing, share: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Train a scorer for a model, and write its file, for specs such as `kvzap:25%,scorer=out`.
 

@@ -3,7 +3,7 @@ imports what it needs when it runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvkeep import __version__
 from kvkeep.extras import needed_by
@@ -16,21 +16,25 @@ from kvkeep.cli.bench import bench
 from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat, sessions
 from kvkeep.cli.doctor import doctor
+from kvkeep.cli.errors import Commands
 from kvkeep.cli.eval import evaluate
 from kvkeep.cli.export import export
 from kvkeep.cli.finetune import finetune
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
+from kvkeep.cli.output import examples
 from kvkeep.cli.serve import serve
 from kvkeep.cli.store import store
 
 app = typer.Typer(
     name="kvkeep",
     help="The KV cache for PyTorch language models.",
+    cls=Commands,
+    rich_markup_mode=None,  # rich would cut long words
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,  # errors.py says how commands end
+    epilog=examples('kvkeep generate "Why is the sky blue?" --cache window:1024,sinks=4'),
 )
 
 
@@ -48,19 +52,35 @@ def main(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error; may stand anywhere."),
+    ] = False,
 ) -> None:
     """The KV cache for PyTorch language models."""
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command("eval")(evaluate)
-app.command()(inspect)
-app.command()(calibrate)
-app.command()(finetune)
-app.command()(export)
-app.command()(doctor)
+def _add(command: Any, *lines: str, name: str | None = None) -> None:
+    app.command(name, epilog=examples(*lines))(command)
+
+
+_add(
+    generate,
+    'kvkeep generate "Why is the sky blue?" --cache window:1024,sinks=4',
+    'kvkeep generate "Summarise:" < report.txt > summary.txt',
+)
+_add(chat, "kvkeep chat --session work --cache h2o:1024")
+_add(serve, "kvkeep serve --model Qwen/Qwen3-0.6B --cache keep_all+int8 --port 8000")
+_add(evaluate, 'kvkeep eval --specs "keep_all+int8;h2o:512" --context 2000', name="eval")
+_add(
+    inspect,
+    "kvkeep inspect --prompt-file report.txt --cache h2o:256",
+    "kvkeep inspect --context 500 --cache snapkv:128 --layer 3",
+)
+_add(calibrate, "kvkeep calibrate --out scorer.safetensors --model smollm2-135m")
+_add(finetune, "kvkeep finetune notes.jsonl --out adapter --cache h2o:1024 --epochs 2")
+_add(export, "kvkeep export model.pt2 --cache window:1024@fixed")
+_add(doctor, "kvkeep doctor")
 app.add_typer(sessions, name="sessions")
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")

@@ -10,7 +10,9 @@ import typer
 from kvkeep.cli.bench_options import (
     Device,
     Dtype,
+    Host,
     Model,
+    ModelOrRandom,
     SpecList,
     Turns,
     drawn,
@@ -19,14 +21,22 @@ from kvkeep.cli.bench_options import (
     show,
 )
 from kvkeep.cli.bench_serve import serve
-from kvkeep.cli.output import JsonFlag, Working, listed, reported, whole_numbers
+from kvkeep.cli.complete import several_of, specs
+from kvkeep.cli.errors import Group
+from kvkeep.cli.output import JsonFlag, examples, listed, say, whole_numbers
 from kvkeep.cli.plot import PlotFile, check_plot
 from kvkeep.cli.plot import plot as draw
+from kvkeep.cli.progress import Working
 
-bench = typer.Typer(help="Measure kvkeep against other caches.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=Group,
+    help="Measure kvkeep against other caches.",
+    no_args_is_help=True,
+    epilog=examples("kvkeep bench decode --plot decode.svg"),
+)
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench append --tokens 256,4096"))
 def append(
     tokens: Annotated[
         str | None,
@@ -53,7 +63,7 @@ def append(
     """Append one token: concatenation against writing in place (8 heads, width 128)."""
     check_plot(plot)
     held, rows = numbers(tokens), numbers(batches)
-    with reported(), Working("append") as working:
+    with Working("append") as working:
         from kvkeep.bench.append import run
 
         result = run(
@@ -67,7 +77,7 @@ def append(
     show("Append one token; ratios are concat / growing", result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples('kvkeep bench memory --specs "keep_all;h2o:512;hf-dynamic"'))
 def memory(
     model: Model = "smollm2-135m",
     dtype: Dtype = "float32",
@@ -88,14 +98,17 @@ def memory(
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Resident memory of caches after a prompt and a long generation, compared with the live bytes
-    in them and with transformers' DynamicCache; the prompt is fed at once and in chunks."""
+    """Resident memory of caches after a prompt and a long generation.
+
+    It is compared with the live bytes in them and with transformers' DynamicCache. The prompt is
+    fed at once and in chunks.
+    """
     check_plot(plot)
     if prompt >= tokens:
         raise typer.BadParameter(f"--prompt {prompt} must be below --tokens {tokens}")
     if chunk >= prompt:
         raise typer.BadParameter(f"--chunk {chunk} must be below --prompt {prompt}")
-    with reported(), Working("memory") as working:
+    with Working("memory") as working:
         from kvkeep.bench.memory import SPECS, run
         from kvkeep.spec import split_specs
 
@@ -111,7 +124,7 @@ def memory(
     show(f"Memory after {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench op --lengths 2048,32768 --codecs plain,int8"))
 def op(
     device: Device = None,
     dtype: Dtype = "bfloat16",
@@ -160,7 +173,7 @@ def op(
         raise typer.BadParameter(
             f"--queries {queries} must be at most the least of --lengths {lengths or 256}"
         )
-    with reported(), Working("op") as working:
+    with Working("op") as working:
         from kvkeep.bench.op import run
         from kvkeep.hf.models import dtype_named
 
@@ -185,7 +198,7 @@ def op(
     show(title + f"memory {does} GB/s", result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench linear --shapes 576x1536,1536x576"))
 def linear(
     shapes: Annotated[
         str | None,
@@ -206,7 +219,7 @@ def linear(
     """Linear layers of few rows on the CPU, by kvkeep's kernel and by torch."""
     check_plot(plot)
     sizes, counts = _shapes(shapes), numbers(rows)
-    with reported(), Working("linear") as working:
+    with Working("linear") as working:
         from kvkeep.bench.linear import ROWS, SHAPES, run
         from kvkeep.hf.models import dtype_named
 
@@ -221,14 +234,10 @@ def linear(
     show(f"Linear layers of few rows, {dtype}; {reads}", result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench decode --model random-1b --contexts 2048,8192"))
 def decode(
-    model: Annotated[
-        str, typer.Option(help="A model; see `kvkeep models`. Or random-1b, with random weights.")
-    ] = "smollm2-135m",
-    host: Annotated[
-        str, typer.Option(help="Library that runs the model: transformers, or litgpt.")
-    ] = "transformers",
+    model: ModelOrRandom = "smollm2-135m",
+    host: Host = "transformers",
     device: Device = None,
     dtype: Dtype = "bfloat16",
     contexts: Annotated[
@@ -261,7 +270,7 @@ def decode(
     """Decode steps of a whole model at several contexts, and their time per token held."""
     check_plot(plot)
     held = numbers(contexts)
-    with reported(), Working("decode") as working:
+    with Working("decode") as working:
         from kvkeep.bench.decode import run
         from kvkeep.spec import split_specs
 
@@ -282,10 +291,10 @@ def decode(
     slopes = result["slope_us_per_token"].items()
     cost = ", ".join(f"{name} {slope:.2f}" for name, slope in slopes if slope is not None)
     if not json and cost:
-        typer.echo(f"microseconds per token held: {cost}; {floor}")
+        say(f"microseconds per token held: {cost}; {floor}")
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench prefill --lengths 2000,7900 --json > prefill.json"))
 def prefill(
     model: Model = "smollm2-135m",
     dtype: Dtype = "float32",
@@ -297,14 +306,14 @@ def prefill(
     """A whole prompt in one forward, compared with transformers and sdpa."""
     check_plot(plot)
     fed = whole_numbers(lengths)
-    with reported(), Working("prefill") as working:
+    with Working("prefill") as working:
         from kvkeep.bench.prefill import run
 
         result = run(model, dtype=dtype, lengths=fed, turns=turns, progress=working)
     show(f"Prefill of {model}, {dtype}", result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples('kvkeep bench save --specs "keep_all;keep_all+int8"'))
 def save(
     model: Model = "smollm2-135m",
     dtype: Dtype = "float32",
@@ -319,7 +328,7 @@ def save(
 ) -> None:
     """Saving a cache compared with copying its file, and loading it compared with a prefill."""
     check_plot(plot)
-    with reported(), Working("save") as working:
+    with Working("save") as working:
         from kvkeep.bench.save import run
         from kvkeep.spec import split_specs
 
@@ -335,7 +344,7 @@ def save(
     show(f"The cache of {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench fork --tokens 4000 --forks 100"))
 def fork(
     model: Model = "smollm2-135m",
     dtype: Dtype = "float32",
@@ -349,7 +358,7 @@ def fork(
 ) -> None:
     """Forks of one prompt: their memory, and a step of a batch with and without sharing."""
     check_plot(plot)
-    with reported(), Working("fork") as working:
+    with Working("fork") as working:
         from kvkeep.bench.fork import run
 
         result = run(
@@ -365,13 +374,13 @@ def fork(
     show(f"A batch that continues {tokens} tokens, {model}, {dtype}", result, plot, json)
     if not json:
         held, ratio = result["forks"]["bytes"], result["forks"]["ratio"]
-        typer.echo(
+        say(
             f"{forks} forks of {new} tokens: {held / 2**20:.0f} MiB, {ratio:.2f} times one cache "
             "and the new tokens"
         )
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench reuse --documents 6 --turns 3"))
 def reuse(
     model: Model = "smollm2-135m",
     dtype: Dtype = "float32",
@@ -390,7 +399,7 @@ def reuse(
     check_plot(plot)
     if shortest > longest:
         raise typer.BadParameter(f"--shortest {shortest} must be at most --longest {longest}")
-    with reported(), Working("reuse") as working:
+    with Working("reuse") as working:
         from kvkeep.bench.reuse import run
 
         result = run(
@@ -410,19 +419,23 @@ def reuse(
     show(title, result, plot, json)
 
 
-@bench.command()
+@bench.command(epilog=examples("kvkeep bench train --tokens 2048,4096 --cache h2o:1024"))
 def train(
     model: Model = "smollm2-135m",
-    host: Annotated[
-        str, typer.Option(help="Library that runs the model: transformers, or litgpt.")
-    ] = "transformers",
+    host: Host = "transformers",
     tokens: Annotated[
         str, typer.Option(help="Lengths of the text, comma-separated.")
     ] = "2048,4096,8192",
-    cache: Annotated[str, typer.Option(help="kvkeep's cache spec.")] = "h2o:1024",
+    cache: Annotated[
+        str, typer.Option(help="kvkeep's cache spec.", autocompletion=specs)
+    ] = "h2o:1024",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens in each of kvkeep's chunks.")] = 1024,
     methods: Annotated[
-        str, typer.Option(help="Methods, comma-separated.")
+        str,
+        typer.Option(
+            help="Methods, comma-separated.",
+            autocompletion=several_of("kvkeep", "backprop", "checkpointing"),
+        ),
     ] = "kvkeep,backprop,checkpointing",
     check: Annotated[bool, typer.Option(help="Compare the gradients too.")] = True,
     processes: Annotated[
@@ -431,14 +444,16 @@ def train(
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """One gradient of a long text's loss with respect to all weights, compared with backprop and
-    gradient checkpointing."""
+    """One gradient of a long text's loss, compared with backprop and gradient checkpointing.
+
+    It is the gradient with respect to all weights.
+    """
     check_plot(plot)
     lengths, chosen = whole_numbers(tokens), listed(methods, ",")
     shared = whole_numbers(processes)
     if not chosen:
         raise typer.BadParameter("--methods is empty; give at least one, e.g. kvkeep")
-    with reported(), Working("train") as working:
+    with Working("train") as working:
         from kvkeep.bench.train import run
 
         result = run(
@@ -460,7 +475,7 @@ def train(
     show(title, result, None, json)
 
 
-@bench.command("draw")
+@bench.command("draw", epilog=examples("kvkeep bench draw decode.json --plot decode.svg"))
 def draw_recorded(
     records: Annotated[
         list[Path], typer.Argument(help="Files, each with what a benchmark printed with --json.")
@@ -472,18 +487,17 @@ def draw_recorded(
 ) -> None:
     """Draw recorded results side by side, with a line for each system."""
     check_plot(plot)
-    with reported():
-        from kvkeep.bench.record import read
+    from kvkeep.bench.record import read
 
-        found = [read(path) for path in records]
-        named = names(columns)
-        for one in found:
-            if named is not None and not set(named) & set(one.rows[0]):
-                raise typer.BadParameter(
-                    f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
-                )
-        machines = dict.fromkeys(one.machine for one in found)
-        draw("; ".join(machines), {one.title: drawn(one.rows) for one in found}, plot, named)
+    found = [read(path) for path in records]
+    named = names(columns)
+    for one in found:
+        if named is not None and not set(named) & set(one.rows[0]):
+            raise typer.BadParameter(
+                f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
+            )
+    machines = dict.fromkeys(one.machine for one in found)
+    draw("; ".join(machines), {one.title: drawn(one.rows) for one in found}, plot, named)
 
 
 def _shapes(text: str | None) -> list[tuple[int, int]]:
@@ -496,4 +510,4 @@ def _shapes(text: str | None) -> list[tuple[int, int]]:
     return [(int(inputs), int(outputs)) for inputs, outputs in pairs]
 
 
-bench.command()(serve)
+bench.command(epilog=examples("kvkeep bench serve --sequences 1,16 --http"))(serve)

@@ -7,15 +7,48 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.complete import devices, models, one_of, specs
 from kvkeep.cli.output import listed, print_json, print_table, whole_numbers
 from kvkeep.cli.plot import plot as draw
 
-Model = Annotated[str, typer.Option(help="A model; see `kvkeep models`.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-SpecList = Annotated[str, typer.Option(help="Cache specs, separated by semicolons.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name.",
+        autocompletion=models,
+    ),
+]
+ModelOrRandom = Annotated[
+    str,
+    typer.Option(
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; or random-1b, "
+        "with random weights.",
+        autocompletion=models,
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Library that runs the model: transformers, or litgpt.",
+        autocompletion=one_of("transformers", "litgpt"),
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="bfloat16, float16 or float32.",
+        autocompletion=one_of("bfloat16", "float16", "float32"),
+    ),
+]
+SpecList = Annotated[
+    str, typer.Option(help="Cache specs, separated by semicolons.", autocompletion=specs)
+]
 Turns = Annotated[int, typer.Option(min=1, help="Rounds of measurement.")]
 Device = Annotated[
-    str | None, typer.Option(help="Device, e.g. cpu or cuda; default: CUDA if available.")
+    str | None,
+    typer.Option(
+        help="Device, e.g. cpu or cuda; default: CUDA if available.", autocompletion=devices
+    ),
 ]
 
 

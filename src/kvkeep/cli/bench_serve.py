@@ -6,17 +6,14 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.bench_options import Device, Dtype, SpecList, names, show
-from kvkeep.cli.output import JsonFlag, Working, reported, whole_numbers
+from kvkeep.cli.bench_options import Device, Dtype, ModelOrRandom, SpecList, names, show
+from kvkeep.cli.output import JsonFlag, whole_numbers
 from kvkeep.cli.plot import PlotFile, check_plot
-
-_OTHER = "Other measurements"
+from kvkeep.cli.progress import Working
 
 
 def serve(
-    model: Annotated[
-        str, typer.Option(help="A model; see `kvkeep models`. Or random-1b, with random weights.")
-    ] = "smollm2-135m",
+    model: ModelOrRandom = "smollm2-135m",
     device: Device = None,
     dtype: Dtype = "bfloat16",
     sequences: Annotated[
@@ -59,7 +56,6 @@ def serve(
         typer.Option(
             min=1,
             help="Measure how long a prompt of so many tokens delays the others.",
-            rich_help_panel=_OTHER,
         ),
     ] = None,
     cpu_time: Annotated[
@@ -67,7 +63,6 @@ def serve(
         typer.Option(
             "--cpu-time",
             help="Measure the processor time of one thread per step.",
-            rich_help_panel=_OTHER,
         ),
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of measurement.")] = 3,
@@ -81,7 +76,7 @@ def serve(
     if cpu_time and interrupt is not None:
         raise typer.BadParameter("--cpu-time and --interrupt exclude each other; give one")
     counts, others = whole_numbers(sequences), names(against)
-    with reported(), Working("serve") as working:
+    with Working("serve") as working:
         from kvkeep.bench import serve_steps
         from kvkeep.bench.contenders import SERVER
         from kvkeep.bench.serve import AGAINST, Asked, run

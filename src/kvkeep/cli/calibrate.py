@@ -9,16 +9,15 @@ import typer
 
 from kvkeep.cli.output import (
     AdapterName,
-    Advancing,
     JsonFlag,
     ModelDtype,
     ModelName,
     model_for,
     print_json,
     print_table,
-    reported,
     titled,
 )
+from kvkeep.cli.progress import Working
 
 
 def calibrate(
@@ -41,13 +40,11 @@ def calibrate(
     An interrupted calibration continues where it was when it is started again.
     """
     model = model_for(model, adapter)
-    with reported(), Advancing("starting", over=120.0) as advancing:
+    with Working("starting") as working:
         from kvkeep.calibration.run import calibrate as run
         from kvkeep.host import load_model
 
-        loaded, tokenizer = load_model(
-            model, dtype, progress=lambda doing: advancing(doing, 0.0), adapter=adapter
-        )
+        loaded, tokenizer = load_model(model, dtype, progress=working, adapter=adapter)
         found = run(
             loaded,
             tokenizer,
@@ -57,7 +54,7 @@ def calibrate(
             length=length,
             hidden=hidden,
             steps=steps,
-            progress=advancing,
+            progress=working,
         )
     title = (
         f"{titled(model, adapter)}: {found['file']}, {found['bytes'] / 2**20:.2f} MiB, after "

@@ -8,23 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvkeep.cli.complete import sessions as completed
+from kvkeep.cli.complete import specs
+from kvkeep.cli.errors import Group, print_error
 from kvkeep.cli.output import (
     AdapterName,
+    DeviceName,
     JsonFlag,
     ModelDtype,
     ModelName,
     Temperature,
     TopP,
-    Working,
+    examples,
     model_for,
     print_json,
     print_table,
-    reported,
+    say,
     titled,
 )
+from kvkeep.cli.progress import Working
 
 if TYPE_CHECKING:
     from kvkeep.hf.session import Session
+    from kvkeep.host import Generation
 
 HELP = """\
 /undo        remove the last turn
@@ -39,57 +45,62 @@ COMMANDS = [line.split()[0] for line in HELP.splitlines()]
 def chat(
     session: Annotated[
         str | None,
-        typer.Option(help="Save the conversation under this name, or continue the one saved."),
+        typer.Option(
+            help="Save the conversation under this name, or continue the one saved.",
+            autocompletion=completed,
+        ),
     ] = None,
     model: ModelName = None,
     adapter: AdapterName = None,
-    cache: Annotated[str | None, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.")] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="Cache spec, e.g. window:1024,sinks=4.", autocompletion=specs),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message for the start.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     dtype: ModelDtype = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    device: DeviceName = None,
     reread: Annotated[
         bool,
         typer.Option("--reread", help="Compute the conversation's cache again, with this model."),
     ] = False,
 ) -> None:
     """Chat with a model. A named session continues from its saved cache without a new prefill."""
-    with reported():
-        with Working("starting") as working:
-            from kvkeep.hf.models import load
-            from kvkeep.hf.session import Session, info, path_of
-            from kvkeep.spec import parse_specs
+    with Working("starting") as working:
+        from kvkeep.hf.models import load
+        from kvkeep.hf.session import Session, info, path_of
+        from kvkeep.spec import parse_specs
 
-            given = None if cache is None else str(parse_specs(cache))
-            known = None
-            if session is not None and path_of(session).exists():
-                known = info(session)
-            if known is not None and given not in (None, known.spec):
-                raise typer.BadParameter(
-                    f"session {session} has the cache {known.spec}, not {given}; leave out --cache "
-                    "or use another name"
-                )
-            if known is not None and model is None and adapter is None:
-                model, adapter = known.model or None, known.adapter or None
-            model = model_for(model, adapter)
-            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
-            working("opening the session")
-            talk = Session(
-                loaded,
-                tokenizer,
-                cache=given or "keep_all",
-                name=session,
-                model_name=model or "",
-                adapter=adapter or "",
-                system=system,
-                reread=reread,
+        given = None if cache is None else str(parse_specs(cache))
+        known = None
+        if session is not None and path_of(session).exists():
+            known = info(session)
+        if known is not None and given not in (None, known.spec):
+            raise typer.BadParameter(
+                f"session {session} has the cache {known.spec}, not {given}; leave out --cache "
+                "or use another name"
             )
-        try:
-            _converse(talk, max_new_tokens, temperature, top_p)
-        finally:
-            talk.close()
+        if known is not None and model is None and adapter is None:
+            model, adapter = known.model or None, known.adapter or None
+        model = model_for(model, adapter)
+        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        working("opening the session")
+        talk = Session(
+            loaded,
+            tokenizer,
+            cache=given or "keep_all",
+            name=session,
+            model_name=model or "",
+            adapter=adapter or "",
+            system=system,
+            reread=reread,
+        )
+    try:
+        _converse(talk, max_new_tokens, temperature, top_p)
+    finally:
+        talk.close()
 
 
 def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: float) -> None:
@@ -99,7 +110,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
         if message["role"] != "system":
             sign = "> " if message["role"] == "user" else ""
             typer.echo(f"{sign}{message['content']}\n")
-    typer.echo(f"{_status(talk)}; /help lists commands\n", err=True)
+    say(f"{_status(talk)}; /help lists commands\n", err=True)
     while True:
         try:
             text = input("> ").strip()
@@ -112,17 +123,11 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
             if text.startswith("/"):
                 _command(talk, text)
             elif text:
-                result = talk.ask(
-                    text,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
-                    on_text=lambda piece: typer.echo(piece, nl=False),
-                )
+                result = _answered(talk, text, max_new_tokens, temperature, top_p)
                 typer.echo("\n")
                 if talk.name is not None:
                     talk.save()
-                typer.echo(
+                say(
                     f"{_status(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
                     f"{result.ttft_s:.2f} s",
                     err=True,
@@ -130,7 +135,27 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
         except KeyboardInterrupt:
             typer.echo("\ninterrupted; the turn was removed", err=True)
         except KVKeepError as error:
-            typer.echo(f"error: {error}", err=True)
+            print_error(str(error))
+
+
+def _answered(
+    talk: Session, text: str, max_new_tokens: int, temperature: float, top_p: float
+) -> Generation:
+    """Ask, and show the answer as it comes."""
+    with Working("reading") as working:
+
+        def show(piece: str) -> None:
+            working.stop()
+            typer.echo(piece, nl=False)
+
+        return talk.ask(
+            text,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            on_text=show,
+            on_start=working.reading if working.live else lambda cache, tokens: None,
+        )
 
 
 def _command(talk: Session, text: str) -> None:
@@ -149,7 +174,7 @@ def _command(talk: Session, text: str) -> None:
     elif word == "/stats":
         stats = talk.cache.stats()
         fed = stats.seen[0] if stats.seen else 0
-        typer.echo(
+        say(
             f"{talk.spec}: {stats.length} of {fed} tokens kept, {stats.kept:.0%} of their slots, "
             f"{stats.live_bytes / 2**20:.1f} MiB in use, {stats.nbytes / 2**20:.1f} allocated",
             err=True,
@@ -169,7 +194,11 @@ def _status(talk: Session) -> str:
 
 
 sessions = typer.Typer(
-    name="sessions", help="List, export and delete sessions.", invoke_without_command=True
+    cls=Group,
+    name="sessions",
+    help="List, export and delete sessions.",
+    invoke_without_command=True,
+    epilog=examples("kvkeep sessions"),
 )
 
 
@@ -178,52 +207,52 @@ def listing(context: typer.Context, json: JsonFlag = False) -> None:
     """List, export and delete sessions."""
     if context.invoked_subcommand is not None:
         return
-    with reported():
+    with Working("reading the sessions"):
         from kvkeep.hf.session import sessions as kept
 
-        rows = [
-            {
-                "session": one.name,
-                "model": titled(one.model, one.adapter),
-                "turns": sum(message["role"] == "user" for message in one.messages),
-                "tokens": one.tokens,
-                "MiB": one.bytes / 2**20,
-                "keeps": one.spec,
-            }
-            for one in kept()
-        ]
-        if json:
-            print_json({"sessions": rows})
-        elif rows:
-            print_table("sessions", rows)
-        else:
-            typer.echo("no sessions yet; `kvkeep chat --session NAME` starts one")
+        found = kept()
+    rows = [
+        {
+            "session": one.name,
+            "model": titled(one.model, one.adapter),
+            "turns": sum(message["role"] == "user" for message in one.messages),
+            "tokens": one.tokens,
+            "MiB": one.bytes / 2**20,
+            "keeps": one.spec,
+        }
+        for one in found
+    ]
+    if json:
+        print_json({"sessions": rows})
+    elif rows:
+        print_table("sessions", rows)
+    else:
+        typer.echo("no sessions yet; `kvkeep chat --session NAME` starts one")
 
 
-@sessions.command()
-def export(
-    name: Annotated[str, typer.Argument(help="The session.")], json: JsonFlag = False
-) -> None:
+SessionName = Annotated[str, typer.Argument(help="The session.", autocompletion=completed)]
+
+
+@sessions.command(epilog=examples("kvkeep sessions export work > work.md"))
+def export(name: SessionName, json: JsonFlag = False) -> None:
     """Print a conversation as Markdown, or its messages as JSON."""
-    with reported():
-        from kvkeep.hf.session import info
+    from kvkeep.hf.session import info
 
-        messages = info(name).messages
-        if json:
-            typer.echo(json_module.dumps(messages))
-            return
-        for message in messages:
-            typer.echo(f"**{message['role']}**\n\n{message['content']}\n")
+    messages = info(name).messages
+    if json:
+        typer.echo(json_module.dumps(messages))
+        return
+    for message in messages:
+        typer.echo(f"**{message['role']}**\n\n{message['content']}\n")
 
 
-@sessions.command()
-def delete(name: Annotated[str, typer.Argument(help="The session.")]) -> None:
+@sessions.command(epilog=examples("kvkeep sessions delete work"))
+def delete(name: SessionName) -> None:
     """Delete a session."""
-    with reported():
-        from kvkeep.hf.session import delete as remove
+    from kvkeep.hf.session import delete as remove
 
-        remove(name)
-        typer.echo(f"deleted session {name}")
+    remove(name)
+    typer.echo(f"deleted session {name}")
 
 
 __all__ = ["chat", "sessions"]

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import os
 
-import typer
-
-from kvkeep.cli.output import JsonFlag, print_json, print_table
+from kvkeep.cli.output import JsonFlag, print_json, print_table, say
+from kvkeep.cli.progress import Working
 
 
 def doctor(json: JsonFlag = False) -> None:
     """Show versions, threads, devices, and which attention backends are usable."""
-    from kvkeep.attention import backends
-    from kvkeep.bench.environment import environment
+    with Working("looking at this machine"):
+        from kvkeep.attention import backends
+        from kvkeep.bench.environment import environment
 
-    machine = environment()
-    rows = [
-        {"backend": b.name, "usable": b.available, "about": b.reason, "limits": b.limits}
-        for b in backends()
-    ]
+        machine = environment()
+        rows = [
+            {"backend": b.name, "usable": b.available, "about": b.reason, "limits": b.limits}
+            for b in backends()
+        ]
     if json:
         print_json({**machine, "backends": rows})
         return
     for name, value in machine.items():
-        typer.echo(f"{name:>14}  {value}")
+        say(f"{name:>14}  {value}")
     idle = (os.cpu_count() or 1) - machine["load"]
     if idle < machine["threads"] - 0.5:
-        typer.echo(
+        say(
             f"Other processes want {machine['load']} of {os.cpu_count()} cores: a step waits for "
             f"threads that are not running. Stop them, or set OMP_NUM_THREADS={max(1, int(idle))}."
         )

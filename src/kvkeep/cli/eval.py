@@ -9,23 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.complete import specs as completed
 from kvkeep.cli.html import HtmlFile, check_html
 from kvkeep.cli.output import (
     AdapterName,
-    Advancing,
     JsonFlag,
     ModelDtype,
     ModelName,
-    Working,
     listed,
     model_for,
     print_json,
     print_table,
-    reported,
+    say,
     titled,
     whole_numbers,
 )
 from kvkeep.cli.plot import PlotFile, check_plot, plot_tradeoff
+from kvkeep.cli.progress import Working
 
 DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 
@@ -34,7 +34,11 @@ def evaluate(
     model: ModelName = None,
     adapter: AdapterName = None,
     specs: Annotated[
-        str, typer.Option(help="Specs to compare with keep_all, separated by semicolons.")
+        str,
+        typer.Option(
+            help="Specs to compare with keep_all, separated by semicolons.",
+            autocompletion=completed,
+        ),
     ] = DEFAULT_SPECS,
     dtype: ModelDtype = "auto",
     context: Annotated[
@@ -105,15 +109,15 @@ def evaluate(
     html: HtmlFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Compare cache specs with the full cache on a text: perplexity, divergence, and tasks such as
-    finding hidden numbers.
+    """Compare cache specs with the full cache on a text, and by tasks such as finding numbers.
 
-    Each spec is fed the context, then the true continuation one token at a time.
+    The figures on a text are perplexity and divergence. Each spec is fed the context, then the
+    true continuation one token at a time.
     """
     check_plot(plot)
     check_html(html)
     if setup_kvpress is not None:
-        with reported(), Working("kvpress") as working:
+        with Working("kvpress") as working:
             from kvkeep.evals.kvpress import install
 
             install(setup_kvpress, working)
@@ -132,7 +136,7 @@ def evaluate(
         raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
     model = model_for(model, adapter)
     contexts = whole_numbers(context)
-    with reported(), Advancing("starting") as advancing:
+    with Working("starting") as working:
         from kvkeep.bench.environment import environment
         from kvkeep.evals.kvpress import PRESSES, Kvpress
         from kvkeep.evals.run import run
@@ -157,12 +161,12 @@ def evaluate(
             samples_file=samples_file,
             overwrite=overwrite,
             against=other,
-            progress=advancing,
+            progress=working,
         )
         result["environment"] = environment()
     for row in result.get("against", []):
         if "failed" in row:
-            typer.echo(f"{row['spec']} failed: {row['failed']}", err=True)
+            say(f"{row['spec']} failed: {row['failed']}", err=True)
     title = f"{titled(model, adapter)}, {dtype}, {windows * continuation:,} tokens predicted"
     shown = rows_of(result)
     print_table(title, [_columns(row) for row in shown], stderr=json)
@@ -185,8 +189,7 @@ def _draw(
         from kvkeep.page.document import write
         from kvkeep.page.evaluation import evaluation
 
-        with reported():
-            write(html, evaluation(title, rows, results))
+        write(html, evaluation(title, rows, results))
 
 
 def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli.complete import specs
 from kvkeep.cli.output import (
     AdapterName,
     JsonFlag,
     ModelDtype,
     ModelName,
-    Working,
     model_for,
     print_json,
-    reported,
+    say,
 )
+from kvkeep.cli.progress import Working
 
 
 def export(
@@ -24,7 +25,10 @@ def export(
     model: ModelName = None,
     adapter: AdapterName = None,
     cache: Annotated[
-        str, typer.Option(help="Cache spec with fixed storage, e.g. window:1024@fixed.")
+        str,
+        typer.Option(
+            help="Cache spec with fixed storage, e.g. window:1024@fixed.", autocompletion=specs
+        ),
     ] = "keep_all@fixed:2048",
     rows: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     dtype: ModelDtype = "auto",
@@ -32,20 +36,19 @@ def export(
 ) -> None:
     """Export a model's decode step with its cache, to run without transformers."""
     model = model_for(model, adapter)
-    with reported():
-        from kvkeep.graph.program import named
-        from kvkeep.spec import parse_specs
+    from kvkeep.graph.program import named
+    from kvkeep.spec import parse_specs
 
-        spec, path = parse_specs(cache), named(output)
-        with Working("starting") as working:
-            from kvkeep.hf.export import export as run
-            from kvkeep.hf.models import load
+    spec, path = parse_specs(cache), named(output)
+    with Working("starting") as working:
+        from kvkeep.hf.export import export as run
+        from kvkeep.hf.models import load
 
-            loaded, tokenizer = load(model, dtype, None, working, adapter=adapter)
-            working("exporting")
-            program = run(loaded, spec, rows=rows, tokenizer=tokenizer)
-            working("writing")
-            program.save(path)
+        loaded, tokenizer = load(model, dtype, None, working, adapter=adapter)
+        working("exporting")
+        program = run(loaded, spec, rows=rows, tokenizer=tokenizer)
+        working("writing")
+        program.save(path)
     size = path.stat().st_size
     if json:
         print_json(
@@ -60,7 +63,7 @@ def export(
             }
         )
         return
-    typer.echo(
+    say(
         f"{path}: {size / 2**20:.0f} MiB, {spec}, {rows} row{'s' if rows > 1 else ''}; run it with "
         "kvkeep.Program.load"
     )

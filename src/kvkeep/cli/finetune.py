@@ -13,18 +13,19 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.complete import one_of, specs
+from kvkeep.cli.errors import reported
 from kvkeep.cli.output import (
     DEFAULT_MODEL,
-    Advancing,
+    DeviceName,
     JsonFlag,
     ModelDtype,
     ModelName,
     print_json,
-    reported,
+    say,
     size_in_bytes,
 )
-
-_PACE = 3600.0  # seconds over which speed is averaged, since a step may take minutes
+from kvkeep.cli.progress import Working
 
 
 def finetune(
@@ -40,17 +41,25 @@ def finetune(
     out: Annotated[
         Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the result.")
     ],
+    context: typer.Context,
     model: ModelName = None,
     host: Annotated[
         str,
         typer.Option(
             help="Library of the model: transformers, or litgpt, whose --model is a checkpoint "
-            "directory."
+            "directory.",
+            autocompletion=one_of("transformers", "litgpt"),
         ),
     ] = "transformers",
-    task: Annotated[str, typer.Option(help="What is learned: text, or classify.")] = "text",
+    task: Annotated[
+        str,
+        typer.Option(
+            help="What is learned: text, or classify.", autocompletion=one_of("text", "classify")
+        ),
+    ] = "text",
     cache: Annotated[
-        str, typer.Option(help="Cache spec, the one to serve the result with.")
+        str,
+        typer.Option(help="Cache spec, the one to serve the result with.", autocompletion=specs),
     ] = "h2o:1024",
     chunk: Annotated[
         str | None,
@@ -94,7 +103,11 @@ def finetune(
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 0,
     decay: Annotated[
-        str, typer.Option(help="How the learning rate falls to 0: linear or cosine.")
+        str,
+        typer.Option(
+            help="How the learning rate falls to 0: linear or cosine.",
+            autocompletion=one_of("linear", "cosine"),
+        ),
     ] = "linear",
     clip: Annotated[
         float, typer.Option(min=0.0, help="Greatest norm of a step's gradients; 0: no limit.")
@@ -140,7 +153,7 @@ def finetune(
         int, typer.Option(min=1, help="Processes that share each text, under torchrun.")
     ] = 1,
     dtype: ModelDtype = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    device: DeviceName = None,
     json: JsonFlag = False,
 ) -> None:
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
@@ -148,8 +161,8 @@ def finetune(
     host_bytes = None if host_memory is None else size_in_bytes(host_memory)
     least_chunk, chunk_size = _chunks(chunk)
     leads = os.environ.get("RANK", "0") == "0"
-    with _ended():
-        with reported(), Advancing("starting", _PACE, shown=leads) as advancing:
+    with _ended(), reported(debug=context.find_root().params["debug"]):
+        with Working("starting", shown=leads) as working:
             import torch
 
             from kvkeep.finetune.classify import labels_of
@@ -197,7 +210,7 @@ def finetune(
                     host=host,
                     # The shards are moved afterwards.
                     device="cpu" if full or offload else str(place),
-                    progress=lambda doing: advancing(doing, 0.0),
+                    progress=working,
                     labels=labels,
                 )
                 result = run(
@@ -210,7 +223,7 @@ def finetune(
                     holdout=holdout,
                     resume=resume,
                     device=place,
-                    progress=advancing,
+                    progress=working,
                 )
         if leads:
             _print(model, result, json)
@@ -226,7 +239,7 @@ def _print(model: str, result: dict[str, Any], json: bool) -> None:
     if result.get("untuned_accuracy") is not None:
         before, after = result["untuned_accuracy"], result["tuned_accuracy"]
         losses += f"; accuracy {before:.1%} before, {after:.1%} after"
-    typer.echo(
+    say(
         f"{result['out']}: {result['steps']} steps, {result['tokens']:,} tokens, "
         f"{result['seconds']:.0f} s{losses} ({result['cache']})"
     )

@@ -1,7 +1,9 @@
-"""`kvkeep generate`: stream an answer, then print its speed and memory."""
+"""`kvkeep generate`: stream an answer to stdout, and print its speed and memory on stderr."""
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,27 +12,38 @@ import typer
 
 from kvkeep.cli.output import (
     AdapterName,
+    CacheSpec,
+    DeviceName,
     JsonFlag,
     ModelDtype,
     ModelName,
     Temperature,
     TopP,
-    Working,
     model_for,
     print_json,
-    reported,
+    say,
 )
+from kvkeep.cli.progress import Working
+
+Prompt = Annotated[
+    str,
+    typer.Argument(
+        help="The prompt; - reads it from stdin. What is piped in, or in --prompt-file, follows it "
+        "after an empty line."
+    ),
+]
+PromptFile = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
+]
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")] = "",
+    prompt: Prompt = "",
     model: ModelName = None,
     adapter: AdapterName = None,
-    cache: Annotated[str, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.")] = "keep_all",
+    cache: CacheSpec = "keep_all",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
-    prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
-    ] = None,
+    prompt_file: PromptFile = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
     temperature: Temperature = 0.0,
@@ -55,30 +68,34 @@ def generate(
         ),
     ] = None,
     dtype: ModelDtype = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    device: DeviceName = None,
     json: JsonFlag = False,
 ) -> None:
-    """Answer a prompt with a kvkeep cache."""
+    """Answer a prompt with a kvkeep cache.
+
+    The answer comes on stdout as it is generated; all else is on stderr.
+    """
     model = model_for(model, adapter)
-    with reported():
-        from kvkeep.spec import parse_specs
+    from kvkeep.spec import parse_specs
 
-        spec = parse_specs(cache)
-        text = given_prompt(prompt, prompt_file)
-        with Working("starting") as working:
-            from kvkeep.hf.generate import generate as run
-            from kvkeep.hf.models import load
-            from kvkeep.host.keep_until import keep_until as spec_keeping
+    spec = parse_specs(cache)
+    text = given_prompt(prompt, prompt_file)
+    with Working("starting") as working:
+        from kvkeep.hf.generate import generate as run
+        from kvkeep.hf.models import load
+        from kvkeep.host.keep_until import keep_until as spec_keeping
 
-            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
-            working("processing the prompt")
+        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        shown = False
 
-            def show(piece: str) -> None:
-                if piece:
-                    working.stop()
-                if not json:
-                    typer.echo(piece, nl=False)
+        def show(piece: str) -> None:
+            nonlocal shown
+            if piece and not json:
+                working.stop()
+                typer.echo(piece, nl=False)
+                shown = True
 
+        try:
             result = run(
                 loaded,
                 tokenizer,
@@ -93,11 +110,16 @@ def generate(
                 prefill_chunk=prefill_chunk,
                 keep_until=keep_until,
                 on_text=show,
+                on_start=working.reading,
             )
-            used = str(spec)
-            if keep_until is not None:  # as `run` resolved it
-                fed = result.ids[:, : result.prompt_tokens]
-                used = str(spec_keeping(spec, fed, keep_until, tokenizer))
+        except KeyboardInterrupt:
+            if shown:
+                typer.echo()
+            raise
+        used = str(spec)
+        if keep_until is not None:  # as `run` resolved it
+            fed = result.ids[:, : result.prompt_tokens]
+            used = str(spec_keeping(spec, fed, keep_until, tokenizer))
     held = result.cache
     if json:
         print_json(
@@ -117,28 +139,43 @@ def generate(
             }
         )
         return
-    typer.echo(
-        f"\n\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
+    typer.echo()
+    say(
+        f"\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
         f"{result.ttft_s:.2f} s; cache {held.live_bytes / 2**20:.1f} MiB, "
-        f"{held.length}/{held.capacity} slots ({used})"
+        f"{held.length}/{held.capacity} slots ({used})",
+        err=True,
     )
 
 
 def given_prompt(prompt: str, prompt_file: Path | None) -> str:
-    """The prompt: the argument, a file's content, or stdin if the argument is "-" or missing.
+    """The prompt: the argument, then the file's content or what is piped in, after an empty line.
+    If the argument is "-", stdin alone.
 
     Raises:
-        BadParameter: both or neither are given, or the text is empty or not UTF-8.
+        BadParameter: there is no text, or it is not UTF-8; or "-" and a file are given.
     """
-    if prompt_file is not None and prompt:
-        raise typer.BadParameter("give a prompt or --prompt-file, not both")
+    if prompt == "-" and prompt_file is not None:
+        raise typer.BadParameter("give - for stdin or --prompt-file, not both")
+    more = ""
     if prompt_file is not None:
-        prompt = _decoded(prompt_file.read_bytes(), str(prompt_file))
-    elif prompt == "-" or not (prompt or sys.stdin.isatty()):
-        prompt = _decoded(sys.stdin.buffer.read(), "stdin")
-    if not prompt.strip():
+        more = _decoded(prompt_file.read_bytes(), str(prompt_file))
+    elif prompt == "-" or _is_piped():
+        with Working("reading stdin"):
+            more = _decoded(sys.stdin.buffer.read(), "stdin")
+    parts = [part for part in ("" if prompt == "-" else prompt, more) if part.strip()]
+    if not parts:
         raise typer.BadParameter("give a prompt, - for stdin, or --prompt-file")
-    return prompt
+    return "\n\n".join(parts)
+
+
+def _is_piped() -> bool:
+    """Whether stdin is a pipe or a file, not a terminal or a device such as /dev/null."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # it is closed, or not a file of the system's
+        return not sys.stdin.closed and not sys.stdin.isatty()
+    return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
 
 
 def _decoded(text: bytes, source: str) -> str:

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvkeep.cli.generate import given_prompt
+from kvkeep.cli.generate import Prompt, PromptFile, given_prompt
 from kvkeep.cli.html import HtmlFile, check_html
 from kvkeep.cli.output import (
     AdapterName,
+    CacheSpec,
     JsonFlag,
     ModelDtype,
     ModelName,
-    Working,
     model_for,
     print_json,
-    reported,
     titled,
 )
 from kvkeep.cli.plot import PlotFile, check_plot, plot_kept
+from kvkeep.cli.progress import Working
 
 BARS = " ▁▂▃▄▅▆▇█"
+DOTTED = "dots are tokens that fewer than half of the heads keep"
+_HALF = 0.5
 _WIDTH = 64  # characters of a bar at most
 
 
 def inspect(
-    prompt: Annotated[
-        str, typer.Argument(help="The prompt, without a chat template; - reads it from stdin.")
-    ] = "",
+    prompt: Prompt = "",
     model: ModelName = None,
     adapter: AdapterName = None,
-    cache: Annotated[str, typer.Option(help="Cache spec, e.g. h2o:256.")] = "h2o:256",
-    prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file.")
-    ] = None,
+    cache: CacheSpec = "h2o:256",
+    prompt_file: PromptFile = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Feed this many tokens of a built-in text instead.")
     ] = None,
@@ -52,52 +50,56 @@ def inspect(
     html: HtmlFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show which tokens of a prompt a cache keeps, per layer and kv head."""
+    """Show which tokens of a prompt a cache keeps, per layer and kv head.
+
+    The prompt is fed without a chat template.
+    """
     check_plot(plot)
     check_html(html)
     model = model_for(model, adapter)
-    with reported():
-        from kvkeep.spec import parse_specs
+    from kvkeep.spec import parse_specs
 
-        spec = parse_specs(cache)
-        if context is not None and (prompt or prompt_file):
-            raise typer.BadParameter("give a prompt or --context, not both")
-        text = "" if context is not None else given_prompt(prompt, prompt_file)
-        with Working("starting") as working:
-            from kvkeep.evals.kept_positions import fed, kept, prompt_ids, shares
-            from kvkeep.hf.models import load
-            from kvkeep.page.inspection import Frames
+    spec = parse_specs(cache)
+    if context is not None and (prompt or prompt_file):
+        raise typer.BadParameter("give a prompt or --context, not both")
+    text = "" if context is not None else given_prompt(prompt, prompt_file)
+    with Working("starting") as working:
+        from kvkeep.evals.kept_positions import fed, kept, prompt_ids, shares
+        from kvkeep.hf.models import load
+        from kvkeep.page.inspection import Frames
 
-            loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
-            ids = prompt_ids(loaded, tokenizer, text, context)
-            words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
-            frames = None if html is None else Frames(words, chunk)
-            working(f"feeding {ids.shape[1]} tokens")
-            layers = kept(fed(loaded, ids, spec, chunk, frames))
-        tokens = ids.shape[1]
-        _require_index("layer", layer, len(layers))
-        _require_index("head", head, max(map(len, layers)))
-        lines = _lines(layers, layer, head)
-        title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
-        if plot is not None:
-            plot_kept(title, lines, tokens, plot)
-        if html is not None and frames is not None:
-            from kvkeep.page.document import write
-            from kvkeep.page.inspection import inspection
+        loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
+        ids = prompt_ids(loaded, tokenizer, text, context)
+        words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+        frames = None if html is None else Frames(words, chunk)
+        layers = kept(fed(loaded, ids, spec, chunk, frames, working.reading))
+    tokens = ids.shape[1]
+    _require_index("layer", layer, len(layers))
+    _require_index("head", head, max(map(len, layers)))
+    lines = _lines(layers, layer, head)
+    title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
+    if plot is not None:
+        plot_kept(title, lines, tokens, plot)
+    if html is not None and frames is not None:
+        from kvkeep.page.document import write
+        from kvkeep.page.inspection import inspection
 
-            facts = {"model": titled(model, adapter), "cache": str(spec), "tokens": f"{tokens:,}"}
-            facts |= {"dtype": dtype} | ({} if chunk is None else {"chunk": f"{chunk:,}"})
-            write(html, inspection(title, facts, frames.pictures))
-        if json:
-            asked = {"model": model, "adapter": adapter, "cache": str(spec)}
-            print_json({**asked, "tokens": tokens, "layers": layers, "ids": ids[0].tolist()})
-            return
-        console = Console()
-        chosen = [heads for i, heads in enumerate(layers) if layer in (None, i)]
-        each = [one for heads in chosen for j, one in enumerate(heads) if head in (None, j)]
-        console.print(_shaded(words, shares(each, tokens)))
-        console.print(f"\n{title}: the brighter a token, the more heads keep it\n", style="bold")
-        _print_bars(console, lines, tokens)
+        facts = {"model": titled(model, adapter), "cache": str(spec), "tokens": f"{tokens:,}"}
+        facts |= {"dtype": dtype} | ({} if chunk is None else {"chunk": f"{chunk:,}"})
+        write(html, inspection(title, facts, frames.pictures))
+    if json:
+        asked = {"model": model, "adapter": adapter, "cache": str(spec)}
+        print_json({**asked, "tokens": tokens, "layers": layers, "ids": ids[0].tolist()})
+        return
+    console = Console()
+    chosen = [heads for i, heads in enumerate(layers) if layer in (None, i)]
+    each = [one for heads in chosen for j, one in enumerate(heads) if head in (None, j)]
+    coloured = console.color_system is not None and not console.no_color
+    show = _shaded if coloured else _dotted
+    means = "the brighter a token, the more heads keep it" if coloured else DOTTED
+    console.print(show(words, shares(each, tokens)))
+    console.print(f"\n{title}: {means}\n", style="bold", highlight=False, markup=False)
+    _print_bars(console, lines, tokens)
 
 
 def _lines(
@@ -128,6 +130,14 @@ def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:
     for token, share in zip(tokens, shares, strict=True):
         light = int(70 + 185 * share)
         text.append(token, style=f"rgb({light},{light},{int(70 + 60 * share)})")
+    return text
+
+
+def _dotted(tokens: Sequence[str], shares: Sequence[float]) -> Text:
+    """The text, with dots in place of the tokens that fewer than half of the heads keep."""
+    text = Text()
+    for token, share in zip(tokens, shares, strict=True):
+        text.append(token if share >= _HALF else re.sub(r"\S", "·", token))
     return text
 
 

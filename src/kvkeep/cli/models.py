@@ -1,17 +1,39 @@
-"""`kvkeep models`: list and fetch the models that have a short name."""
+"""`kvkeep models`: list, fetch and describe models."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.output import JsonFlag, Working, print_json, print_table, reported
+from kvkeep.cli.complete import models as completed
+from kvkeep.cli.errors import Group
+from kvkeep.cli.output import (
+    CacheSpec,
+    DeviceName,
+    JsonFlag,
+    ModelDtype,
+    examples,
+    print_json,
+    print_table,
+    say,
+)
+from kvkeep.cli.progress import Working
 
 models = typer.Typer(
-    help="List and fetch models. Local directories and hub names need no fetching.",
+    cls=Group,
+    help="List, fetch and describe models. What is fetched or a directory needs no network.",
     invoke_without_command=True,
+    epilog=examples("kvkeep models"),
 )
+
+AnyModel = Annotated[
+    str,
+    typer.Argument(
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name (owner/name).",
+        autocompletion=completed,
+    ),
+]
 
 
 @models.callback()
@@ -21,10 +43,11 @@ def default(context: typer.Context, json: JsonFlag = False) -> None:
         list_models(json)
 
 
-@models.command("list")
+@models.command("list", epilog=examples("kvkeep models list --json"))
 def list_models(json: JsonFlag = False) -> None:
-    """List the known models and where they are."""
+    """List the models with a short name, and where they are."""
     from kvkeep.hf.models import KNOWN, is_fetched, local_path
+    from kvkeep.home import home
 
     rows = [
         {
@@ -37,22 +60,83 @@ def list_models(json: JsonFlag = False) -> None:
     ]
     if json:
         print_json({"models": rows})
-    else:
-        print_table("Known models", rows)
+        return
+    print_table("Known models", [{k: x for k, x in row.items() if k != "path"} for row in rows])
+    say(
+        f"\nThey are fetched into {home() / 'models'}. --model also takes a directory, a GGUF "
+        "file, or a hub name (owner/name).",
+        err=True,
+    )
 
 
-@models.command()
-def fetch(
-    name: Annotated[str, typer.Argument(help="A name from `kvkeep models`.")],
-    json: JsonFlag = False,
-) -> None:
-    """Download a known model and convert it, once."""
-    with reported():
-        from kvkeep.hf.models import fetch as run
+@models.command(
+    epilog=examples("kvkeep models fetch smollm2-135m", "kvkeep models fetch Qwen/Qwen3-0.6B")
+)
+def fetch(name: AnyModel, json: JsonFlag = False) -> None:
+    """Have a model on this machine: download it unless it is there, check it, and print its path.
 
-        with Working(f"fetching {name}") as working:
-            path = run(name, working)
+    A hub name is downloaded into the hub's own cache.
+    """
+    with Working(f"fetching {name}") as working:
+        from kvkeep.hf.models import obtain
+
+        path = obtain(name, working)
     if json:
         print_json({"name": name, "path": str(path)})
     else:
         typer.echo(path)
+
+
+@models.command(
+    epilog=examples("kvkeep models show smollm2-135m --cache h2o:1024+int8"),
+)
+def show(
+    name: AnyModel,
+    cache: CacheSpec = "keep_all",
+    dtype: ModelDtype = "auto",
+    device: DeviceName = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show what a model is, whether kvkeep can serve it, and what a cache of it takes.
+
+    No weights are loaded.
+    """
+    with Working(f"reading {name}") as working:
+        from kvkeep.hf.describe import describe
+
+        found = describe(name, cache, dtype, device, working)
+    if json:
+        print_json(found)
+        return
+    for heading, value in _told(found).items():
+        say(f"{heading:>12}  {value}")
+
+
+def _told(found: dict[str, Any]) -> dict[str, str]:
+    """A description in the words of a person."""
+    heads, width = f"{found['query_heads']} heads", found["head_dim"]
+    if found["kv_heads"] != found["query_heads"]:
+        heads += f" share {found['kv_heads']} of keys and values"
+    layers = " + ".join(f"{count} of {name}" for name, count in found["layers"].items())
+    attention = {"kvkeep": "by kvkeep, with every spec", None: "cannot be attached"}
+    about = attention.get(found["attention"], "the model's own, with exact specs only")
+    per_token, whole = found["bytes_per_token"], found["bytes_at_context"]
+    if found["no_cache"]:
+        size = f"none: {found['no_cache']}"
+    else:
+        size = f"{per_token:,} bytes a token in {found['cache_dtype']}"
+        if whole:
+            size += f", {whole / 2**20:,.1f} MiB at {found['context']:,} tokens"
+    context = found["context"]
+    return {
+        "model": found["model"],
+        **({"adapter of": found["base"]} if found["base"] else {}),
+        "type": f"{found['type']} ({found['class']})",
+        "layers": layers,
+        "heads": f"{heads}, width {width}",
+        "parameters": f"{found['parameters'] / 1e6:,.0f} million, {found['dtype']}",
+        "context": "unknown" if context is None else f"{context:,} tokens",
+        "attention": f"{about}: {found['why']}" if found["why"] else about,
+        "cache": found["cache"],
+        "takes": size,
+    }

@@ -1,26 +1,17 @@
-"""Shared by the commands: consoles, progress, errors, lists of numbers, and the JSON line."""
+"""Shared by the commands: common options, lists of numbers, and how results are printed."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
+from kvkeep.cli.complete import adapters, devices, dtypes, models, specs
 from kvkeep.cli.table import tables
-from kvkeep.errors import KVKeepError
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -31,15 +22,27 @@ ModelName = Annotated[
         help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
         "default: smollm2-135m, or the adapter's base model.",
         show_default=False,
+        autocompletion=models,
     ),
 ]
 AdapterName = Annotated[
     str | None,
     typer.Option(
-        "--adapter", help="An adapter's directory, e.g. one that `kvkeep finetune` wrote."
+        "--adapter",
+        help="An adapter's directory, e.g. one that `kvkeep finetune` wrote.",
+        autocompletion=adapters,
     ),
 ]
-ModelDtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
+ModelDtype = Annotated[
+    str,
+    typer.Option("--dtype", help="auto, float32, bfloat16, float16.", autocompletion=dtypes),
+]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="A torch device.", autocompletion=devices)
+]
+CacheSpec = Annotated[
+    str, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.", autocompletion=specs)
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")]
 JsonFlag = Annotated[
@@ -48,94 +51,6 @@ JsonFlag = Annotated[
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Turn errors into one line on stderr. The exit code is 2 for kvkeep's own errors and 1 for any
-    other; KVKEEP_TRACEBACK=1 shows the traceback of the latter."""
-    try:
-        yield
-    except (KVKeepError, typer.BadParameter, typer.Exit) as error:
-        if not isinstance(error, KVKeepError):
-            raise
-        _print_error(str(error))
-        raise typer.Exit(2) from None
-    except Exception as error:
-        if os.environ.get("KVKEEP_TRACEBACK"):
-            raise
-        reason = " ".join(str(error).split())
-        _print_error(f"{type(error).__name__}: {reason} (traceback: KVKEEP_TRACEBACK=1)")
-        raise typer.Exit(1) from None
-
-
-def _print_error(message: str) -> None:
-    Console(stderr=True).print("error:", style="bold red", end=" ")
-    typer.echo(message, err=True)
-
-
-class Working:
-    """Shows the current activity on stderr: as a spinner on a terminal, otherwise as a line for
-    each change."""
-
-    def __init__(self, doing: str) -> None:
-        self._console = Console(stderr=True)
-        self._status = self._console.status(doing)
-
-    def __enter__(self) -> Working:
-        self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __call__(self, doing: str) -> None:
-        self._status.update(doing)
-        if not self._console.is_terminal:
-            self._console.print(f"{doing} ...", style="dim", highlight=False)
-
-    def stop(self) -> None:
-        """Remove the spinner, before other output."""
-        self._status.stop()
-
-
-class Advancing:
-    """Shows the current activity and the share done on stderr: as a progress bar on a terminal,
-    otherwise as a line for each change.
-
-    Args:
-        over: seconds over which speed is averaged to estimate the remaining time.
-        shown: whether anything is shown.
-    """
-
-    def __init__(self, doing: str, over: float = 30.0, *, shown: bool = True) -> None:
-        self._shown = shown
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            speed_estimate_period=over,
-            transient=True,
-            disable=not (shown and self._console.is_terminal),
-        )
-        self._task = self._bar.add_task(doing, total=1.0)
-        self._doing = doing
-
-    def __enter__(self) -> Advancing:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, doing: str, share: float) -> None:
-        self._bar.update(self._task, description=doing, completed=share)
-        if self._shown and doing != self._doing and not self._console.is_terminal:
-            self._console.print(f"{share:4.0%} {doing} ...", style="dim", highlight=False)
-        self._doing = doing
 
 
 def model_for(model: str | None, adapter: str | None) -> str | None:
@@ -175,6 +90,20 @@ def whole_numbers(text: str) -> list[int]:
 def listed(text: str, separator: str) -> list[str]:
     """Split an option's text; empty parts are left out."""
     return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: how it may be called, a line for each."""
+    title = "Example" if len(lines) == 1 else "Examples"
+    return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in lines)])  # \b: lines stay
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a text, on a terminal in lines that end between words."""
+    console = Console(stderr=err)
+    console.print(
+        text, markup=False, highlight=False, emoji=False, soft_wrap=not console.is_terminal
+    )
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli.complete import specs
 from kvkeep.cli.output import (
     AdapterName,
+    DeviceName,
     ModelDtype,
     ModelName,
-    Working,
     model_for,
-    reported,
+    say,
     size_in_bytes,
 )
+from kvkeep.cli.progress import Working
 
-_ACCESS, _LIMITS = "Access", "Limits"
 _KEY_VARIABLE = "KVKEEP_API_KEY"
 
 
@@ -31,7 +32,10 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
     cache: Annotated[
         str,
-        typer.Option(help="Cache spec, e.g. keep_all+int8; caches that evict are not reused."),
+        typer.Option(
+            help="Cache spec, e.g. keep_all+int8; caches that evict are not reused.",
+            autocompletion=specs,
+        ),
     ] = "keep_all",
     budget: Annotated[
         str, typer.Option(help="Most memory for cached prompt prefixes, e.g. 500MB, 2GB.")
@@ -49,7 +53,7 @@ def serve(
         typer.Option(help="Namespace in that store; entries of others are never found."),
     ] = "",
     dtype: ModelDtype = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    device: DeviceName = None,
     compile_steps: Annotated[
         bool,
         typer.Option(
@@ -62,14 +66,12 @@ def serve(
             envvar=_KEY_VARIABLE,
             show_envvar=True,
             help="Key that clients must send. Other users can see options; prefer the variable.",
-            rich_help_panel=_ACCESS,
         ),
     ] = None,
     key_file: Annotated[
         Path | None,
         typer.Option(
             help="File with a line name:key for each client. Prefixes are shared within a name.",
-            rich_help_panel=_ACCESS,
         ),
     ] = None,
     share: Annotated[
@@ -77,14 +79,12 @@ def serve(
         typer.Option(
             help="Without keys: share cached prompt prefixes among all clients; default: only on "
             "127.0.0.1.",
-            rich_help_panel=_ACCESS,
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             help="Host name that clients use for this server; may be repeated.",
-            rich_help_panel=_ACCESS,
         ),
     ] = None,
     allow_origin: Annotated[
@@ -92,27 +92,21 @@ def serve(
         typer.Option(
             help="Origin whose web pages may use the server, e.g. https://chat.example; may be "
             "repeated.",
-            rich_help_panel=_ACCESS,
         ),
     ] = None,
     queue: Annotated[
         int,
-        typer.Option(
-            min=0, help="Most waiting requests; further ones get 429.", rich_help_panel=_LIMITS
-        ),
+        typer.Option(min=0, help="Most waiting requests; further ones get 429."),
     ] = 64,
     wait: Annotated[
         float,
-        typer.Option(
-            min=1, help="Seconds a request may wait; then it gets 503.", rich_help_panel=_LIMITS
-        ),
+        typer.Option(min=1, help="Seconds a request may wait; then it gets 503."),
     ] = 300,
     answer_tokens: Annotated[
         int,
         typer.Option(
             min=1,
             help="Most tokens of all answers to a request, n x max_tokens.",
-            rich_help_panel=_LIMITS,
         ),
     ] = 8192,
     prompt_bytes: Annotated[
@@ -120,7 +114,6 @@ def serve(
         typer.Option(
             help="Most bytes of a prompt, e.g. 500KB; default: 16 per token of the context, but at "
             "least 64 KiB and at most 8 MiB.",
-            rich_help_panel=_LIMITS,
         ),
     ] = None,
     timeout: Annotated[
@@ -128,115 +121,109 @@ def serve(
         typer.Option(
             min=1,
             help="Seconds for a client to send a request, and to read its answer.",
-            rich_help_panel=_LIMITS,
         ),
     ] = 30,
     connections: Annotated[
         int,
-        typer.Option(
-            min=1, help="Most open connections; further ones get 503.", rich_help_panel=_LIMITS
-        ),
+        typer.Option(min=1, help="Most open connections; further ones get 503."),
     ] = 512,
-    sequences: Annotated[
-        int, typer.Option(min=1, help="Most answers at once.", rich_help_panel=_LIMITS)
-    ] = 16,
+    sequences: Annotated[int, typer.Option(min=1, help="Most answers at once.")] = 16,
     memory: Annotated[
         str | None,
         typer.Option(
             help="Most memory for the caches of all answers at once, e.g. 8GB; default: no limit.",
-            rich_help_panel=_LIMITS,
         ),
     ] = None,
 ) -> None:
     """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
     name = model or str(adapter)
-    with reported():
-        nbytes = size_in_bytes(budget)
-        if store_budget is not None and store is None:
-            raise typer.BadParameter("--store-budget needs --store; give both, or leave it out")
-        most_stored = None if store_budget is None else size_in_bytes(store_budget)
-        if api_key is not None and not api_key.strip():
-            raise typer.BadParameter("--api-key is empty; leave it out, or give one")
-        if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
-            # typer treats an empty variable as one that is not set.
-            raise typer.BadParameter(
-                f"{_KEY_VARIABLE} is empty; unset it to serve without a key, or give one"
-            )
-        if api_key is not None and key_file is not None:
-            raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
-        most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
-        most_held = None if memory is None else size_in_bytes(memory)
-        from kvkeep.serve.gate import host_names, origin_names
-        from kvkeep.serve.keys import Keys
-        from kvkeep.serve.limits import Limits
-        from kvkeep.serve.listen import bind, is_loopback, run
-
-        # What is wrong with these shows before the model is loaded.
-        limits = Limits(
-            queue, wait, answer_tokens, most_bytes, timeout, connections, sequences, most_held
+    nbytes = size_in_bytes(budget)
+    if store_budget is not None and store is None:
+        raise typer.BadParameter("--store-budget needs --store; give both, or leave it out")
+    most_stored = None if store_budget is None else size_in_bytes(store_budget)
+    if api_key is not None and not api_key.strip():
+        raise typer.BadParameter("--api-key is empty; leave it out, or give one")
+    if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
+        # typer treats an empty variable as one that is not set.
+        raise typer.BadParameter(
+            f"{_KEY_VARIABLE} is empty; unset it to serve without a key, or give one"
         )
-        hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
-        keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
-        if keys is not None and share is not None:
-            raise typer.BadParameter(
-                "--share is for servers without keys; with keys, clients share prompt prefixes if "
-                "their keys have the same name in the --key-file"
-            )
-        bound = bind(host, port)
-        if keys is None and not is_loopback(host):
-            shared = (
-                "and find out what prompts others sent"
-                if share
-                else "and prompt prefixes are not shared without --share"
-            )
-            typer.echo(
-                f"warning: without an API key, anyone who can reach {host} can use this server, "
-                f"{shared}; set KVKEEP_API_KEY, or use --host 127.0.0.1",
-                err=True,
-            )
-        with bound, Working("starting") as working:
-            from kvkeep.hf.models import load
-            from kvkeep.serve.app import application
-            from kvkeep.serve.engine import Engine
-            from kvkeep.spec import parse_specs
-            from kvkeep.store import PrefixStore, opened
+    if api_key is not None and key_file is not None:
+        raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
+    most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
+    most_held = None if memory is None else size_in_bytes(memory)
+    from kvkeep.serve.gate import host_names, origin_names
+    from kvkeep.serve.keys import Keys
+    from kvkeep.serve.limits import Limits
+    from kvkeep.serve.listen import bind, is_loopback, run
 
-            spec = parse_specs(cache)
-            backend = None if store is None else opened(store, most_stored)
-            kept = PrefixStore(nbytes, backend=backend)
-            loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
-            engine = Engine(
-                loaded,
-                tokenizer,
-                name=name,
-                cache=spec,
-                store=kept,
-                namespace=namespace,
-                limits=limits,
-                compile=compile_steps,
-            )
-            working.stop()
-            if engine.why_no_reuse:
-                typer.echo(f"prompt prefixes are not reused: {engine.why_no_reuse}", err=True)
-            run(
-                application(
-                    engine,
-                    keys=keys,
-                    share=is_loopback(host) if share is None else share,
-                    hosts=hosts,
-                    origins=origins,
-                ),
-                bound,
-                limits=limits,
-                announce=lambda url: _announce(f"{name} ({spec})", url),
-                stop=engine.close,
-            )
+    # What is wrong with these shows before the model is loaded.
+    limits = Limits(
+        queue, wait, answer_tokens, most_bytes, timeout, connections, sequences, most_held
+    )
+    hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
+    keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
+    if keys is not None and share is not None:
+        raise typer.BadParameter(
+            "--share is for servers without keys; with keys, clients share prompt prefixes if "
+            "their keys have the same name in the --key-file"
+        )
+    bound = bind(host, port)
+    if keys is None and not is_loopback(host):
+        shared = (
+            "and find out what prompts others sent"
+            if share
+            else "and prompt prefixes are not shared without --share"
+        )
+        say(
+            f"warning: without an API key, anyone who can reach {host} can use this server, "
+            f"{shared}; set KVKEEP_API_KEY, or use --host 127.0.0.1",
+            err=True,
+        )
+    with bound, Working("starting") as working:
+        from kvkeep.hf.models import load
+        from kvkeep.serve.app import application
+        from kvkeep.serve.engine import Engine
+        from kvkeep.spec import parse_specs
+        from kvkeep.store import PrefixStore, opened
+
+        spec = parse_specs(cache)
+        backend = None if store is None else opened(store, most_stored)
+        kept = PrefixStore(nbytes, backend=backend)
+        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        engine = Engine(
+            loaded,
+            tokenizer,
+            name=name,
+            cache=spec,
+            store=kept,
+            namespace=namespace,
+            limits=limits,
+            compile=compile_steps,
+            progress=working,
+        )
+        working.stop()
+        if engine.why_no_reuse:
+            say(f"prompt prefixes are not reused: {engine.why_no_reuse}", err=True)
+        run(
+            application(
+                engine,
+                keys=keys,
+                share=is_loopback(host) if share is None else share,
+                hosts=hosts,
+                origins=origins,
+            ),
+            bound,
+            limits=limits,
+            announce=lambda url: _announce(f"{name} ({spec})", url),
+            stop=engine.close,
+        )
 
 
 def _announce(served: str, url: str) -> None:
-    typer.echo(f"{served} at {url}")
-    typer.echo(f"a page to talk to it, and to see its cache: {url.removesuffix('v1')}")
+    say(f"{served} at {url}")
+    say(f"a page to talk to it, and to see its cache: {url.removesuffix('v1')}")
 
 
 __all__ = ["serve"]

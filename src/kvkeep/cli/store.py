@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvkeep.cli.output import Advancing, JsonFlag, print_json, print_table, reported
+from kvkeep.cli.errors import Group
+from kvkeep.cli.output import JsonFlag, examples, print_json, print_table, say
+from kvkeep.cli.progress import Working
 
 if TYPE_CHECKING:
     from kvkeep.store import Backend, Label, StoredBlock
@@ -27,17 +29,21 @@ StorePlace = Annotated[
     ),
 ]
 
-store = typer.Typer(help="List, check, clean and copy stores of blocks.")
+store = typer.Typer(
+    cls=Group,
+    help="List, check, clean and copy stores of blocks.",
+    epilog=examples("kvkeep store stats store"),
+)
 
 
-@store.command("ls")
+@store.command("ls", epilog=examples("kvkeep store ls redis://127.0.0.1/0?name=kvkeep"))
 def list_blocks(
     where: StorePlace,
     limit: Annotated[int, typer.Option(min=1, help="Most blocks to list.")] = 100,
     json: JsonFlag = False,
 ) -> None:
     """List blocks with their tokens, bytes, model and namespace."""
-    with reported():
+    with Working("reading labels"):
         backend = _opened(where)
         labels = _labels(backend)
         rows = [_row(key, label) for key, label in islice(labels, limit)]
@@ -53,10 +59,10 @@ def list_blocks(
         typer.echo("no blocks")
 
 
-@store.command()
+@store.command(epilog=examples("kvkeep store stats store"))
 def stats(where: StorePlace, json: JsonFlag = False) -> None:
     """Count blocks, tokens and bytes for each identity."""
-    with reported(), Advancing("reading labels") as advancing:
+    with Working("reading labels") as working:
         backend = _opened(where)
         identities: dict[str, dict[str, Any]] = {}
         keys = list(backend.scan())
@@ -66,7 +72,7 @@ def stats(where: StorePlace, json: JsonFlag = False) -> None:
             row["blocks"] += 1
             row["tokens"] += len(label.tokens)
             row["bytes"] += label.nbytes
-            advancing("reading labels", done / len(keys))
+            working("reading labels", done / len(keys))
     rows = list(identities.values())
     result: dict[str, Any] = {
         name: sum(row[name] for row in rows) for name in ("blocks", "tokens", "bytes")
@@ -78,19 +84,21 @@ def stats(where: StorePlace, json: JsonFlag = False) -> None:
         last = {"last_error": backend.last_error}
         print_json({"backend": backend.name, **result, "identities": rows, **last})
     else:
-        typer.echo(", ".join(f"{count:,} {name}" for name, count in result.items()))
+        say(", ".join(f"{count:,} {name}" for name, count in result.items()))
         if backend.last_error:
-            typer.echo(f"last failure: {backend.last_error}")
+            say(f"last failure: {backend.last_error}")
 
 
-@store.command()
+@store.command(epilog=examples("kvkeep store verify store"))
 def verify(where: StorePlace, json: JsonFlag = False) -> None:
-    """Read every block and compare its checksums. Damaged blocks are moved to quarantine, and the
-    exit code is then 1."""
-    with reported(), Advancing("reading blocks") as advancing:
+    """Read every block and compare its checksums.
+
+    Damaged blocks are moved to quarantine, and the exit code is then 1.
+    """
+    with Working("reading blocks") as working:
         backend = _opened(where)
         keys = list(backend.scan())
-        whole = sum(1 for _ in _blocks(backend, keys, advancing))
+        whole = sum(1 for _ in _blocks(backend, keys, working))
     gone = len(keys) - whole - backend.damaged
     result = {"blocks": len(keys), "whole": whole, "damaged": backend.damaged, "gone": gone}
     if json:
@@ -105,7 +113,7 @@ def verify(where: StorePlace, json: JsonFlag = False) -> None:
         raise typer.Exit(1)
 
 
-@store.command()
+@store.command(epilog=examples("kvkeep store gc store --budget 20GB"))
 def gc(
     where: StorePlace,
     older_than: Annotated[
@@ -126,7 +134,7 @@ def gc(
 ) -> None:
     """Remove abandoned writes, quarantined blocks, and blocks beyond a budget."""
     most = None if budget is None else byte_count(budget)
-    with reported():
+    with Working("removing blocks"):
         backend = _opened(where)
         freed = backend.gc(older_than, most)
         _require_answers(backend)
@@ -137,14 +145,14 @@ def gc(
         typer.echo(f"freed {freed:,} bytes; {left:,} blocks are left")
 
 
-@store.command()
+@store.command(epilog=examples("kvkeep store export store s3://bucket/store"))
 def export(
     where: StorePlace,
     target: Annotated[str, typer.Argument(metavar="TO", help="The other store.")],
     json: JsonFlag = False,
 ) -> None:
     """Copy all blocks to another store and check each; exit code 1 if one was not copied."""
-    with reported(), Advancing("copying blocks") as advancing:
+    with Working("copying blocks") as working:
         from kvkeep.store import opened
 
         source = _opened(where)
@@ -153,7 +161,7 @@ def export(
         pages = [keys[start : start + _PAGE] for start in range(0, len(keys), _PAGE)]
         missing = [key for page in pages for key in sink.missing(page)]
         _require_answers(sink)
-        copied = sink.put_all(_blocks(source, missing, advancing))
+        copied = sink.put_all(_blocks(source, missing, working))
         _require_answers(sink)
     present, left = len(keys) - len(missing), len(missing) - copied
     result = {"copied": copied, "present": present, "left": left, "damaged": source.damaged}
@@ -195,14 +203,14 @@ def _require_answers(backend: Backend) -> None:
         )
 
 
-def _blocks(backend: Backend, keys: list[str], advancing: Advancing) -> Iterator[StoredBlock]:
+def _blocks(backend: Backend, keys: list[str], working: Working) -> Iterator[StoredBlock]:
     """Yield the intact blocks of `keys`."""
     for done, key in enumerate(keys):
         block = backend.get(key, used=False)
         _require_answers(backend)
         if block is not None:
             yield block
-        advancing("reading blocks", (done + 1) / len(keys))
+        working("reading blocks", (done + 1) / len(keys))
 
 
 def _labels(backend: Backend, keys: list[str] | None = None) -> Iterator[tuple[str, Label]]:

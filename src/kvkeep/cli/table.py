@@ -80,7 +80,7 @@ def _table(title: str, columns: Sequence[_Column], width: int) -> Table:
 def _folded(text: str, width: int) -> str:
     """A text on lines of at most `width` characters, broken after punctuation if possible."""
     lines = [""]
-    for piece in re.findall(r"[^\s;,+@/(=]*[\s;,+@/(=]?", text):
+    for piece in re.findall(r"(?:(?!\.\.)[^\s;,+@/(=])*(?:\.\.|[\s;,+@/(=])?", text):
         for start in range(0, len(piece), width):
             part = piece[start : start + width]
             if cell_len((lines[-1] + part).rstrip()) > width:

@@ -12,6 +12,7 @@ from kvkeep.bench.text import windows_of_text
 from kvkeep.evals.forward import fill, require_positions
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compress, compresses
+from kvkeep.host.generation import OnStart
 
 Kept = list[list[list[int]]]
 """Positions kept, ascending: layer -> kv head -> positions."""
@@ -40,12 +41,14 @@ def fed(
     spec: Specs,
     chunk: int | None = None,
     after: Callable[[ModelCache], None] | None = None,
+    on_start: OnStart = lambda cache, tokens: None,
 ) -> ModelCache:
     """Feed ids (1, n) to a model that is not attached; returns its cache.
 
     Args:
         chunk: feed the tokens in chunks of that many; None: all at once.
         after: called with the cache after each chunk, and after `kvzip` has compressed it.
+        on_start: called before they are fed; see `kvkeep.host.GenerationOptions`.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
@@ -55,6 +58,7 @@ def fed(
     cache = host.new_cache(spec, capacity=ids.shape[1])
     cache.admit(ids.shape[1])
     ids = ids.to(host.device)
+    on_start(cache, ids.shape[1])
     with host.attach():
         fill(host, cache, ids, chunk, lambda cost: after and after(cache))
         if compresses(cache):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvkeep.evals.figures import in_figures
 from kvkeep.evals.prompts import Prompt
 from kvkeep.evals.quality import compare
 from kvkeep.evals.samples import Record, row_of
+from kvkeep.host.progress import Progress, silent
 
 REQUIREMENT = "kvpress==0.5.5"
 
@@ -43,10 +44,8 @@ PRESSES = (
 
 _SCRIPT = Path(__file__).parents[1] / "bench" / "kvpress_script.py"
 
-Doing = Callable[[str], None]
 
-
-def install(place: Path, progress: Doing = lambda doing: None) -> None:
+def install(place: Path, progress: Progress = silent) -> None:
     """Make an environment with kvpress, the torch of this one and a transformers that kvpress
     accepts.
 
@@ -60,12 +59,12 @@ def install(place: Path, progress: Doing = lambda doing: None) -> None:
         raise UnsupportedError(f"{place} exists; give a new or empty directory")
     same = f"torch=={torch.__version__.partition('+')[0]}"
     pip = [str(_python(place)), "-m", "pip", "install", "--quiet"]
-    progress(f"making {place}")
+    progress(f"making {place}", None)
     _run([sys.executable, "-m", "venv", str(place)])
     constraints = place / "constraints.txt"
     constraints.write_text(f"{same}\n")
     for package in (same, REQUIREMENT):
-        progress(f"installing {package}")
+        progress(f"installing {package}", None)
         _run([*pip, "-c", str(constraints), package])
 
 
@@ -116,7 +115,7 @@ class Kvpress:
                 "save it there with save_pretrained(), an adapter merged into it"
             )
         with tempfile.TemporaryDirectory() as name:
-            self._run(model, Path(name), {"presses": []}, lambda doing: None)
+            self._run(model, Path(name), {"presses": []}, silent)
 
     def rows(
         self,
@@ -127,7 +126,7 @@ class Kvpress:
         prompts: Mapping[str, Sequence[Prompt]],
         full: Sequence[Tensor],
         record: Record = lambda row: None,
-        progress: Doing = lambda doing: None,
+        progress: Progress = silent,
     ) -> list[dict[str, Any]]:
         """A row for each press, of the figures that `kvkeep.evals.run.evaluate` has for a spec.
 
@@ -162,7 +161,7 @@ class Kvpress:
             ]
 
     def _run(
-        self, model: Any, folder: Path, request: Mapping[str, Any], progress: Doing
+        self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress
     ) -> dict[str, Any]:
         """What the script answers; it leaves logits in the folder."""
         place = folder / "request.json"
@@ -213,7 +212,7 @@ def _python(place: Path) -> Path:
     return place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def _run(command: Sequence[str], progress: Doing = lambda doing: None) -> None:
+def _run(command: Sequence[str], progress: Progress = silent) -> None:
     """Run a command; each line that it prints is progress.
 
     Raises:
@@ -224,7 +223,7 @@ def _run(command: Sequence[str], progress: Doing = lambda doing: None) -> None:
             try:
                 assert child.stdout is not None
                 for line in child.stdout:
-                    progress(line.strip())
+                    progress(line.strip(), None)
             except BaseException:
                 child.kill()
                 raise

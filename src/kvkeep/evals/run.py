@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ from kvkeep.evals.tasks import SAMPLES, chosen, prompts
 from kvkeep.evals.tasks import cost as cost_of_task
 from kvkeep.host import Host, ModelCache, host_of, load_model
 from kvkeep.host.compress import compress, compresses
+from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 
 BASELINE = "keep_all"
 DEFAULT_TASKS = ("needle",)
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done, and the share of the whole that is done, 0 to 1."""
 
 _Spec = CacheSpec | PerType
 
@@ -57,7 +55,7 @@ def run(
     samples_file: Path | None = None,
     overwrite: bool = False,
     against: Kvpress | None = None,
-    progress: Progress = lambda doing, share: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Load a model by name, with or without an adapter, and `evaluate` it; see
     `kvkeep.host.load_model`.
@@ -77,9 +75,7 @@ def run(
     chosen(tasks)
     about = {"model": model, "adapter": adapter, "dtype": dtype}
     with written(samples_file, about, overwrite=overwrite) as record:
-        loaded, tokenizer = load_model(
-            model, dtype, progress=lambda doing: progress(doing, 0.0), adapter=adapter
-        )
+        loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
         contexts = [context] if isinstance(context, int) else context
         found = evaluate(
             loaded,
@@ -116,7 +112,7 @@ def evaluate(
     late_question: bool = False,
     record: Record = lambda row: None,
     against: Kvpress | None = None,
-    progress: Progress = lambda doing, share: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Compare cache specs with the full cache, on a loaded model that is not attached.
 
@@ -197,7 +193,7 @@ def evaluate(
         _cache(host, spec, most, after).admit(most + after)
     rows, baseline, others = [], [], list[dict[str, Any]]()
     total = sum(_cost(windows, c, continuation, tasks, samples) for c in contexts) * len(distinct)
-    work = _Work(progress, total)
+    work = Work(progress, total)
     with host.attach(BASELINE):
         for context, text, some in zip(contexts, texts, asked, strict=True):
             ids = text.to(host.device)
@@ -214,7 +210,7 @@ def evaluate(
                     some,
                     one.full,
                     record,
-                    lambda x: progress(x, 1.0),
+                    progress,
                 )
     compared = {} if against is None else {"against": others}
     return {
@@ -227,24 +223,6 @@ def evaluate(
         "baseline": baseline,
         **compared,
     }
-
-
-class _Work:
-    """The share of all work that is done; a stage that ends early counts as complete."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total = progress, total
-        self._done = self._next = 0
-        self._doing = ""
-
-    def stage(self, doing: str, cost: int) -> None:
-        self._doing, self._done = doing, self._next
-        self._next += cost
-        self.tick(0)
-
-    def tick(self, cost: int) -> None:
-        self._done = min(self._done + cost, self._next)
-        self._progress(self._doing, self._done / self._total)
 
 
 class _Context:
@@ -261,7 +239,7 @@ class _Context:
         prompts: Mapping[str, Sequence[Prompt]],
         late: bool,
         record: Record,
-        work: _Work,
+        work: Work,
     ) -> None:
         self.host, self.tokenizer, self.record, self.work = host, tokenizer, record, work
         self.past, self.ids = text[:, :context], text[:, context:]

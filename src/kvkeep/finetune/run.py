@@ -24,10 +24,8 @@ from kvkeep.finetune.processes import Processes, whole
 from kvkeep.finetune.task import NextToken, Task, divided
 from kvkeep.finetune.trained import Trained
 from kvkeep.host import host_of
+from kvkeep.host.progress import Progress, silent
 from kvkeep.train import backward, loss
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done, and the share of the whole that is done, 0 to 1."""
 
 
 def finetune(
@@ -41,7 +39,7 @@ def finetune(
     holdout: int | None = None,
     resume: bool = False,
     device: torch.device | None = None,
-    progress: Progress = lambda doing, share: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Train a LoRA adapter, or all weights, on long texts, through the cache that the model will be
     served with.

@@ -20,7 +20,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.host import Generation, Specs
-from kvkeep.host.generation import GenerationOptions, TextStream
+from kvkeep.host.generation import GenerationOptions, OnStart, TextStream
 from kvkeep.host.keep_until import keep_until as spec_keeping
 
 
@@ -71,6 +71,7 @@ def generate(
     prefill_chunk: int | None = None,
     keep_until: str | None = None,
     on_text: Callable[[str], None] = lambda _: None,
+    on_start: OnStart = lambda cache, tokens: None,
 ) -> Generation:
     """Answer `prompt` with an unattached model. The model stays attached afterwards.
 
@@ -87,6 +88,7 @@ def generate(
         keep_until: keep the prompt up to this text, whatever else is evicted: see
             `kvkeep.keep_until`.
         on_text: called with each piece of text as it is generated.
+        on_start: called before the prompt is read; see `GenerationOptions`.
 
     Raises:
         PromptError: the prompt is empty.
@@ -105,7 +107,9 @@ def generate(
         tokenizer,
         inputs["input_ids"],
         kept,
-        GenerationOptions(max_new_tokens, temperature, top_p, seed, prefill_chunk, on_text),
+        GenerationOptions(
+            max_new_tokens, temperature, top_p, seed, prefill_chunk, on_text, on_start=on_start
+        ),
     )
 
 
@@ -123,6 +127,7 @@ def follow(
     if options.seed is not None:
         torch.manual_seed(options.seed)
     prompt_tokens = ids.shape[1]
+    options.on_start(cache, prompt_tokens)
     stream = TextStream(tokenizer, options.on_text)
     start = time.perf_counter()
     run: Any = model.generate

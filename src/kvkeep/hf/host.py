@@ -53,6 +53,7 @@ from kvkeep.host import (
 )
 from kvkeep.host.adapters import activate
 from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.host.progress import Progress, silent
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.rotary import Rotary
@@ -142,7 +143,7 @@ class TransformersHost(Host):
         return attach(self.model, spec, linears=linears, compile=compile)
 
     @torch.inference_mode()
-    def warm(self, spec: Specs, sequences: int) -> None:
+    def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
         if compiled_steps(unwrapped(self.model)) is None or self.unpackable:
             return
         few = [number for number in NUMBERS if number < sequences]
@@ -150,7 +151,8 @@ class TransformersHost(Host):
         caches = [self.new_cache(spec) for _ in range(numbers[-1])]
         token = torch.zeros(1, dtype=torch.int64)
         self.forward_packed([Piece(token.repeat(2), cache) for cache in caches])
-        for number in numbers:
+        for done, number in enumerate(numbers):
+            progress(f"compiling steps of {number}", done / len(numbers))
             for _ in range(3):  # compile, record, repeat
                 self.forward_packed([Piece(token, cache) for cache in caches[:number]])
 

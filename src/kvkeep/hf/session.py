@@ -26,9 +26,10 @@ from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generate import PromptError, follow
 from kvkeep.hf.load import load
-from kvkeep.hf.models import home
 from kvkeep.hf.notes import Message, marks_in, messages_in
+from kvkeep.home import home
 from kvkeep.host import Generation, GenerationOptions, Specs
+from kvkeep.host.generation import OnStart
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 with needed_by("A session", "cli"):
@@ -245,6 +246,7 @@ class Session:
         temperature: float = 0.0,
         top_p: float = 1.0,
         on_text: Callable[[str], None] = lambda _: None,
+        on_start: OnStart = lambda cache, tokens: None,
     ) -> Generation:
         """Add a user's message, and generate the model's answer.
 
@@ -278,7 +280,7 @@ class Session:
                 self.tokenizer,
                 torch.tensor([ids], device=self.model.device),
                 self.cache,
-                GenerationOptions(room, temperature, top_p, on_text=on_text),
+                GenerationOptions(room, temperature, top_p, on_text=on_text, on_start=on_start),
             )
         except BaseException:  # an interrupt may come at any time, even during a forward
             self._return_to(self._marks.pop())

@@ -22,6 +22,7 @@ from kvkeep.host.fingerprint import sampled
 from kvkeep.host.generation import Generation, GenerationOptions, generate
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.packed import Piece
+from kvkeep.host.progress import Progress, silent
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.recurrent import StateSpec
@@ -166,9 +167,12 @@ class Host(ABC):
         for models that are always attached."""
         return nullcontext()
 
-    def warm(self, spec: Specs, sequences: int) -> None:
+    def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
         """Do now what packed steps of one token of up to so many sequences would do when they first
         come, such as compiling them. The default does nothing.
+
+        Args:
+            progress: told how much of that is done.
 
         Raises:
             UnsupportedError: the model cannot be compiled.

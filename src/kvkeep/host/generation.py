@@ -23,6 +23,9 @@ _INCOMPLETE = "\ufffd"
 """The replacement character, which a tokenizer returns for an incomplete character."""
 
 
+OnStart = Callable[[ModelCache, int], None]
+
+
 @dataclass(frozen=True)
 class GenerationOptions:
     """How to continue a prompt.
@@ -35,6 +38,8 @@ class GenerationOptions:
         prefill_chunk: feed the prompt in chunks of that many tokens; None: at once.
         on_text: called with each piece of text as it is generated.
         stopped: called after each token; True ends the text with that token.
+        on_start: called before the prompt is read, with the cache that will hold it and the number
+            of its tokens.
     """
 
     max_new_tokens: int
@@ -44,6 +49,7 @@ class GenerationOptions:
     prefill_chunk: int | None = None
     on_text: Callable[[str], None] = lambda _: None
     stopped: Callable[[], bool] = lambda: False
+    on_start: OnStart = lambda cache, tokens: None
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ def generate(
         torch.manual_seed(options.seed)
     start, ends = time.perf_counter(), host.end_tokens()
     stream = TextStream(tokenizer, options.on_text)
+    options.on_start(cache, prompt)
     if compresses(cache) and prompt > 1:
         read(host, cache, ids[:, :-1], options.prefill_chunk)
         left = ids[:, -1:]

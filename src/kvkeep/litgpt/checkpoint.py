@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from litgpt.model import GPT
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.host.progress import Progress, silent
 from kvkeep.host.registry import load_tokenizer, placement
 from kvkeep.litgpt.lora import CONFIG, put_on, read_adapter
 
@@ -26,7 +27,7 @@ def load(
     name: str | None,
     dtype: str = "auto",
     device: str | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
     *,
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
@@ -63,7 +64,7 @@ def load(
         )
     tokenizer = load_tokenizer(str(directory))
     added = None if adapter is None else read_adapter(Path(adapter))
-    progress(f"loading {name}")
+    progress(f"loading {name}", None)
     weights = _weights(directory / WEIGHTS)
     gpt = _built(directory, weights)
     gpt.to(device=place, dtype=kind)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.batch import Answer, Batch, NewToken, Sampling, Settings
 from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.host import Specs, host_of
+from kvkeep.host.progress import Progress, silent
 from kvkeep.host.sampling import bias, penalty
 from kvkeep.serve.events import (
     Begun,
@@ -162,6 +163,7 @@ class Engine:
         namespace: of the store's entries; a request's own namespace is appended to it.
         limits: of each request, and of all together.
         compile: run steps of one token of each answer in graphs, which are compiled here.
+        progress: told how much of that is done.
 
     Raises:
         SpecError, UnsupportedError: the spec does not fit the model, or the model cannot be
@@ -179,6 +181,7 @@ class Engine:
         namespace: str = "",
         limits: Limits | None = None,
         compile: bool = False,
+        progress: Progress = silent,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
@@ -186,7 +189,7 @@ class Engine:
         self._host.attach(cache, linears=True, compile=compile)
         if compile:
             try:
-                self._host.warm(cache, self.limits.sequences)
+                self._host.warm(cache, self.limits.sequences, progress)
             except BaseException:
                 self._host.detach()
                 raise

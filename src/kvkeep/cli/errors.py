@@ -1,0 +1,135 @@
+"""How a command ends: errors and interrupts as one line, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from kvkeep.errors import KVKeepError
+
+OWN, OTHER = 2, 1
+"""Exit codes of kvkeep's own errors and wrong usage, and of any other error."""
+
+_INTERRUPTED, _NOT_READ = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
+_DEBUG = "--debug"
+
+# click's, or that of the copy of click inside typer
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Group(TyperGroup):
+    """A command that has others, of which its help says all of their first paragraphs."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """See click's `Group.format_commands`."""
+        shown = [(name, command.help or "") for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, " ".join(help.partition("\n\n")[0].split())) for name, help in shown]
+            )
+
+
+class Commands(Group):
+    """The command `kvkeep`: all of its commands end as this module says, and take --debug anywhere
+    before "--"."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
+        """See click's `Command.main`."""
+        given = _with_debug_first(sys.argv[1:] if args is None else args)
+        run = partial(super().main, given, prog_name, complete_var, standalone_mode=False, **more)
+        if not standalone_mode:
+            return run()
+        try:
+            with reported(debug=given[:1] == [_DEBUG]):
+                code = run()
+        except typer.Exit as ended:
+            code = ended.exit_code
+        sys.exit(code or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        """See click's `Command.invoke`."""
+        with reported(debug=ctx.params["debug"]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def reported(*, debug: bool) -> Iterator[None]:
+    """Turn an error into one line on stderr, and into typer.Exit with the exit code.
+
+    Args:
+        debug: show its traceback too.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo(err=True)  # ends the line with ^C
+        raise typer.Exit(_INTERRUPTED) from None
+    except BrokenPipeError:  # what reads the output needs no more, such as `head`
+        _discard_output()
+        raise typer.Exit(_NOT_READ) from None
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        message, code = _told(error)
+        if message:
+            print_error(message)
+        raise typer.Exit(code) from None
+
+
+def print_error(message: str) -> None:
+    """Print an error on one line of stderr."""
+    Console(stderr=True).print("error:", style="bold red", end=" ")
+    typer.echo(" ".join(message.split()), err=True)
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    """What to say of an error, and the exit code."""
+    if isinstance(error, KVKeepError):
+        return str(error), OWN
+    if not isinstance(error, _UsageError):
+        return f"{type(error).__name__}: {error} ({_DEBUG} shows the traceback)", OTHER
+    usage: Any = error
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(usage.message, err=True)
+        return "", OWN
+    own = isinstance(error, typer.BadParameter) and usage.param is None  # a command raised it
+    if own or usage.ctx is None:
+        return usage.message, OWN
+    message = usage.format_message().rstrip(".")
+    see = " See" if message.endswith("?") else "; see"
+    return f"{message}{see} `{usage.ctx.command_path} --help`", OWN
+
+
+def _with_debug_first(args: Sequence[str]) -> list[str]:
+    """The arguments, with --debug at the beginning if it is among the options."""
+    args = list(args)
+    end = args.index("--") if "--" in args else len(args)
+    if _DEBUG not in args[:end]:
+        return args
+    return [_DEBUG, *(one for one in args[:end] if one != _DEBUG), *args[end:]]
+
+
+def _discard_output() -> None:
+    """Let what is still written to stdout, when Python ends, go nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())

@@ -1,0 +1,112 @@
+"""What a model is and which cache it can use, told by its config: no weights are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvkeep.errors import KVKeepError
+from kvkeep.hf import adapter_files
+from kvkeep.hf.attach import attach, detach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import decoder_config, layer_kinds
+from kvkeep.hf.models import KNOWN, ModelError, dtype_on, is_fetched, located, resolve
+from kvkeep.host.progress import Progress, silent
+from kvkeep.spec import parse_specs
+
+
+def describe(
+    name: str,
+    spec: str = "keep_all",
+    dtype: str = "auto",
+    device: str | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Describe a model. `attach` is tried on one of the same class and config without weights.
+
+    Args:
+        name: see `kvkeep.hf.models.load`. Of a hub name the config is downloaded, and no more.
+        spec: the spec of a cache, whose bytes are told.
+        dtype, device: of that cache; see `kvkeep.hf.models.load`.
+
+    Returns:
+        `model`, `base` (of an adapter), `type`, `class`, `layers` (their number for each type),
+        `parameters`, `query_heads`, `kv_heads`, `head_dim`, `context`, `dtype` (of the weights);
+        `attention` (who computes that of an attached model: "kvkeep" or "its own"; None: attach
+        refuses it) and `why` not kvkeep; `cache` (the spec), `bytes_per_token` that it takes for
+        the first token, `bytes_at_context`, and `no_cache`, why there is no such cache; and
+        `cache_dtype`. Where the config does not tell, None.
+
+    Raises:
+        ModelError, AdapterError: see `kvkeep.hf.models.load`; or a known model was not fetched.
+        SpecError: the spec does not exist.
+    """
+    parsed, (kind, _) = parse_specs(spec), dtype_on(device, dtype)
+    base = adapter_files.base_of(name) if adapter_files.is_adapter(name) else None
+    progress(f"reading the config of {name}", None)
+    if (base or name) in KNOWN and not is_fetched(base or name):
+        raise ModelError(
+            f"{base or name} is not here yet; run `kvkeep models fetch {base or name}`"
+        )
+    where, options = located(resolve(base or name, progress))
+    try:
+        config: Any = AutoConfig.from_pretrained(where, **options)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # libraries may raise any exception on an invalid config
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot read {name!r}: {reason}; see `kvkeep models`") from error
+    text = decoder_config(config)
+    heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    weights, context = text.dtype or config.dtype, getattr(text, "max_position_embeddings", None)
+    found = {
+        "model": name,
+        "base": base,
+        "type": config.model_type,
+        "class": type(model).__name__,
+        "layers": _layers(config),
+        "parameters": model.num_parameters(),
+        "query_heads": heads,
+        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or (width // heads if heads else None),
+        "context": context,
+        "dtype": None if weights is None else str(weights).removeprefix("torch."),
+    }
+    progress("trying a model without weights", None)
+    sizes = _sizes(model, parsed, context, kind)
+    about = {"cache": str(parsed), "cache_dtype": str(kind).removeprefix("torch.")}
+    return {**found, **_attached(model), **about, **sizes}
+
+
+def _layers(config: Any) -> dict[str, int]:
+    """How many layers of each type attend, and how many others there are."""
+    text = decoder_config(config)
+    try:
+        kinds = Counter(kind.name for kind in layer_kinds(config))
+    except KVKeepError:
+        kinds = Counter()
+    others = (getattr(text, "num_hidden_layers", 0) or 0) - sum(kinds.values())
+    return {**kinds, **({"other": others} if others > 0 else {})}
+
+
+def _attached(model: Any) -> dict[str, str | None]:
+    try:
+        attachment = attach(model)
+    except KVKeepError as error:
+        return {"attention": None, "why": str(error)}
+    detach(model)
+    return {"attention": "its own" if attachment.own else "kvkeep", "why": attachment.own or None}
+
+
+def _sizes(model: Any, spec: Any, context: int | None, dtype: torch.dtype) -> dict[str, Any]:
+    names = ("bytes_per_token", "bytes_at_context", "no_cache")
+    try:
+        cache = Cache(model, spec, capacity=context)
+        one = cache.bytes_for(1, dtype=dtype)
+        whole = cache.bytes_for(context, dtype=dtype) if context else None
+    except KVKeepError as error:
+        return dict(zip(names, (None, None, str(error)), strict=True))
+    return dict(zip(names, (one, whole, None), strict=True))

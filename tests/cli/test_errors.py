@@ -1,0 +1,137 @@
+"""How commands end: one line for each error, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.__main__ import _quiet
+from kvkeep.cli import app
+from kvkeep.cli.generate import given_prompt
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, [*arguments], **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--nothing",), "error: No such option: --nothing; see `kvkeep --help`"),
+        (("store", "gc"), "error: Missing argument 'STORE'; see `kvkeep store gc --help`"),
+        (("genrate",), "No such command 'genrate'. Did you mean 'generate'? See `kvkeep --help`"),
+        (("generate", "--seed", "x"), "--seed"),
+        (("generate", "hi", "--cache", "h20:9"), "error: no policy 'h20' in 'h20:9'; did you mean"),
+        (("generate", "--model", "./smolm2-135m"), "no model './smolm2-135m'"),
+        (("bench", "op", "--heads", "5"), "error: --heads 5 must be a multiple of --kv-heads 8"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments, line):
+    result = run(*arguments, input="hi")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (said,) = result.stderr.splitlines()
+    assert said.startswith("error: ")
+    assert line in said
+
+
+def test_no_command_shows_the_help():
+    result = run()
+    assert result.exit_code == 2
+    assert "Commands:" in result.stderr
+    assert "error:" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (EOFError("x"), 1)]
+)
+def test_exit_codes(monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kvkeep.hf.models.load", fail)
+    result = run("generate", "hello")
+    assert result.exit_code == code
+    said = result.stderr.strip()
+    assert said == ("error: EOFError: x (--debug shows the traceback)" if code == 1 else "")
+
+
+@pytest.mark.parametrize(
+    ("argument", "stdin", "file", "prompt"),
+    [
+        ("Summarise:", "a text\n", None, "Summarise:\n\na text\n"),
+        ("Summarise:", "", None, "Summarise:"),
+        ("", "a text", None, "a text"),
+        ("-", "a text", None, "a text"),
+        ("Summarise:", "ignored", "of a file", "Summarise:\n\nof a file"),
+        ("", "ignored", "of a file", "of a file"),
+    ],
+)
+def test_prompts(argument, stdin, file, prompt, tmp_path, monkeypatch):
+    piped, given = tmp_path / "stdin", None
+    piped.write_text(stdin)
+    if file is not None:
+        given = tmp_path / "file"
+        given.write_text(file)
+    with piped.open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert given_prompt(argument, given) == prompt
+
+
+def test_a_device_is_not_read(monkeypatch):
+    """Nor is a terminal: only a pipe or a file is."""
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        assert given_prompt("hello", None) == "hello"
+
+
+def test_of_warnings_only_kvkeeps_are_shown(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvkeep"])
+    monkeypatch.setattr(sys, "warnoptions", [])
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):  # which are restored afterwards
+        monkeypatch.setenv(name, "info")
+    with warnings.catch_warnings():
+        _quiet()
+        for module in ("kvkeep.codec.base", "kvkeepers", "transformers.x"):
+            warnings.warn_explicit("of " + module, UserWarning, "file.py", 1, module=module)
+    assert capsys.readouterr().err == "warning: of kvkeep.codec.base\n"
+
+
+@pytest.fixture
+def started(stand_in_home):
+    """Starts a generation of its own process, whose output is a pipe."""
+    command = [sys.executable, "-m", "kvkeep", "generate", "hello", "--max-new-tokens", "8000"]
+    env = {**os.environ, "KVKEEP_HOME": stand_in_home, "PYTHONPATH": os.pathsep.join(sys.path)}
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=env, **options) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_reader_that_closes_the_pipe(started):
+    assert started.stdout.read(10)  # it streams
+    started.stdout.close()
+    assert started.wait(60) == 141
+    said = started.stderr.read().decode()
+    assert "Traceback" not in said
+    assert "error" not in said.lower()
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_the_text_so_far(started):
+    begun = started.stdout.read(10)
+    time.sleep(0.5)
+    started.send_signal(signal.SIGINT)
+    rest = started.stdout.read()
+    assert started.wait(60) == 130
+    assert begun
+    assert rest.endswith(b"\n")
+    assert b"Traceback" not in started.stderr.read()

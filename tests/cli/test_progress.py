@@ -1,0 +1,124 @@
+"""What is shown while a command works."""
+
+from __future__ import annotations
+
+import os
+import pty
+import time
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+
+import pytest
+
+from kvkeep.cli.progress import Working, _Pace
+from kvkeep.host.progress import Work
+
+
+@contextmanager
+def terminal(monkeypatch):
+    """Stderr is a terminal of 80 columns; yields a function that reads what was written."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with open(theirs, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", stream)
+
+        def written():
+            stream.flush()
+            with suppress(BlockingIOError):
+                return os.read(ours, 1 << 16).decode()
+            return ""
+
+        yield written
+    os.close(ours)
+
+
+def test_time_left():
+    pace = _Pace()
+    began = time.monotonic()
+    assert pace.text(began + 12.5) == "0:12"  # since the beginning
+    assert pace.add(0.0, began + 20)  # known from now on
+    assert not pace.add(0.0, began + 40)  # nothing was done before
+    assert pace.text(began + 43) == "0:03"
+    pace.add(0.25, began + 50)
+    assert pace.text(began + 50) == "0:30 left"
+    assert pace.text(began + 55) == "0:25 left"
+    assert pace.text(began + 99) == "0:00 left"
+    pace.add(0.5, began + 4040)
+    assert pace.text(began + 4040) == "1:06:40 left"
+    pace.add(0.0, began + 5000)  # other work
+    assert pace.text(began + 5001) == "0:01"
+    assert pace.add(None, began + 5002)
+    assert pace.text(began + 5004) == "0:02"
+
+
+def test_a_resumed_work_counts_from_where_it_was():
+    pace = _Pace()
+    pace.add(0.5, 100.0)
+    pace.add(0.6, 110.0)
+    assert pace.text(110.0) == "0:40 left"
+
+
+def test_a_terminal_gets_a_bar_and_is_left_clean(monkeypatch):
+    with terminal(monkeypatch) as written:
+        with Working("starting") as working:
+            time.sleep(0.3)
+            begin = written()
+            working("half", 0.5)
+            time.sleep(0.3)
+            middle = written()
+        end = written()
+    assert "starting" in begin
+    assert "half" in middle
+    assert "50%" in middle
+    assert "━" in middle
+    assert "\x1b[?25h" in end  # the cursor is back
+    assert end.endswith("\x1b[2K")  # and the line erased
+
+
+def test_a_bar_follows_a_cache(monkeypatch):
+    cache = SimpleNamespace(layers=[SimpleNamespace(fed=0), SimpleNamespace(fed=0)])
+    with terminal(monkeypatch) as written, Working("starting") as working:
+        working.reading(cache, 1000)
+        cache.layers[0].fed = 1000
+        cache.layers[1].fed = 500
+        time.sleep(0.5)
+        shown = written()
+    assert "reading 1,000 tokens" in shown
+    assert "75%" in shown
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_file_gets_a_line_for_each_activity(capsys, monkeypatch, colour):
+    """Also if FORCE_COLOR is set, since a bar would fill a file."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if colour:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with Working("starting") as working:
+        for share in (0.0, 0.25, 0.5):
+            working("reading [bold]", share)
+        working("writing", 0.75)
+    said = capsys.readouterr().err
+    assert said.count("reading [bold] ...") == 1
+    assert " 75% writing ..." in said
+    assert said.count("\n") == 2
+    assert ("\x1b[" in said) == colour
+    with Working("starting", shown=False) as working:
+        working("reading")
+    assert capsys.readouterr().err == ""
+
+
+def test_work():
+    said = []
+    work = Work(lambda doing, share: said.append((doing, share)), 10)
+    work.stage("a", 4)
+    work.part(0.5)
+    work.tick(99)  # no more than the stage
+    work.stage("b", 6)
+    work.tick(3)
+    assert said == [("a", 0), ("a", 0.2), ("a", 0.4), ("b", 0.4), ("b", 0.7)]
+    work.stage("c", 6)  # it was complete, and the total too small
+    work.part(1)
+    assert said[-2:] == [("c", 1.0), ("c", 1.0)]
