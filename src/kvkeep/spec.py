@@ -354,7 +354,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float | str]]:
     """The options of a component that differ from the defaults, or from those of `usual`."""
-    fields = [f for f in dataclasses.fields(component) if f.name in _parameters(type(component))]
+    options = _parameters(component.__class__)
+    fields = [field for field in dataclasses.fields(component) if field.name in options]
     defaults = {field.name: getattr(usual, field.name, field.default) for field in fields}
     values = {field.name: getattr(component, field.name) for field in fields}
     return [(name, value) for name, value in values.items() if value != defaults[name]]
