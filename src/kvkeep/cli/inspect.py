@@ -85,9 +85,9 @@ def inspect(
         from kvkeep.page.inspection import inspection
 
         facts = {"model": titled(model, adapter), "cache": str(spec), "tokens": f"{tokens:,}"}
-        facts |= {"dtype": str(loaded.dtype).removeprefix("torch.")} | (
-            {} if chunk is None else {"chunk": f"{chunk:,}"}
-        )
+        facts["dtype"] = str(loaded.dtype).removeprefix("torch.")
+        if chunk is not None:
+            facts["chunk"] = f"{chunk:,}"
         write(html, inspection(title, facts, frames.pictures))
     if json:
         asked = {"model": model, "adapter": adapter, "cache": str(spec)}
