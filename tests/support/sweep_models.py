@@ -141,7 +141,7 @@ def _reason(error: UnsupportedError, model: Any = None) -> str:
 def sweep(kinds: list[str], *, programs: bool = True) -> Iterator[tuple[str, Row]]:
     """The rows of some types; see `row_of`."""
     torch._inductor.config.compile_threads = 1  # no processes of its own
-    import kvkeep.hf.compiled  # noqa: F401, PLC0415 - once for all, and slow to import
+    import kvkeep.hf.compiled  # noqa: F401 - once for all, and slow to import
 
     context = multiprocessing.get_context("fork")
     for kind in kinds:

@@ -1,7 +1,7 @@
-"""Try which layers of a transformers model rotate their keys, and whether as was found in its code.
+"""Try which layers of a transformers model rotate their keys, and whether as its code was read.
 
-Configs do not say it: some models rotate in layers with a sliding window only. A token that is alone
-in its text attends to itself, so its keys at two positions differ by the rotation and nothing else.
+Configs do not say it: some models rotate in layers with a sliding window only. A token that is
+alone in its text attends to itself, so its keys at two positions differ by the rotation only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.config import decoder_of, layer_kinds
+from kvkeep.hf.config import decoder_config, decoder_of, layer_kinds
 from kvkeep.hf.rehearsal import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
 
 _AT, _RELATIVE = 3, 1e-4
+_REMEDY = "use the policy snapkv or h2o instead, and a PrefixStore for texts"
 
 _known: WeakKeyDictionary[PreTrainedModel, tuple[str, list[bool]]] = WeakKeyDictionary()
 """Which layers rotate their keys, and the config with which that was found."""
@@ -52,8 +53,7 @@ def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> lis
     except Exception as error:
         raise UnsupportedError(
             f"kvkeep cannot try how {decoder.config.model_type} rotates keys: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; use a PrefixStore, "
-            "which reuses texts where they are"
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; {_REMEDY}"
         ) from error
     found = []
     for place, rotary in zip(places, rotaries, strict=True):
@@ -66,18 +66,18 @@ def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> lis
         else:
             raise UnsupportedError(
                 f"layer {place} of {decoder.config.model_type} changes its keys with their "
-                "position otherwise than by its rotary embedding, so they cannot be moved; use a "
-                "PrefixStore, which reuses texts where they are"
+                "position otherwise than by its rotary embedding, which is needed to move them "
+                f"and to predict queries; {_REMEDY}"
             )
     return found
 
 
-def _keys(decoder: PreTrainedModel, at: int) -> list[Tensor]:
-    """The keys (1, H, 1, D) of a token at a position, in each layer."""
-    cache = DynamicCache()
+def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
+    """The keys (1, H, 1, D) of a token at a position, in each layer that has some."""
+    cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
     decoder(input_ids=one, position_ids=place, past_key_values=cache, use_cache=True)
-    return [layer.keys for layer in cache.layers]
+    return {i: x.keys for i, x in enumerate(cache.layers) if getattr(x, "keys", None) is not None}
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
