@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -280,7 +281,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
 
 def _kinds(model: Any) -> Any:
     """The kinds of layers of a model."""
-    layers = {kind._replace(place=None) for kind in layer_kinds(model.config)}
+    layers = {replace(kind, place=None) for kind in layer_kinds(model.config)}
     return layers, set(recurrent_numbers(model.config))
 
 

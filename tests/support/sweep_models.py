@@ -2,8 +2,8 @@
 
     python tests/support/sweep_models.py             # all types; writes docs/models.md
     python tests/support/sweep_models.py llama opt   # these; replaces their rows
-    python tests/support/sweep_models.py --quick     # keeps what is known of compile and export
-    python tests/support/sweep_models.py --missing   # types without a row, or without these two
+    python tests/support/sweep_models.py --quick     # without compile and export
+    python tests/support/sweep_models.py --missing   # what the page has not
 
 Each type runs in a process of its own, with a time limit. The page is written after each, so that
 what was found before an interruption stays.
@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from support.sweep_features import PROGRAMS, Expected, cell, comparisons, featur
 from support.sweep_page import (
     BROKEN,
     FAILS,
+    FEATURES,
     KVKEEP,
     NOT_BUILT,
     PAGE,
@@ -48,11 +49,11 @@ from support.sweep_page import (
 SECONDS = 600
 
 
-def row_of(kind: str, *, programs: bool = True) -> Row:
+def row_of(kind: str, names: Collection[str] = FEATURES) -> Row:
     """Build a type, attach it, and compare it with itself unattached and without a cache.
 
     Args:
-        programs: whether `PROGRAMS` are compared too; else their cells are empty.
+        names: of the features that are compared too; the cells of others are empty.
     """
     found = Row(described(kind), WORKS)
     try:
@@ -82,7 +83,7 @@ def row_of(kind: str, *, programs: bool = True) -> Row:
             if fault:
                 return found._replace(outcome=fault[0], why=f"{what}: {fault[1]}")
         for feature, compare in features(kind, model, expected, own):
-            if feature in PROGRAMS and not programs:
+            if feature not in names:
                 continue
             try:
                 fault = _fault(compare, refusals=True)
@@ -138,15 +139,19 @@ def _reason(error: UnsupportedError, model: Any = None) -> str:
 # -- one process for each type --------------------------------------------------------------
 
 
-def sweep(kinds: list[str], *, programs: bool = True) -> Iterator[tuple[str, Row]]:
-    """The rows of some types; see `row_of`."""
+def sweep(kinds: Mapping[str, Collection[str]]) -> Iterator[tuple[str, Row]]:
+    """The rows of some types; see `row_of`.
+
+    Args:
+        kinds: the features that are compared, for each type.
+    """
     torch._inductor.config.compile_threads = 1  # no processes of its own
     import kvkeep.hf.compiled  # noqa: F401 - once for all, and slow to import
 
     context = multiprocessing.get_context("fork")
-    for kind in kinds:
+    for kind, names in kinds.items():
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(kind, programs, there))
+        process = context.Process(target=_child, args=(kind, names, there))
         process.start()
         there.close()
         try:
@@ -159,27 +164,34 @@ def sweep(kinds: list[str], *, programs: bool = True) -> Iterator[tuple[str, Row
         yield kind, found
 
 
-def _child(kind: str, programs: bool, connection: Any) -> None:
+def _child(kind: str, names: Collection[str], connection: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    connection.send(row_of(kind, programs=programs))
+    connection.send(row_of(kind, names))
 
 
 def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kinds", nargs="*", metavar="TYPE")
-    parser.add_argument("--quick", action="store_true", help="keep what is known of programs")
-    parser.add_argument("--missing", action="store_true", help="only types whose row has gaps")
+    parser.add_argument("--quick", action="store_true", help="leave out compile and export")
+    parser.add_argument("--missing", action="store_true", help="only what is missing in the page")
     options = parser.parse_args()
     rows = rows_of(PAGE.read_text()) if PAGE.exists() else {}
-    kinds = options.kinds or sorted(TYPES)
-    if options.missing:
-        kinds = [kind for kind in kinds if kind not in rows or rows[kind].incomplete]
-    for kind, found in sweep(kinds, programs=not options.quick):
-        before = rows.get(kind)
-        if options.quick and before is not None and found.outcome == WORKS:
-            found = found._replace(**{name: getattr(before, name) for name in PROGRAMS})
+    kinds = {
+        kind: [
+            name
+            for name in FEATURES
+            if not (options.missing and kind in rows and getattr(rows[kind], name))
+            and not (options.quick and name in PROGRAMS)
+        ]
+        for kind in options.kinds or sorted(TYPES)
+        if not options.missing or kind not in rows or rows[kind].incomplete
+    }
+    for kind, found in sweep(kinds):
+        if kind in rows and rows[kind].outcome == found.outcome == WORKS:
+            kept = {name: getattr(rows[kind], name) for name in FEATURES if name not in kinds[kind]}
+            found = found._replace(**kept)
         sys.stdout.write(f"{kind:28} {' | '.join(filter(None, found))}\n")
         sys.stdout.flush()
         rows[kind] = found

@@ -66,8 +66,9 @@ class Row(NamedTuple):
 
     @property
     def incomplete(self) -> bool:
-        """Whether a feature of a type that works was not compared."""
-        return self.outcome == WORKS and "" in self.features
+        """Whether a feature was not compared, though nothing is wrong before it, or was not as it
+        should be."""
+        return self.outcome in (FAILS, WRONG) or (self.outcome == WORKS and "" in self.features)
 
 
 _FIRST = Row._fields.index("window")
