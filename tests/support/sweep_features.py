@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -349,7 +350,7 @@ def said(error: BaseException) -> str:
 
 def cell(text: str) -> str:
     """Text for a cell of a table."""
-    return " ".join(text.split()).replace("|", "/")[:200].rstrip()
+    return shorten(text, 200, placeholder=" ...").replace("|", "/").replace("<", "&lt;")
 
 
 def _different_text(found: Tensor, expected: Tensor) -> str:

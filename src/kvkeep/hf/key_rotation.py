@@ -77,7 +77,8 @@ def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
     decoder(input_ids=one, position_ids=place, past_key_values=cache, use_cache=True)
-    return {i: x.keys for i, x in enumerate(cache.layers) if getattr(x, "keys", None) is not None}
+    found = ((place, getattr(layer, "keys", None)) for place, layer in enumerate(cache.layers))
+    return {place: keys for place, keys in found if keys is not None}
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
