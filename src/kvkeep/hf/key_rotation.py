@@ -50,6 +50,8 @@ def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> lis
         with cheap_forwards():
             copied = without_weights(decoder)
             first, later = (_keys(copied, at) for at in (0, _AT))
+    except MemoryError:
+        raise
     except Exception as error:
         raise UnsupportedError(
             f"kvkeep cannot try how {decoder.config.model_type} rotates keys: "
