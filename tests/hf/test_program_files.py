@@ -164,7 +164,6 @@ def _spread(value):
         ("guards_code", "L['real'].size(" + EVIL + ")"),
         ("guards_code", "L['real'].__class__"),
         ("guards_code", "L['real'].resize()"),
-        ("as_float", "open"),
         ("target", "torch.os.system"),
         ("target", "torch.ops.load_library"),
         ("target", "torch.ops.aten.__class__.mro"),
