@@ -222,12 +222,8 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
             for spec in ("keep_all", WINDOW, EVICT):
                 backward(exact, ids, ids, cache=spec, chunk=CHUNKS[0])
                 found = gradients(exact)
-                full = spec == "keep_all"
-                loss = (
-                    ordinary(exact, ids, ids)
-                    if full
-                    else unrolled(exact, ids, ids, spec, CHUNKS[0])
-                )
+                way = () if spec == "keep_all" else (spec, CHUNKS[0])
+                loss = unrolled(exact, ids, ids, *way) if way else ordinary(exact, ids, ids)
                 loss.backward()
                 off = error(found, gradients(exact))
                 if not off <= GRADIENT:
