@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.joined_logits import expected
+from support.sweep_configs import model_of
 from support.tiny_models import tiny
 
 import kvkeep
@@ -12,6 +13,7 @@ from kvkeep.blocks import join
 from kvkeep.blocks.join import join_at
 from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
 from kvkeep.host import host_of
+from kvkeep.rotary import Rotary
 from kvkeep.store.layer_slices import require_kept
 
 YARN = {
@@ -77,6 +79,35 @@ def test_block_diagonal(name, attached):
         first = model(tail[:, :4], past_key_values=cache).logits
         rest = [model(tail[:, i : i + 1], past_key_values=cache).logits for i in (4, 5)]
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["exaone4", "nanochat", "emu3"])
+def test_keys_are_moved_as_the_model_rotates_them(kind):
+    """Not in every layer, though the config does not say so; the other way round; and by a language
+    model that `AutoModel` does not list."""
+    model = model_of(kind)
+    model.set_attn_implementation("eager")
+    *parts, tail = texts((3, 2, 3))  # within the windows
+    wanted = expected(model, parts, tail)
+    with kvkeep.attach(model), torch.inference_mode():
+        cache = join(model, [alone(model, part) for part in parts])
+        found = model(tail, past_key_values=cache).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_that_change_with_their_position_otherwise(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr("kvkeep.hf.host.rotaries_of", lambda _: [Rotary(torch.ones(4) * 0.3)] * 2)
+    with pytest.raises(UnsupportedError, match="layer 0 of llama changes its keys"):
+        join(model, [kvkeep.Cache(model)])
+
+
+def test_states_of_recurrent_layers():
+    model = model_of("lfm2")
+    with kvkeep.attach(model), torch.inference_mode():
+        caches = [alone(model, part) for part in texts((3, 2))]
+        with pytest.raises(UnsupportedError, match="recurrent layers, whose states"):
+            join(model, caches)
 
 
 def test_the_first_text_alone_is_itself():

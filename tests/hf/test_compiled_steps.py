@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.sweep_configs import model_of
 from support.tiny_models import tiny
 from torch import nn
 from torch._dynamo.utils import counters
@@ -154,6 +155,13 @@ def test_what_torch_cannot_compile_is_refused_before_anything_is_fed(monkeypatch
         with pytest.raises(UnsupportedError, match="without compile=True"):
             model(torch.tensor([[5]]), past_key_values=cache)
         assert cache.fed == 7
+
+
+def test_a_model_that_keeps_its_own_attention_is_refused():
+    model = model_of("falcon")
+    with pytest.raises(UnsupportedError, match="computes attention itself, because"):
+        kvkeep.attach(model, compile=True)
+    kvkeep.attach(model)
 
 
 def test_weights_that_change_between_steps():

@@ -172,6 +172,35 @@ def test_what_cannot_be_exported():
     assert not model.config._attn_implementation.startswith("kvkeep")
 
 
+def test_infinite_numbers(monkeypatch, tmp_path):
+    """Routers of experts mask with them (dots1)."""
+    model = tiny("llama", num_hidden_layers=1)
+    mlp = type(model.model.layers[0].mlp)
+    own = mlp.forward
+
+    def masked(self, x):
+        scores = own(self, x)
+        low = scores.masked_fill(scores < 0, -torch.inf).masked_fill(scores > 1, torch.inf)
+        return low.clamp(-1, 1)
+
+    monkeypatch.setattr(mlp, "forward", masked)
+    program = kvkeep.export(model, SPECS[0])
+    program.save(tmp_path / "a.pt2")
+    ids = prompt(model, rows=1)
+    assert kvkeep.Program.load(tmp_path / "a.pt2")(ids).equal(program(ids))
+
+
+def test_a_model_that_torch_cannot_trace(monkeypatch):
+    model = tiny("llama", num_hidden_layers=1)
+    before = model.config._attn_implementation
+    mlp = type(model.model.layers[0].mlp)
+    own = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: own(self, x) if x.sum() > 0 else x)
+    with pytest.raises(UnsupportedError, match="torch cannot export a step of LlamaForCausalLM: "):
+        kvkeep.export(model, SPECS[0])
+    assert model.config._attn_implementation == before
+
+
 def test_bad_input():
     model = tiny("llama", num_hidden_layers=1)
     program = kvkeep.export(model, "keep_all@fixed:16", rows=2)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from support.sweep_configs import model_of
 from support.tiny_host import tiny_model
 from support.tiny_models import growing_rope, tiny
 
@@ -99,6 +100,9 @@ def test_models_that_cannot_be_packed_say_why():
         (tiny("deepseek-v3"), "latent"),
         (tiny("llama", rope_parameters=growing_rope("dynamic")), "dynamic"),
         (tiny("llama"), "call kvkeep.attach"),
+        (model_of("roberta"), "counts positions in another way"),
+        (model_of("bloom"), "takes no positions"),
+        (model_of("falcon"), "it computes attention itself, because"),
     ):
         if "attach" not in reason:
             kvkeep.attach(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -28,10 +29,6 @@ _SIZES: dict[str, Any] = {
         48,
     ),
     **dict.fromkeys(["ffn_hidden_size", "dff", "d_inner", "feed_forward_size"], 48),
-    **dict.fromkeys(
-        ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"], _LAYERS
-    ),
-    **dict.fromkeys(["encoder_layers", "num_decoder_layers", "num_encoder_layers"], _LAYERS),
     **dict.fromkeys(
         ["num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"], _HEADS
     ),
@@ -73,6 +70,12 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """What every config is told, as far as its class knows the name."""
+
+_COUNTS = {
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    *("encoder_layers", "num_decoder_layers", "num_encoder_layers"),
+}
+"""Names of the number of layers."""
 
 _KEPT_NONE = {"sliding_window", "q_lora_rank", "n_inner"}
 """Sizes that stay None where a class has None for them."""
@@ -159,17 +162,76 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 """What single types need beside."""
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str, layers: int = _LAYERS) -> Any:
     """A tiny config of a type."""
-    return _shrunk(CONFIG_MAPPING[kind], _OF_TYPE.get(kind, {}))
+    return _shrunk(CONFIG_MAPPING[kind], _OF_TYPE.get(kind, {}), layers)
 
 
-def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
+_LAYERS_OF = {"linear_attention": "recurrent", "hybrid": "hybrid", "conv": "convolution"}
+"""What a layer's type is called in a few words."""
+
+
+def described(kind: str) -> str:
+    """The tiny config of a type in a few words: its layers, heads, widths and experts; empty if
+    there is none."""
+    try:
+        config = config_of(kind)
+        text = config.get_text_config(decoder=True)
+    except Exception:
+        return ""
+    parts = _layers_in(text), _heads_in(text), _experts_in(kind, text)
+    return "; ".join(filter(None, parts))
+
+
+def _layers_in(text: Any) -> str:
+    count, window = _of(text, "num_hidden_layers"), _of(text, "sliding_window")
+    chunk = _of(text, "attention_chunk_size")
+    usual = "chunked" if chunk else "sliding" if window else "full"
+    if not isinstance(_of(text, "num_attention_heads"), int):
+        usual = "layers"
+    named = (_of(text, name) for name in ("layer_types", "attention_layers", "attn_layers"))
+    names = next(filter(None, named), [usual] * (count or 0))
+    sizes = {"sliding": f"window {window}", "chunked": f"chunked {chunk}"}
+    found = Counter(_LAYERS_OF.get(name, name.removesuffix("_attention")) for name in names)
+    layers = [f"{n} {sizes.get(name, name).replace('_', ' ')}" for name, n in found.items()]
+    shared = _of(text, "num_kv_shared_layers")
+    return ", ".join([*layers, *([f"{shared} of them share"] if shared else [])])
+
+
+def _heads_in(text: Any) -> str:
+    heads, latent = _of(text, "num_attention_heads"), _of(text, "kv_lora_rank")
+    if not isinstance(heads, int):
+        return ""
+    if isinstance(latent, int):
+        return f"{heads} heads, latent {latent}+{_of(text, 'qk_rope_head_dim')}"
+    kv, width = _of(text, "num_key_value_heads"), _of(text, "head_dim")
+    if _of(text, "multi_query") and not _of(text, "new_decoder_architecture"):
+        kv = 1
+    width = width if isinstance(width, int) else _of(text, "hidden_size") // heads
+    return f"{heads}/{kv if isinstance(kv, int) else heads} heads of {width}"
+
+
+def _experts_in(kind: str, text: Any) -> str:
+    """Configs name experts also where their models have none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = [count for count in (_of(text, name) for name in names) if isinstance(count, int)]
+    try:
+        with torch.device("meta"):
+            model = _class_of(kind)(_own_config(kind))
+        held = any("expert" in name for name, _ in model.named_parameters())
+    except Exception:
+        held = True
+    return f"{max(found)} experts" if held and max(found, default=0) > 1 else ""
+
+
+def _shrunk(config_class: Any, own: dict[str, Any], count: int) -> Any:
     usual, own = _usual(config_class, own), dict(own)
+    if "layer_types" in own:
+        own["layer_types"] = own["layer_types"][:count]
     known = usual.to_dict()
     names = set(known) | set(getattr(config_class, "attribute_map", {}))
     sizes = {}
-    for name, size in _SIZES.items():
+    for name, size in (_SIZES | dict.fromkeys(_COUNTS, count)).items():
         if name not in names:
             continue
         value = _of(usual, name)
@@ -184,13 +246,13 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
     for name in usual.sub_configs:
         part = _of(usual, name)
         if isinstance(part, transformers.PreTrainedConfig):
-            sizes[name] = _shrunk(type(part), own.pop(name, {})).to_dict()
+            sizes[name] = _shrunk(type(part), own.pop(name, {}), count).to_dict()
     sizes |= own
     tiny = config_class(**sizes)
     kinds = list(dict.fromkeys(getattr(usual, "layer_types", None) or []))
     missing = set(kinds) - set(getattr(tiny, "layer_types", None) or kinds)
     if missing and "layer_types" not in own:
-        tiny = config_class(**sizes, layer_types=(kinds * _LAYERS)[:_LAYERS])
+        tiny = config_class(**sizes, layer_types=(kinds * count)[:count])
     return tiny
 
 
@@ -210,13 +272,23 @@ def _of(config: Any, name: str) -> Any:
         return None
 
 
-def model_of(kind: str) -> Any:
+def _class_of(kind: str) -> Any:
+    return getattr(transformers, TYPES[kind])
+
+
+def _own_config(kind: str, layers: int = _LAYERS) -> Any:
+    """The config that the class of a type takes: it may be a part of the type's config."""
+    config = config_of(kind, layers)
+    for name in config.sub_configs:
+        if type(getattr(config, name, None)) is _class_of(kind).config_class:
+            return getattr(config, name)
+    return config
+
+
+def model_of(kind: str, layers: int = _LAYERS) -> Any:
     """A tiny model of a type, with weights large enough that its attention and its text vary."""
     torch.manual_seed(0)
-    model_class, config = getattr(transformers, TYPES[kind]), config_of(kind)
-    for name in config.sub_configs:
-        if type(getattr(config, name, None)) is model_class.config_class:
-            config = getattr(config, name)
+    model_class, config = _class_of(kind), _own_config(kind, layers)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(config).parameters())
     if parameters > MOST_PARAMETERS:

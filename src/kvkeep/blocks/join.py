@@ -50,7 +50,7 @@ def join(
         StateError: the caches differ in specs, or in whether the model was attached, or a cache of
             `spec` cannot begin with theirs.
         UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its positions
-            are learned, or its frequencies depend on the length.
+            are learned, its frequencies depend on the length, or it has recurrent layers.
     """
     *starts, columns = accumulate((cache.fed for cache in caches), initial=0)
     joined = join_at(host_of(model), caches, starts, columns)
@@ -145,6 +145,11 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
             raise UnsupportedError(
                 f"policy {scoring.name} scores the tokens of one text; join caches of keep_all, "
                 "and give join() the spec of the result"
+            )
+        if cache.recurrent is not None:
+            raise UnsupportedError(
+                "the model has recurrent layers, whose states at a text's end cannot be joined; "
+                "feed the texts one after the other"
             )
         require_whole(cache)
         if cache.rows > 1:

@@ -298,6 +298,8 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     """Why no block can be reused by a model; empty if blocks can."""
     if recompute == "all":
         return 'recompute="all" computes everything'
+    if cache.recurrent is not None:
+        return "the model has recurrent layers, whose states cannot be joined"
     try:
         moving(host)
     except UnsupportedError as error:

@@ -88,6 +88,7 @@ def _gains(node: Node) -> bool:
         and node.args[1].op in ("placeholder", "get_attr")  # type: ignore[union-attr]
         and x.is_cpu
         and x.dtype is weight.dtype
+        and isinstance(x.numel(), int)  # it may depend on data (adapters of a language, experts)
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and weight.nbytes >= FEWEST_BYTES
         and readable(weight, bias)

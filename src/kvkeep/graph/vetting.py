@@ -78,6 +78,8 @@ def _is_known(name: str, text: str) -> bool:
         return _OPERATORS.fullmatch(text) is not None and not _OPENS_FILES.match(text)
     if name in ("in_spec", "out_spec"):
         return _is_structure(text)
+    if name in ("as_float", "as_floats"):  # other numbers are no strings
+        return text in ("Infinity", "-Infinity", "NaN")
     if name == "torch_version":
         return re.fullmatch(r"[\w.+-]*", text, re.ASCII) is not None
     return name in _TEXTS or _NAME.fullmatch(text) is not None

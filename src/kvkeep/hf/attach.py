@@ -194,6 +194,11 @@ def attach(
     implementation, own = _routing(model, original, unknown=not recurrent)
     if own:
         require_exact(empty, own)
+    if own and compile:
+        raise UnsupportedError(
+            f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
+            f"itself, because {own}; attach it without compile=True"
+        )
     by_token = route_tokens(decoder) if recurrent else []
     if implementation is not None:
         _set_attention(model, implementation)

@@ -44,6 +44,7 @@ from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.turn import Turn
+from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 
@@ -97,7 +98,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
             self._kinds,
             spec,
             capacity=capacity,
-            rotaries=partial(rotaries_of, config),
+            rotaries=partial(_rotaries, model),
             identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
             recurrent=TransformersStates(numbers) if numbers else None,
         )
@@ -542,6 +543,14 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     @property
     def batch_size(self) -> int:
         return self.rows or -1
+
+
+def _rotaries(model: Any) -> list[Rotary | None]:
+    """The rotary embedding of each layer. The layers of a config alone cannot be tried."""
+    config = base_config(model)
+    if isinstance(model, PreTrainedConfig) or is_latent(config):
+        return rotaries_of(config)
+    return host_of(model).rotaries()
 
 
 def _identity(model: Any) -> str:

@@ -154,9 +154,11 @@ class CompiledSteps:
         except FailOnRecompileLimitHit:
             return None
         except (TorchDynamoException, InductorError) as error:
+            lines = str(error).strip().splitlines()
+            said = next((line for line in lines if not line.endswith("raised:")), lines[0])
             raise UnsupportedError(
-                f"torch cannot compile a step of {type(self._model).__name__}: "
-                f"{str(error).strip().splitlines()[0]}; attach the model without compile=True"
+                f"torch cannot compile a step of {type(self._model).__name__}: {said}; attach the "
+                "model without compile=True"
             ) from error
         finally:
             self._close()

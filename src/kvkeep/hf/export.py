@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import KVKeepError, SpecError, UnsupportedError
 from kvkeep.graph.export_op import Description, LayerTensors
 from kvkeep.graph.program import Header, Program
 from kvkeep.hf.attach import attach_routed, detach, unwrapped
@@ -47,7 +47,8 @@ def export(
         tokenizer: the tokenizer, whose hashes are stored in the header.
 
     Raises:
-        UnsupportedError: the model cannot be attached, or the cache's state can grow.
+        UnsupportedError: the model cannot be attached, the cache's state can grow, or torch cannot
+            trace the model's step.
         SpecError: the spec does not exist or does not fit the model, or `rows` is below 1.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
@@ -81,13 +82,21 @@ def _exported(
     some = 4  # a size of 1 would be traced as a constant; the program checks its room itself
     example = torch.zeros(rows, some, dtype=torch.int64, device=model.device)
     tokens = {1: Dim("tokens", min=1, max=max(some, min(step.room, 2**20)))}
-    with torch.no_grad():
-        traced = torch.export.export(
-            step,
-            (example, torch.ones_like(example, dtype=torch.bool)),
-            dynamic_shapes=(tokens, tokens),
-            strict=False,
-        )
+    try:
+        with torch.no_grad():
+            traced = torch.export.export(
+                step,
+                (example, torch.ones_like(example, dtype=torch.bool)),
+                dynamic_shapes=(tokens, tokens),
+                strict=False,
+            )
+    except (KVKeepError, MemoryError):
+        raise
+    except Exception as error:  # torch's tracer raises errors of many types
+        raise UnsupportedError(
+            f"torch cannot export a step of {type(model).__name__}: "
+            f"{str(error).strip().splitlines()[0]}; run the model itself"
+        ) from error
     traced._example_inputs = None  # would be saved as pickles
     specs = [description.spec for description in step.descriptions]
     embeddings: Any = model.get_input_embeddings()

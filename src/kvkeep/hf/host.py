@@ -30,6 +30,7 @@ from kvkeep.hf.config import (
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.generate import follow
+from kvkeep.hf.key_rotation import as_applied
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.multimodal import require_counted, telling, why_not_counted
@@ -89,7 +90,7 @@ class TransformersHost(Host):
     def rotaries(self) -> list[Rotary | None]:
         if is_latent(self._config):
             raise UnsupportedError(f"{self.name} keeps a latent, whose positions are not moved")
-        return rotaries_of(self._config)
+        return as_applied(unwrapped(self.model), rotaries_of(self._config))
 
     @torch.no_grad()
     def recurrent_specs(self) -> dict[str, StateSpec]:

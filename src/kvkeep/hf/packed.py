@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import (
+    ATTACHMENT,
     changing_ropes,
     decoder_config,
     is_latent,
@@ -45,7 +46,10 @@ def unpackable(model: PreTrainedModel) -> str:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no positions"
     if not is_routed(text):
-        return "kvkeep does not compute its attention; call kvkeep.attach(model) if you have not"
+        attachment = getattr(model, ATTACHMENT, None)
+        if attachment is None:
+            return "kvkeep does not compute its attention; call kvkeep.attach(model)"
+        return f"it computes attention itself, because {attachment.own}"
     return why_not_counted(model)
 
 

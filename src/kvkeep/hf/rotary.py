@@ -58,9 +58,11 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
                 f"{name}, which is needed to move keys and to predict queries; use the policy "
                 "snapkv or h2o instead, and a PrefixStore for texts"
             )
-        # The first element of the result is the negative of the element paired with the first.
-        interleaved = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0] == -2.0
-        rotary = found[name] = Rotary(inv_freq.float(), interleaved)
+        # The first element of the result is the one paired with the first, and negative, unless
+        # the model turns the other way.
+        paired = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0]
+        turned = inv_freq.float() * (1.0 if paired < 0 else -1.0)
+        rotary = found[name] = Rotary(turned, interleaved=abs(paired) == 2.0)
         if own.get("mrope_section") and not _turns_alike(module, embedding, rotary):
             raise UnsupportedError(
                 f"kvkeep does not know how {text.model_type} rotates keys, which is needed to move "
@@ -93,7 +95,13 @@ def _turns_alike(module: ModuleType, embedding: Any, rotary: Rotary) -> bool:
 def _code(config: PreTrainedConfig) -> ModuleType:
     """The Python module that defines the model of this config."""
     mapping: Any = AutoModel._model_mapping
-    model = mapping[type(config)]
-    if isinstance(model, tuple):
-        model = model[0]
-    return sys.modules[model.__module__]
+    if type(config) in mapping:
+        model = mapping[type(config)]
+        return sys.modules[(model[0] if isinstance(model, tuple) else model).__module__]
+    name = type(config).__module__.replace("configuration_", "modeling_")  # a part of a model
+    if name not in sys.modules:
+        raise UnsupportedError(
+            f"kvkeep cannot find the code of {config.model_type}, which says how keys are rotated; "
+            "load the model first"
+        )
+    return sys.modules[name]
