@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvkeep.attention import attend as attend
     from kvkeep.batch.batch import Batch as Batch
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from kvkeep.layer.layer import LayerCache as LayerCache
     from kvkeep.spec import CacheSpec as CacheSpec
     from kvkeep.store.prefix import PrefixStore as PrefixStore
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Batch": "kvkeep.batch.batch",

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from kvkeep import __version__, native_library
+from kvkeep import native_library
 from kvkeep.extras import needed_by
+from kvkeep.version import __version__
 
 with needed_by("Describing the machine", "cli"):
     import psutil

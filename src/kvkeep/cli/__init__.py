@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from kvkeep import __version__
 from kvkeep.extras import needed_by
 
 with needed_by("The command kvkeep", "cli"):
@@ -26,6 +25,7 @@ from kvkeep.cli.models import models
 from kvkeep.cli.output import examples
 from kvkeep.cli.serve import serve
 from kvkeep.cli.store import store
+from kvkeep.version import __version__
 
 app = typer.Typer(
     name="kvkeep",

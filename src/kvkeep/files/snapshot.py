@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvkeep import __version__
 from kvkeep.cache import Cache
 from kvkeep.codec import Plain
 from kvkeep.errors import CapacityError, SavedCacheError, StateError
@@ -33,6 +32,7 @@ from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.storage.allocate import free_bytes
+from kvkeep.version import __version__
 
 _TOKENS = "tokens"
 _RECURRENT = "recurrent"

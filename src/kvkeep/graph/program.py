@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from kvkeep import __version__
 from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
 from kvkeep.files.atomic import opened, whole_file, write_all
 from kvkeep.files.headers import typed
 from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
 from kvkeep.graph.vetting import why_refused
 from kvkeep.storage.allocate import free_bytes
+from kvkeep.version import __version__
 
 FORMAT = 1
 """The format version that is written, and the only one that can be read."""
