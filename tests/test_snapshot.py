@@ -327,13 +327,13 @@ def test_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
                     os.write(tells, b".")
 
         child = forked(write)
+        os.close(tells)  # so that reading ends if the child does
         for _ in range(1 + moments.randrange(2)):
-            os.read(told, 1)
+            assert os.read(told, 1)
         time.sleep(moments.uniform(0, 3 * took))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(told)
-        os.close(tells)
         seen.add(Saved(path).header.layers[0].columns)
     save(caches[0], path)
     assert seen == {10, 17}
