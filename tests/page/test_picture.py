@@ -30,7 +30,7 @@ def step(layer, *chunks):
 
 
 def seen(layer):
-    return states(Held.of(layer, 0, ""), int(layer.seen[0])).tolist()
+    return states(Held.of(layer, 0, ""), int(layer.seen[0])).expand(2, -1).tolist()
 
 
 @pytest.mark.parametrize(("ragged", "frozen"), [(True, False), (False, True)])
@@ -44,7 +44,8 @@ def test_what_is_kept_is_what_the_slots_hold(spec, ragged, frozen):
     for layer in cache.layers:
         for row, tokens in enumerate(layer.seen.tolist()):
             found = states(Held.of(layer, row, ""), tokens)
-            for head, positions in zip(found, layer.positions()[row], strict=True):
+            positions_of_heads = layer.positions()[row]
+            for head, positions in zip(found.expand(2, -1), positions_of_heads, strict=True):
                 kept = head.nonzero().flatten().tolist()
                 assert kept == sorted(p for p in positions.tolist() if p >= 0)
                 assert (head[kept] & KEPT).all()
@@ -84,6 +85,13 @@ def test_frozen_slots_are_shared_until_one_of_them_is_evicted():
     assert seen(layer) == [[COMMON] * 5] * 2
 
 
+def test_what_heads_have_in_common_is_copied_once():
+    held = Held.of(layer_of("window:6", 9), 0, "some")
+    assert (len(held.positions), held.heads) == (1, 2)
+    made = picture(Taken(9, (held,), 0, 0))["layers"][0]
+    assert (made["heads"], made["kept"]) == (2, [6])
+
+
 def test_hidden_slots_are_not_kept():
     layer = layer_of("h2o:8", 8)
     layer.record_past = True
@@ -99,7 +107,7 @@ def decoded(cells):
 def test_a_long_text_is_shown_in_columns():
     positions = torch.tensor([[0, 1, 2, 3, 4, 9, 10, -1], [3, -1, 5, 9, 10, 11, 12, 13]])
     spans = (Span(3, True, False), Span(5, False, True))
-    held = Held("some", positions.to(torch.int32), spans)
+    held = Held("some", positions.to(torch.int32), spans, 2)
     made = picture(Taken(14, (held, held), 5, 9), list("abcdefghijklmn"), prompt=7, columns=64)
     assert made["group"] == 1
     assert made["texts"] == list("abcdefghijklmn")
@@ -123,7 +131,7 @@ def test_a_long_text_is_shown_in_columns():
 
 @pytest.mark.parametrize("kept", [1, 9, 1999])
 def test_only_none_is_shown_as_none_and_only_all_as_all(kept):
-    held = Held("some", torch.arange(kept, dtype=torch.int32)[None], (Span(kept, False, False),))
+    held = Held("some", torch.arange(kept, dtype=torch.int32)[None], (Span(kept, False, False),), 1)
     cells = picture(Taken(2000, (held,), 0, 0), columns=1)["layers"][0]["cells"][0]
     shares = [share for share, _ in decoded(cells)]
     assert len(shares) == 63
@@ -132,7 +140,7 @@ def test_only_none_is_shown_as_none_and_only_all_as_all(kept):
 
 
 def test_many_heads_get_fewer_columns():
-    held = Held("some", torch.full((64, 1), -1, dtype=torch.int32), (Span(1, False, False),))
+    held = Held("some", torch.full((64, 1), -1, dtype=torch.int32), (Span(1, False, False),), 64)
     made = picture(Taken(4096, (held,) * 40, 0, 0), ["the"] * 4096)
     assert made["group"] == 64
     assert len(made["layers"][0]["cells"]) == 1  # all heads alike

@@ -39,7 +39,7 @@ class Frames:
         if self._left > 0 and self._left % self._every:
             return
         now = taken(cache)
-        heads = sum(len(held.positions) for held in now.layers)
+        heads = sum(held.heads for held in now.layers)
         group = columns_of(len(self._texts), heads)
         if self._left < 0:
             self.pictures.pop()

@@ -42,6 +42,7 @@ from kvkeep.layer.slots import Span
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 """The characters of cells, by their index."""
+_LETTERS = torch.tensor(list(ALPHABET.encode()), dtype=torch.uint8)
 
 KEPT, SHARED, ENCODED = 1, 2, 4
 """The bits of what `states` returns."""
@@ -54,18 +55,22 @@ _LONGEST_TEXT = 40  # characters of a column's text
 
 
 class Held(NamedTuple):
-    """What a layer holds of a row: its spec, its slots' positions, int32 (H, S) on the CPU, with -1
-    for an empty slot, and how these slots are held."""
+    """What a layer holds of a row: its spec, its slots' positions, int32 (H, S) on the CPU, or
+    (1, S) if all heads have the same, with -1 for an empty slot; how these slots are held; and how
+    many kv heads it has."""
 
     spec: str
     positions: Tensor
     spans: tuple[Span, ...]
+    heads: int
 
     @classmethod
     def of(cls, layer: LayerCache, row: int, spec: str) -> Held:
         """What a layer holds of a row; copied, so it stays as it is."""
-        positions = layer.positions()[row : row + 1].squeeze(0)
-        return cls(spec, positions.to("cpu", torch.int32, copy=True), layer.slots.spans())
+        positions = layer.slots.positions()[row : row + 1].squeeze(0)
+        positions = positions.to("cpu", torch.int32, copy=True)
+        geometry = layer.history.geometry
+        return cls(spec, positions, layer.slots.spans(), geometry.heads if geometry else 1)
 
 
 class Taken(NamedTuple):
@@ -106,8 +111,9 @@ def _plain_bytes(geometry: Geometry | None, tokens: int) -> int:
 
 
 def states(held: Held, tokens: int) -> Tensor:
-    """How each of a row's tokens is held, uint8 (H, tokens): 0 if it was evicted, otherwise the sum
-    of `KEPT`, `SHARED` if a store or other caches may hold it too, and `ENCODED`."""
+    """How each of a row's tokens is held, uint8 (H, tokens), or (1, tokens) if all heads have the
+    same: 0 if it was evicted, otherwise the sum of `KEPT`, `SHARED` if a store or other caches may
+    hold it too, and `ENCODED`."""
     flags = [KEPT + SHARED * span.shared + ENCODED * span.encoded for span in held.spans]
     counts = torch.tensor([span.tokens for span in held.spans], dtype=torch.int64)
     of_slots = torch.tensor(flags, dtype=torch.uint8).repeat_interleave(counts)
@@ -143,32 +149,35 @@ def picture(
         group: positions per column, whatever `columns` is; None: as few as that permits.
     """
     tokens = taken.tokens
-    heads = sum(len(held.positions) for held in taken.layers)
+    heads = sum(held.heads for held in taken.layers)
     group = group or columns_of(tokens, heads, columns)
     return {
         "tokens": tokens,
         "prompt": tokens if prompt is None else min(prompt, tokens),
         "found": found,
         "group": group,
-        "texts": [_cut("".join(texts[first : first + group])) for first in range(0, tokens, group)],
+        "texts": [
+            cut("".join(texts[first : first + group]), _LONGEST_TEXT)
+            for first in range(0, tokens, group)
+        ],
         "layers": [_layer(held, tokens, group) for held in taken.layers],
         "live_bytes": taken.live_bytes,
         "full_bytes": taken.full_bytes,
     }
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
+def cut(text: str, most: int) -> str:
+    """A text, cut to so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _layer(held: Held, tokens: int, group: int) -> dict[str, Any]:
     found = states(held, tokens)
-    heads = len(found)
-    if heads > 1 and bool((found == found[:1]).all()):
+    if len(found) > 1 and bool((found == found[:1]).all()):
         found = found[:1]
     return {
         "spec": held.spec,
-        "heads": heads,
+        "heads": held.heads,
         "kept": (found > 0).sum(dim=1).tolist(),
         "cells": _cells(found, group),
     }
@@ -192,4 +201,4 @@ def _cells(found: Tensor, group: int) -> list[str]:
     for bit, flag in enumerate((SHARED, ENCODED)):
         most = (padded & flag > 0).sum(dim=2) * 2 > kept
         code += most.long() << bit
-    return ["".join([ALPHABET[one] for one in row]) for row in code.tolist()]
+    return [row.numpy().tobytes().decode() for row in _LETTERS[code]]
