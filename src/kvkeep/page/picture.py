@@ -173,12 +173,12 @@ def cut(text: str, most: int) -> str:
 
 def _layer(held: Held, tokens: int, group: int) -> dict[str, Any]:
     found = states(held, tokens)
-    if len(found) > 1 and bool((found == found[:1]).all()):
+    if all(head.equal(found[0]) for head in found[1:]):
         found = found[:1]
     return {
         "spec": held.spec,
         "heads": held.heads,
-        "kept": (found > 0).sum(dim=1).tolist(),
+        "kept": _sums(found, KEPT).tolist(),
         "cells": _cells(found, group),
     }
 
@@ -193,12 +193,17 @@ def _cells(found: Tensor, group: int) -> list[str]:
     sizes = torch.full((columns,), group)
     if columns:
         sizes[-1] = tokens - (columns - 1) * group
-    kept = (padded > 0).sum(dim=2)
+    kept = _sums(padded, KEPT)
     # Only 0 means none, and only the largest share means all.
     share = (kept * _FULL / sizes).round().long().clamp(1, _FULL - 1)
     share = share.masked_fill(kept == 0, 0).masked_fill(kept == sizes, _FULL)
     code = share * 4
     for bit, flag in enumerate((SHARED, ENCODED)):
-        most = (padded & flag > 0).sum(dim=2) * 2 > kept
+        most = _sums(padded, flag) * 2 > kept * flag
         code += most.long() << bit
     return [row.numpy().tobytes().decode() for row in _LETTERS[code]]
+
+
+def _sums(found: Tensor, flag: int) -> Tensor:
+    """The sums of a flag over the last dimension. (torch is much slower at counting.)"""
+    return (found & flag).sum(dim=-1, dtype=torch.int32)
