@@ -70,7 +70,7 @@ class Held(NamedTuple):
         positions = layer.slots.positions()[row : row + 1].squeeze(0)
         positions = positions.to("cpu", torch.int32, copy=True)
         geometry = layer.history.geometry
-        return cls(spec, positions, layer.slots.spans(), geometry.heads if geometry else 1)
+        return cls(spec, positions, layer.slots.spans(), geometry.heads if geometry else 0)
 
 
 class Taken(NamedTuple):
@@ -116,11 +116,13 @@ def states(held: Held, tokens: int) -> Tensor:
     hold it too, and `ENCODED`."""
     flags = [KEPT + SHARED * span.shared + ENCODED * span.encoded for span in held.spans]
     counts = torch.tensor([span.tokens for span in held.spans], dtype=torch.int64)
-    of_slots = torch.tensor(flags, dtype=torch.uint8).repeat_interleave(counts)
-    found = torch.zeros(len(held.positions), tokens + 1, dtype=torch.uint8)
-    # Empty slots all write to one more place, which is cut off.
-    place = held.positions.long().remainder(tokens + 1)
-    found.scatter_(1, place, of_slots.expand_as(place))
+    heads = len(held.positions)
+    # numpy keeps to this thread; the threads of torch would contend with those of a model.
+    of_slots = torch.tensor(flags, dtype=torch.uint8).numpy().repeat(counts.numpy())
+    found = torch.empty(heads, tokens + 1, dtype=torch.uint8)
+    found.numpy().fill(0)
+    # Empty slots, at -1, all write to the last place, which is cut off.
+    found.numpy()[torch.arange(heads)[:, None].numpy(), held.positions.numpy()] = of_slots
     return found[:, :tokens]
 
 
@@ -172,38 +174,34 @@ def cut(text: str, most: int) -> str:
 
 
 def _layer(held: Held, tokens: int, group: int) -> dict[str, Any]:
-    found = states(held, tokens)
-    if all(head.equal(found[0]) for head in found[1:]):
+    columns = -(-tokens // group)
+    found = states(held, columns * group)
+    if all((head == found[0].numpy()).all() for head in found[1:].numpy()):
         found = found[:1]
+    sizes = torch.full((columns,), group)
+    sizes[-1:] -= columns * group - tokens
     return {
         "spec": held.spec,
         "heads": held.heads,
         "kept": _sums(found, KEPT).tolist(),
-        "cells": _cells(found, group),
+        "cells": _cells(found.view(len(found), columns, group), sizes),
     }
 
 
-def _cells(found: Tensor, group: int) -> list[str]:
-    """The cells of each head, from its tokens' states, uint8 (H, T)."""
-    heads, tokens = found.shape
-    columns = -(-tokens // group)
-    padded = found.new_zeros(heads, columns * group)
-    padded[:, :tokens] = found
-    padded = padded.view(heads, columns, group)
-    sizes = torch.full((columns,), group)
-    if columns:
-        sizes[-1] = tokens - (columns - 1) * group
-    kept = _sums(padded, KEPT)
+def _cells(found: Tensor, sizes: Tensor) -> list[str]:
+    """The cells of each head, from the states of each column's tokens, uint8 (H, C, group), and
+    how many these are, int64 (C,)."""
+    kept = _sums(found, KEPT)
     # Only 0 means none, and only the largest share means all.
     share = (kept * _FULL / sizes).round().long().clamp(1, _FULL - 1)
     share = share.masked_fill(kept == 0, 0).masked_fill(kept == sizes, _FULL)
     code = share * 4
     for bit, flag in enumerate((SHARED, ENCODED)):
-        most = _sums(padded, flag) * 2 > kept * flag
+        most = _sums(found, flag) * 2 > kept * flag
         code += most.long() << bit
     return [row.numpy().tobytes().decode() for row in _LETTERS[code]]
 
 
 def _sums(found: Tensor, flag: int) -> Tensor:
-    """The sums of a flag over the last dimension. (torch is much slower at counting.)"""
-    return (found & flag).sum(dim=-1, dtype=torch.int32)
+    """The sums of a flag over the last dimension."""
+    return torch.from_numpy((found.numpy() & flag).sum(axis=-1, dtype="int32"))
