@@ -149,10 +149,11 @@ class Work:
         cached = max(answer.cached for answer in self.answers)
         metrics.found_tokens.inc(cached)
         used = Used(len(self.ids), sum(len(a.tokens) for a in self.answers), cached)
-        if self._picture is None:
+        picture, self._picture = self._picture, None
+        if picture is None:
             self.emit(used)
         else:
-            self._picture.add_done_callback(lambda _: self.emit(used))
+            picture.add_done_callback(lambda _: self.emit(used))
         return True
 
 
@@ -215,7 +216,7 @@ class Engine:
         self.store = None if self.why_no_reuse else store
         self._maker = Maker()
         self._works: dict[Work, None] = {}  # in the batch, in the order of arrival
-        self._by_prompt: dict[Prompt, Work] = {}  # the same, in the current step
+        self._by_prompt: dict[Prompt, Work] = {}  # the same, while the batch steps
         self.batch = self._new_batch()
         self.metrics = self._watched()
         self._new: list[Work] = []  # not in the batch yet
@@ -379,10 +380,11 @@ class Engine:
         return self.batch.add(ids, settings, n=asked.n, queue=work.queue, namespace=work.namespace)
 
     def _step(self) -> None:
-        works = self._by_prompt = {work.answers[0].origin: work for work in self._works}
+        self._by_prompt = {work.answers[0].origin: work for work in self._works}
         found: dict[Work, list[NewToken]] = {work: [] for work in self._works}
         for new in self.batch.step():
-            found[works[new.answer.origin]].append(new)
+            found[self._by_prompt[new.answer.origin]].append(new)
+        self._by_prompt.clear()
         for work, tokens in found.items():
             try:
                 ended = work.gone or self._told(work, tokens)
@@ -423,6 +425,7 @@ class Engine:
                 work.emit(why())
             work.cancel()
         self._works.clear()
+        self._by_prompt.clear()
 
 
 def _at_work(answer: Answer) -> bool:

@@ -64,12 +64,11 @@ class Maker:
         self.clock = clock
         self.pace = {last: Pace(clock) for last in (False, True)}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-picture")
-        self._newest: Future[Any] | None = None
+        self._begun = self._done = 0  # each is counted by one thread
 
     def free(self, *, last: bool) -> bool:
         """Whether a cache may be looked at now; `last`: that of an answer that has ended."""
-        idle = self._newest is None or self._newest.done()
-        return (idle or last) and self.pace[last].free
+        return (last or self._begun == self._done) and self.pace[last].free
 
     def make(self, make: Callable[[], _Made], *, last: bool) -> Future[_Made]:
         """Make a picture after those that were begun before."""
@@ -80,9 +79,10 @@ class Maker:
                 return make()
             finally:
                 self.pace[last].took(time.thread_time() - began)
+                self._done += 1
 
-        self._newest = made_later = self._thread.submit(made)
-        return made_later
+        self._begun += 1
+        return self._thread.submit(made)
 
     def close(self) -> None:
         """Cancel the pictures that are not begun, and end the thread."""
