@@ -37,7 +37,6 @@ class Prompts:
         self._limits, self.context = limits, context
         self.most_bytes = limits.prompt_of(context)
         self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
-        self._texts: dict[int, str] = {}
 
     def encode(self, asked: Asked) -> Tensor:
         """The token ids of a request's prompt, int64 (n,).
@@ -74,12 +73,12 @@ class Prompts:
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token id, apart from the others. Requests that are tokenised need not
         wait for all of them."""
-        new = [token for token in dict.fromkeys(ids) if token not in self._texts]
-        for first in range(0, len(new), _AT_ONCE):
+        found: list[str] = []
+        for first in range(0, len(ids), _AT_ONCE):
             with self._encoding:
-                for token in new[first : first + _AT_ONCE]:
-                    self._texts[token] = self._tokenizer.decode([token])
-        return [self._texts[token] for token in ids]
+                some = ids[first : first + _AT_ONCE]
+                found += [self._tokenizer.decode([token]) for token in some]
+        return found
 
     def most_of(self, asked: Asked, length: int) -> int:
         """The most tokens that each answer to a prompt of `length` tokens may have.
