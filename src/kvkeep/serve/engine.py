@@ -237,7 +237,7 @@ class Engine:
         outline = None
         if self.store is not None and namespace is not None:
             outline = partial(self.store.outline, self.model, spec=self.spec, namespace=namespace)
-        return Pictures(self.prompts.texts, outline, self._pace)
+        return Pictures(self.prompts.texts(), outline, self._pace)
 
     def _watched(self) -> Metrics:
         metrics = Metrics()

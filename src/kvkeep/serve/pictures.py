@@ -44,7 +44,8 @@ class Pictures:
     answer.
 
     Args:
-        texts: returns those of token ids; may be called from any thread.
+        texts: returns those of the next token ids of the answer's text; may be called from any
+            thread, by one at a time.
         outline: returns the outline of the store's prefixes for the answer's tokens, int64 (n,);
             None: the answer shares none.
         pace: that of the engine.
