@@ -106,7 +106,8 @@ window.kvkeep = window.kvkeep || {};
     picture.layers.forEach((layer, index) => {
       layer.cells.forEach((cells, head) => {
         lines.push({
-          layer: index,
+          layer: index, // among those that attend
+          place: layer.place, // among all of the model
           head: layer.cells.length === 1 && layer.heads > 1 ? null : head,
           heads: layer.heads / layer.cells.length, // how many it stands for
           spec: layer.spec,
@@ -148,7 +149,11 @@ window.kvkeep = window.kvkeep || {};
         all += codes[at] >> 2;
         of[codes[at] & 3] += codes[at] >> 2;
       }
-      return all ? (Math.ceil(all / (last - first)) << 2) | of.indexOf(Math.max(...of)) : 0;
+      if (!all) return 0;
+      // Only the largest share means all, as in the picture.
+      const mean = Math.min(FULL - 1, Math.max(1, Math.round(all / (last - first))));
+      const share = all === FULL * (last - first) ? FULL : mean;
+      return (share << 2) | of.indexOf(Math.max(...of));
     });
 
   /** For each column, the share of all heads that keep its tokens, 0 to 1. */
@@ -283,11 +288,11 @@ window.kvkeep = window.kvkeep || {};
       context.textBaseline = "middle";
       context.textAlign = "right";
       let free = -Infinity;
-      picture.layers.forEach((_, index) => {
+      picture.layers.forEach((layer, index) => {
         const own = lines.flatMap((line, i) => (line.layer === index ? [tops[i]] : []));
         const middle = (own[0].top + own[own.length - 1].bottom) / 2;
         if (middle - free < 12) return;
-        context.fillText(String(index), GUTTER - 8, middle);
+        context.fillText(String(layer.place), GUTTER - 8, middle);
         free = middle;
       });
       context.textBaseline = "top";
@@ -409,7 +414,7 @@ window.kvkeep = window.kvkeep || {};
         words.scrollTop = above - 60;
       }
       const head = line.head === null ? "all heads" : `head ${line.head}`;
-      const where = `layer ${line.layer}, ${head}, ${columnName(picture, cursor.column)}`;
+      const where = `layer ${line.place}, ${head}, ${columnName(picture, cursor.column)}`;
       const how = howHeld(line.codes[cursor.column], columnSize(picture, cursor.column));
       const heads = `${percent(shares[cursor.column], 1)} of all heads keep it`;
       const text = make("b", "", picture.texts[cursor.column].replaceAll("\n", "⏎") || " ");
