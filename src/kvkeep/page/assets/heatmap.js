@@ -1,9 +1,8 @@
 // Draws a picture of a cache (see picture.py) into an element: kvkeep.heatmap, kvkeep.summary.
 "use strict";
 
-window.kvkeep = window.kvkeep || {};
-
 (() => {
+  const { make, number, percent } = window.kvkeep;
   const ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
   const CODES = new Map([...ALPHABET].map((character, code) => [character, code]));
   const FULL = 15; // the largest share of a column's tokens
@@ -20,15 +19,6 @@ window.kvkeep = window.kvkeep || {};
     ["evicted", 0],
   ];
 
-  const make = (name, className = "", text = "") => {
-    const element = document.createElement(name);
-    if (className) element.className = className;
-    if (text) element.textContent = text;
-    return element;
-  };
-
-  const number = (value) => value.toLocaleString("en-US");
-
   const bytes = (value) => {
     const units = ["B", "KB", "MB", "GB", "TB"];
     let unit = 0;
@@ -37,11 +27,6 @@ window.kvkeep = window.kvkeep || {};
       unit += 1;
     }
     return `${unit && value < 100 ? value.toPrecision(3) : Math.round(value)} ${units[unit]}`;
-  };
-
-  const percent = (part, whole) => {
-    const value = whole ? (100 * part) / whole : 0;
-    return `${value && value < 10 ? value.toFixed(1) : Math.round(value)} %`;
   };
 
   // -- colours ----------------------------------------------------------------------------------
@@ -507,5 +492,5 @@ window.kvkeep = window.kvkeep || {};
     return { update, clear: () => update(empty) };
   };
 
-  Object.assign(window.kvkeep, { heatmap, summary, make, number, bytes, percent });
+  Object.assign(window.kvkeep, { heatmap, summary, bytes });
 })();
