@@ -53,7 +53,7 @@ def inspection(title: str, facts: Mapping[str, str], pictures: Sequence[Mapping[
         facts: what was run, by name.
         pictures: those of `Frames`, at least one.
     """
-    # The texts of each picture's columns are the first ones of the last picture's.
+    # The columns of each picture are the first of the last one's, so texts are written once.
     without = [{key: one[key] for key in one if key != "texts"} for one in pictures]
     data = {
         "title": title,
