@@ -11,12 +11,13 @@ A picture is a dict of JSON values:
 | `texts` | the text of each column's tokens, C in all; long ones are cut |
 | `layers` | the layers that attend, in the model's order: see below |
 | `live_bytes` | bytes of the slots in use, of all layers and rows |
-| `full_bytes` | what plain keys and values of all tokens fed would take, in the model's dtype |
+| `full_bytes` | what a plain `keep_all` cache would hold: all tokens fed, or a layer's own window |
 
 and each of `layers` has
 
 | key | |
 |---|---|
+| `place` | its place among all layers of the model |
 | `spec` | its cache spec |
 | `heads` | how many kv heads it has |
 | `kept` | how many tokens are kept: an entry for each head, or one if all keep the same |
@@ -35,10 +36,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.geometry import Geometry
+from kvkeep.codec import Plain
 from kvkeep.host import ModelCache
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.slots import Span
+from kvkeep.layer.stats import promised_bytes
+from kvkeep.policy import KeepAll
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 """The characters of cells, by their index."""
@@ -55,22 +58,23 @@ _LONGEST_TEXT = 40  # characters of a column's text
 
 
 class Held(NamedTuple):
-    """What a layer holds of a row: its spec, its slots' positions, int32 (H, S) on the CPU, or
-    (1, S) if all heads have the same, with -1 for an empty slot; how these slots are held; and how
-    many kv heads it has."""
+    """What a layer holds of a row: its place in the model, its spec, its slots' positions, int32
+    (H, S) on the CPU, or (1, S) if all heads have the same, with -1 for an empty slot; how these
+    slots are held; and how many kv heads it has."""
 
+    place: int
     spec: str
     positions: Tensor
     spans: tuple[Span, ...]
     heads: int
 
     @classmethod
-    def of(cls, layer: LayerCache, row: int, spec: str) -> Held:
+    def of(cls, layer: LayerCache, row: int, place: int, spec: str) -> Held:
         """What a layer holds of a row; copied, so it stays as it is."""
         positions = layer.slots.positions()[row : row + 1].squeeze(0)
         positions = positions.to("cpu", torch.int32, copy=True)
         geometry = layer.history.geometry
-        return cls(spec, positions, layer.slots.spans(), geometry.heads if geometry else 0)
+        return cls(place, spec, positions, layer.slots.spans(), geometry.heads if geometry else 0)
 
 
 class Taken(NamedTuple):
@@ -90,24 +94,23 @@ def taken(cache: ModelCache, row: int = 0) -> Taken:
     Raises:
         StateError: the cache is in use elsewhere.
     """
-    seen = cache.seen
-    fed = int(seen.sum())
+    seen: list[int] = cache.seen.tolist()
+    layers = zip(cache.layers, cache.places, cache.specs, strict=True)
     return Taken(
-        int(seen[row]) if len(seen) else 0,
-        tuple(
-            Held.of(layer, row, str(spec))
-            for layer, spec in zip(cache.layers, cache.specs, strict=True)
-        ),
+        seen[row] if seen else 0,
+        tuple(Held.of(layer, row, place, str(spec)) for layer, place, spec in layers),
         sum(layer.live_bytes for layer in cache.layers),
-        sum(_plain_bytes(layer.history.geometry, fed) for layer in cache.layers),
+        sum(_full_bytes(layer, tokens) for layer in cache.layers for tokens in seen),
     )
 
 
-def _plain_bytes(geometry: Geometry | None, tokens: int) -> int:
+def _full_bytes(layer: LayerCache, tokens: int) -> int:
+    """What a layer would hold of a row of `tokens` if it kept all that its queries can see."""
+    geometry = layer.history.geometry
     if geometry is None:
         return 0
-    width = geometry.key_width + geometry.value_width
-    return tokens * geometry.heads * width * geometry.dtype.itemsize
+    policy = KeepAll() if layer.window is None else KeepAll().within(layer.window)
+    return promised_bytes(policy, Plain(), Plain(), tokens, geometry._replace(rows=1))
 
 
 def states(held: Held, tokens: int) -> Tensor:
@@ -181,6 +184,7 @@ def _layer(held: Held, tokens: int, group: int) -> dict[str, Any]:
     sizes = torch.full((columns,), group)
     sizes[-1:] -= columns * group - tokens
     return {
+        "place": held.place,
         "spec": held.spec,
         "heads": held.heads,
         "kept": _sums(found, KEPT).tolist(),

@@ -252,7 +252,7 @@ class Engine:
                 identity = identity_of(self._host, cache.specs, namespace, activation)
                 return lambda ids: store.outline_of(identity, keys_of(ids, activation))
 
-        return Pictures(self.prompts.texts, outline, self._maker)
+        return Pictures(self.prompts.texts(), outline, self._maker)
 
     def _watched(self) -> Metrics:
         metrics = Metrics()

@@ -96,7 +96,8 @@ class Pictures:
     answer.
 
     Args:
-        texts: returns those of token ids; called in the maker's thread.
+        texts: returns those of the next token ids of the answer's text; called in the maker's
+            thread.
         outline: returns that of the store's prefixes for the tokens of a cache; None: the answer
             shares none.
         maker: that of the engine.
