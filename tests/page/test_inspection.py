@@ -107,7 +107,7 @@ def test_a_map_with_more_columns_than_pixels_tells_all_from_most_and_few_from_no
         *(p for p in range(2 * quarter, 3 * quarter) if not p % 45),
     ]
     held = Held(
-        6, "some", torch.tensor([kept], dtype=torch.int32), (Span(len(kept), False, False),)
+        6, "some", torch.tensor([kept], dtype=torch.int32), (Span(len(kept), False, False),), 1
     )
     now = Taken(4 * quarter, (held,), 1, 2)
     tab = opened([picture(now, ["a"] * now.tokens, group=group)])
