@@ -46,7 +46,7 @@ def test_limits_of_memory(monkeypatch):
 
 def test_limits_of_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(device.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: now[0]))
     limits = Limits(CPU, 30)
     assert limits.refuse() is limits.refuse(seconds=29) is None
     now[0] = 110.0

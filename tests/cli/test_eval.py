@@ -6,7 +6,9 @@ import json
 import re
 
 import pytest
+from support import finetune_inputs
 from support.demo_stand_in import LAYERS
+from support.sweep_configs import model_of
 from typer.testing import CliRunner
 
 from kvkeep.cli import app
@@ -141,8 +143,9 @@ def test_inspect_json(tmp_path):
             assert positions[-2:] == [found["tokens"] - 2, found["tokens"] - 1]
     assert any(heads[0] != heads[1] for heads in found["layers"])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    (shown,) = data_of(page)["pictures"]
-    assert "".join(shown["texts"]) == PROMPT
+    data = data_of(page)
+    (shown,) = data["pictures"]
+    assert "".join(data["texts"]) == PROMPT
     assert [layer["kept"] for layer in shown["layers"]] == [[6] * 3] * LAYERS
     assert 0 < shown["live_bytes"] < shown["full_bytes"]
 
@@ -161,6 +164,22 @@ def test_inspect_shows_the_text_and_a_bar_for_each_head():
     assert one.count("layer 1 head 1") == one.count("layer") == 1
     alike = run("inspect", PROMPT, "--cache", "window:4", "--layer", "1").stdout
     assert "layer 1 all heads" in alike
+
+
+def test_layers_of_a_hybrid_have_their_numbers_in_the_model(monkeypatch):
+    model, tokenizer = model_of("lfm2"), finetune_inputs.tokenizer()
+    monkeypatch.setattr("kvkeep.hf.models.load", lambda *_, **__: (model, tokenizer))
+    types = model.config.layer_types
+    places = [place for place, name in enumerate(types) if name == "full_attention"]
+    options = ("inspect", "one two", "--cache", "window:4")
+    found = last_line(run(*options, "--json"))
+    assert found["places"] == places
+    assert len(found["layers"]) == len(places)
+    shown = run(*options, "--layer", str(places[-1])).stdout
+    assert shown.count("layer") == shown.count(f"layer {places[-1]} ") == 1
+    other = types.index("conv")
+    refused = " ".join(run(*options, "--layer", str(other)).stderr.split())
+    assert f"--layer {other}: the model has {len(places)} layers that attend; give" in refused
 
 
 def test_bar():

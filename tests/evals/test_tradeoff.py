@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.evals.tradeoff import family
+from kvkeep.evals.tradeoff import family, figure
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,12 @@ from kvkeep.evals.tradeoff import family
 )
 def test_a_family_has_any_budget(spec, name):
     assert family(spec) == name
+
+
+def test_a_figure_that_was_not_measured_is_none():
+    row = {"tokens_per_s": None, "kl": 0.5, "kl_95": [0.4, 0.7], "bytes": 9}
+    assert figure(row, "tokens_per_s") is None  # of one token
+    assert figure(row, "perplexity") is None
+    assert figure(row, "accuracy") is None
+    assert figure(row, "kl") == (0.5, 0.4, 0.7)
+    assert figure(row, "bytes") == (9, 9, 9)

@@ -11,8 +11,10 @@ from support.browser import NARROW, browsing
 from support.tiny_models import tiny
 
 from kvkeep.evals.kept_positions import fed, kept
+from kvkeep.layer.slots import Span
 from kvkeep.page.document import write
 from kvkeep.page.inspection import MOST_FRAMES, Frames, inspection
+from kvkeep.page.picture import Held, Taken, picture
 
 TOKENS = 100
 
@@ -55,27 +57,69 @@ def test_what_is_compressed_afterwards_is_the_last_picture():
     assert counted(found[-1]) == counts
 
 
-def test_the_page_shows_each_chunk(tmp_path):
-    found, _ = pictures("window:9+int8", 50)
+@pytest.fixture(scope="module")
+def tab():
+    with browsing() as found:
+        found.resize(NARROW)
+        yield found
+
+
+@pytest.fixture
+def opened(tab, tmp_path):
+    """Opens a page of pictures. It must ask for nothing and complain of nothing."""
     file = tmp_path / "page.html"
-    write(file, inspection("A <b>run</b>", {"cache": "window:9"}, found))
-    with browsing() as tab:
-        tab.resize(NARROW)
+
+    def open_page(shown):
+        write(file, inspection("A <b>run</b>", {"cache": "window:9"}, shown))
+        tab.console(), tab.requested()
         tab.driver.get(file.as_uri())
-        assert tab.driver.title == tab.text("h1") == "A <b>run</b>"
-        assert "after 100 of 100 tokens" in tab.text("#time")
-        assert "9 of 100 tokens are kept" in tab.text(".map-detail")
-        held = tab.text("#summary")
-        tab.find("#chunk").send_keys(Keys.ARROW_LEFT)
-        assert "after 50 of 100 tokens" in tab.text("#time")
-        assert "9 of 50 tokens are kept" in tab.text(".map-detail")
-        assert tab.text("#summary") != held
-        assert not tab.find("#back").is_enabled()
-        tab.find(".map-field").send_keys(Keys.END)
-        assert tab.text(".map-detail").startswith("<49> layer 0")
-        tab.find("#on").send_keys(Keys.ENTER)
-        assert "after 100 of 100 tokens" in tab.text("#time")
-        wide = "const root = document.documentElement; return root.scrollWidth - root.clientWidth"
-        assert tab.run(wide) == 0
-        assert tab.console() == []
-        assert tab.requested() == [file.as_uri()]
+        return tab
+
+    yield open_page
+    assert tab.console() == []
+    assert tab.requested() == [file.as_uri()]
+
+
+def test_the_page_shows_each_chunk(opened):
+    tab = opened(pictures("window:9+int8", 50)[0])
+    assert tab.driver.title == tab.text("h1") == "A <b>run</b>"
+    assert "after 100 of 100 tokens" in tab.text("#time")
+    assert "9 of 100 tokens are kept" in tab.text(".map-detail")
+    held = tab.text("#summary")
+    tab.find("#chunk").send_keys(Keys.ARROW_LEFT)
+    assert "after 50 of 100 tokens" in tab.text("#time")
+    assert "9 of 50 tokens are kept" in tab.text(".map-detail")
+    assert tab.text("#summary") != held
+    assert not tab.find("#back").is_enabled()
+    tab.find(".map-field").send_keys(Keys.END)
+    assert tab.text(".map-detail").startswith("<49> layer 0")
+    tab.find("#on").send_keys(Keys.ENTER)
+    assert "after 100 of 100 tokens" in tab.text("#time")
+    wide = "const root = document.documentElement; return root.scrollWidth - root.clientWidth"
+    assert tab.run(wide) == 0
+
+
+def test_a_map_with_more_columns_than_pixels_tells_all_from_most_and_few_from_none(opened):
+    quarter, group = 45 * 85, 15  # a column of pixels stands for at least three of the picture
+    kept = [
+        *range(quarter),
+        *(p for p in range(quarter, 2 * quarter) if p % 45),
+        *(p for p in range(2 * quarter, 3 * quarter) if not p % 45),
+    ]
+    held = Held(
+        6, "some", torch.tensor([kept], dtype=torch.int32), (Span(len(kept), False, False),), 1
+    )
+    now = Taken(4 * quarter, (held,), 1, 2)
+    tab = opened([picture(now, ["a"] * now.tokens, group=group)])
+    colours = tab.run(
+        """
+        const map = document.querySelector(".map-field canvas");
+        const line = map.getContext("2d").getImageData(34, 1, map.width - 34, 1).data;
+        return Array.from({length: map.width - 34}, (_, x) => line.slice(4 * x, 4 * x + 3).join());
+        """
+    )
+    for colour in (colours[0], colours[-1]):
+        assert colours.count(colour) == pytest.approx(len(colours) / 4, abs=2)
+    tab.find(".map-field").send_keys(Keys.HOME)
+    assert "layer 6, head 0, tokens 0 to 14: 15 of 15 kept." in tab.text(".map-detail")
+    assert tab.text("#layers tr th") == "6"

@@ -30,7 +30,7 @@ def step(layer, *chunks):
 
 
 def seen(layer):
-    return states(Held.of(layer, 0, ""), int(layer.seen[0])).tolist()
+    return states(Held.of(layer, 0, 0, ""), int(layer.seen[0])).expand(2, -1).tolist()
 
 
 @pytest.mark.parametrize(("ragged", "frozen"), [(True, False), (False, True)])
@@ -43,8 +43,9 @@ def test_what_is_kept_is_what_the_slots_hold(spec, ragged, frozen):
     plain = spec.key_codec.name == spec.value_codec.name == "plain"
     for layer in cache.layers:
         for row, tokens in enumerate(layer.seen.tolist()):
-            found = states(Held.of(layer, row, ""), tokens)
-            for head, positions in zip(found, layer.positions()[row], strict=True):
+            found = states(Held.of(layer, row, 0, ""), tokens)
+            positions_of_heads = layer.positions()[row]
+            for head, positions in zip(found.expand(2, -1), positions_of_heads, strict=True):
                 kept = head.nonzero().flatten().tolist()
                 assert kept == sorted(p for p in positions.tolist() if p >= 0)
                 assert (head[kept] & KEPT).all()
@@ -84,6 +85,13 @@ def test_frozen_slots_are_shared_until_one_of_them_is_evicted():
     assert seen(layer) == [[COMMON] * 5] * 2
 
 
+def test_what_heads_have_in_common_is_copied_once():
+    held = Held.of(layer_of("window:6", 9), 0, 0, "some")
+    assert (len(held.positions), held.heads) == (1, 2)
+    made = picture(Taken(9, (held,), 0, 0))["layers"][0]
+    assert (made["heads"], made["kept"]) == (2, [6])
+
+
 def test_hidden_slots_are_not_kept():
     layer = layer_of("h2o:8", 8)
     layer.record_past = True
@@ -99,7 +107,7 @@ def decoded(cells):
 def test_a_long_text_is_shown_in_columns():
     positions = torch.tensor([[0, 1, 2, 3, 4, 9, 10, -1], [3, -1, 5, 9, 10, 11, 12, 13]])
     spans = (Span(3, True, False), Span(5, False, True))
-    held = Held("some", positions.to(torch.int32), spans)
+    held = Held(0, "some", positions.to(torch.int32), spans, 2)
     made = picture(Taken(14, (held, held), 5, 9), list("abcdefghijklmn"), prompt=7, columns=64)
     assert made["group"] == 1
     assert made["texts"] == list("abcdefghijklmn")
@@ -123,7 +131,9 @@ def test_a_long_text_is_shown_in_columns():
 
 @pytest.mark.parametrize("kept", [1, 9, 1999])
 def test_only_none_is_shown_as_none_and_only_all_as_all(kept):
-    held = Held("some", torch.arange(kept, dtype=torch.int32)[None], (Span(kept, False, False),))
+    held = Held(
+        0, "some", torch.arange(kept, dtype=torch.int32)[None], (Span(kept, False, False),), 1
+    )
     cells = picture(Taken(2000, (held,), 0, 0), columns=1)["layers"][0]["cells"][0]
     shares = [share for share, _ in decoded(cells)]
     assert len(shares) == 63
@@ -132,27 +142,34 @@ def test_only_none_is_shown_as_none_and_only_all_as_all(kept):
 
 
 def test_many_heads_get_fewer_columns():
-    held = Held("some", torch.full((64, 1), -1, dtype=torch.int32), (Span(1, False, False),))
+    held = Held(0, "some", torch.full((64, 1), -1, dtype=torch.int32), (Span(1, False, False),), 64)
     made = picture(Taken(4096, (held,) * 40, 0, 0), ["the"] * 4096)
     assert made["group"] == 64
     assert len(made["layers"][0]["cells"]) == 1  # all heads alike
     assert made["layers"][0]["heads"] == 64
 
 
-@pytest.mark.parametrize("spec", ["keep_all", "window:8+int8", "adakv(h2o:6)"])
-def test_bytes_are_those_of_the_cache_and_of_a_full_one(spec):
-    model = tiny("llama")
-    host = host_of(model)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("llama", "keep_all"),
+        ("llama", "window:8+int8"),
+        ("llama", "adakv(h2o:6)"),
+        ("gemma2", "window:4"),  # has a window in every other layer
+    ],
+)
+def test_bytes_are_those_of_the_cache_and_of_a_full_one(kind, spec):
+    host = host_of(tiny(kind))
     cache, full = host.new_cache(spec), host.new_cache("keep_all")
     ids = torch.arange(20)[None]
     assert picture(taken(cache))["tokens"] == 0
     with host.attach(), torch.inference_mode():
-        host.forward(ids, cache)
-        host.forward(ids, full)
+        for chunk in ids.split(19, dim=1):
+            host.forward(chunk, cache)
+            host.forward(chunk, full)
     made = picture(taken(cache), [str(i) for i in range(20)], prompt=25, found=4)
     assert made["live_bytes"] == cache.live_bytes
-    slots = sum(x.slots.evictable()[name].nbytes for x in full.layers for name in "kv")
-    assert made["full_bytes"] == slots
+    assert made["full_bytes"] == full.live_bytes
     assert (made["tokens"], made["prompt"], made["found"]) == (20, 20, 4)
     assert [layer["spec"] for layer in made["layers"]] == list(map(str, cache.specs))
     assert json.loads(json.dumps(made)) == made
@@ -160,6 +177,7 @@ def test_bytes_are_those_of_the_cache_and_of_a_full_one(spec):
 
 def test_of_a_hybrid_the_layers_that_attend_are_shown():
     host = host_of(model_of("lfm2"))
+    types = host.model.config.layer_types
     cache = host.new_cache("window:8")
     with host.attach(), torch.inference_mode():
         host.forward(torch.arange(2, 14)[None], cache)
@@ -167,3 +185,5 @@ def test_of_a_hybrid_the_layers_that_attend_are_shown():
     assert 0 < len(made["layers"]) == len(cache.layers) < host.model.config.num_hidden_layers
     assert made["live_bytes"] == cache.live_bytes - cache.recurrent.nbytes
     assert made["layers"][0]["kept"] == [8]
+    places = [place for place, name in enumerate(types) if name == "full_attention"]
+    assert [layer["place"] for layer in made["layers"]] == places != list(range(len(places)))

@@ -7,6 +7,13 @@ from support.live_server import asking, serving, small
 from transformers import AutoTokenizer
 
 from kvkeep.hf.models import resolve
+from kvkeep.serve import pictures
+
+
+@pytest.fixture(autouse=True)
+def unpaced(monkeypatch):
+    """Pictures come however long they take, which a busy machine makes long."""
+    monkeypatch.setattr(pictures, "_SHARE", 1e9)
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,9 @@ def test_the_page_needs_no_key_and_may_use_its_own_server_only(model, tokenizer)
             "/assets/",
             "/assets/../picture.py",
             "/assets/%2e%2e/picture.py",
+            "/assets/chat.html",
+            "/assets/inspect.html",
+            "/assets/eval.js",
             "/chat.html",
         ):
             assert talk.get(path).status_code == 404

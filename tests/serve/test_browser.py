@@ -210,6 +210,96 @@ def test_a_model_without_a_template_says_what_to_do(tab, model, tokenizer, monke
         assert "<|im_start|>" not in told
 
 
+SCRIPTED = """
+    const wait = window.setTimeout, given = window.fetch;
+    window.setTimeout = (call, milliseconds) => wait(call, milliseconds / 100);
+    window.models = [503, "first"];  // in turn: a model's name, or a status
+    window.answers = [];  // in turn: what is sent of each, then it ends, or waits; or a status
+    window.asked = [];  // the messages of each request
+    const refused = (status) =>
+        new Response(JSON.stringify({error: {message: "refused", code: null}}), {status});
+    window.fetch = async (path, options) => {
+        if (path.endsWith("models")) {
+            const next = window.models.shift();
+            return typeof next === "number" ? refused(next) : Response.json({data: [{id: next}]});
+        }
+        if (!path.endsWith("completions")) return given(path, options);
+        window.asked.push(JSON.parse(options.body).messages.map((one) => one.content));
+        const next = window.answers.shift();
+        if (typeof next === "number") return refused(next);
+        return new Response(new ReadableStream({
+            start(stream) {
+                const write = (data) => stream.enqueue(new TextEncoder().encode(data));
+                options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
+                for (const content of next.pieces) {
+                    write(`data: ${JSON.stringify({choices: [{delta: {content}}]})}\\n\\n`);
+                }
+                if (next.done) write("data: [DONE]\\n\\n");
+                if (!next.waits) stream.close();
+            },
+        }));
+    };
+"""
+
+
+@pytest.fixture
+def scripted(tab, served):
+    """The page, whose server's answers the test gives."""
+    command = tab.driver.execute_cdp_cmd
+    name = command("Page.addScriptToEvaluateOnNewDocument", {"source": SCRIPTED})
+    opened(tab, served[1])
+    yield tab
+    command("Page.removeScriptToEvaluateOnNewDocument", name)
+    unspoilt(tab, served[1])
+
+
+def answered(tab, text, answer):
+    """Ask, when the server has the answer ready, and wait until it ends, unless it waits."""
+    tab.run("window.answers.push(arguments[0])", answer)
+    tab.find("#question").send_keys(text + Key.ENTER)
+    if answer != {"pieces": [], "waits": True}:
+        tab.until(lambda: done(tab))
+
+
+WHOLE = {"pieces": ["Yes."], "done": True}
+
+
+def test_a_stream_without_an_end_was_cut_off(scripted):
+    answered(scripted, "Who?", {"pieces": ["It ", "is"]})
+    assert "The answer was cut off" in scripted.text("#problem")
+    assert scripted.text(".message.assistant .about") == "cut off"
+    assert answers(scripted) == ["It is"]
+    answered(scripted, "Go on.", WHOLE)
+    assert not scripted.find("#problem").is_displayed()
+    assert scripted.run("return window.asked[1]") == ["Who?", "It is", "Go on."]
+    answered(scripted, "More.", {"pieces": []})
+    assert "The answer was cut off" in scripted.text("#problem")
+    assert scripted.find("#question").get_property("value") == "More."
+    assert answers(scripted) == ["It is", "Yes."]
+
+
+def test_a_question_that_is_stopped_before_its_answer_comes_back(scripted):
+    answered(scripted, "Who?", {"pieces": [], "waits": True})
+    scripted.find("#stop").click()
+    scripted.until(lambda: done(scripted))
+    assert not scripted.all(".message")
+    assert scripted.find("#hint").is_displayed()
+    assert scripted.find("#question").get_property("value") == "Who?"
+    answered(scripted, " Who?", WHOLE)
+    assert scripted.run("return window.asked[1]") == ["Who? Who?"]
+
+
+def test_the_model_is_asked_for_until_it_is_known_and_when_it_has_changed(scripted):
+    assert scripted.text("#model") == "first"  # though it was refused once
+    assert not scripted.find("#problem").is_displayed()
+    scripted.run("window.models.push(503, 'second')")
+    answered(scripted, "Who?", 404)
+    scripted.until(lambda: scripted.text("#model") == "second")
+    assert scripted.find("#question").get_property("value") == "Who?"
+    answered(scripted, "", WHOLE)
+    assert answers(scripted) == ["Yes."]
+
+
 def test_a_key_is_asked_for_and_not_kept(tab, model, tokenizer):
     keys = Keys({"secret": "ada", "other": "ben"})
     with serving(model, tokenizer, keys=keys, key="secret") as (_, talk):
@@ -228,6 +318,13 @@ def test_a_key_is_asked_for_and_not_kept(tab, model, tokenizer):
         assert not tab.find("#key-form").is_displayed()
         assert not tab.find("#problem").is_displayed()
         asked(tab, "Hello.", 4)
+        tab.find("#forget").click()
+        assert tab.run("return sessionStorage.length") == 0
+        assert not tab.find("#send").is_enabled()
+        assert not tab.find("#forget").is_displayed()
+        tab.press("other", Key.ENTER)
+        tab.until(lambda: tab.find("#send").is_enabled())
+        asked(tab, "And then?", 4)
         assert tab.run("return localStorage.length") == 0
         assert not tab.driver.get_cookies()
         assert tab.text("#server") == ""  # figures of all are for the operator

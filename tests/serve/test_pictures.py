@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from threading import Event
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -10,7 +12,9 @@ import torch
 from support.live_server import asking, client, refusal, serving
 
 from kvkeep.host import host_of
+from kvkeep.serve import engine as engines
 from kvkeep.serve import pictures
+from kvkeep.serve.engine import Engine, Work
 from kvkeep.serve.keys import Keys
 
 WATCHED = {
@@ -26,8 +30,10 @@ def watched(talk, text, tokens=12, **options):
     made, said, usage = [], "", None
     options = WATCHED | {"max_tokens": tokens} | options
     for chunk in talk.chat.completions.create(messages=asking(text), **options):
+        assert "usage" in chunk.model_fields_set
         if hasattr(chunk, "cache"):
             assert not chunk.choices
+            assert chunk.usage is None
             made.append(chunk.cache)
         for choice in chunk.choices:
             said += choice.delta.content or ""
@@ -55,7 +61,7 @@ def test_the_last_picture_shows_all_that_the_answer_was_fed(endless, tokenizer):
         assert "Who are you?" in text
         assert said.startswith(text[text.index("assistant\n") + len("assistant\n") :][:20])
         assert [layer["kept"] for layer in last["layers"]] == [[last["tokens"]]] * 2
-        assert last["live_bytes"] > last["full_bytes"]  # positions take some
+        assert last["live_bytes"] == last["full_bytes"]
         nodes = last["prefixes"]
         assert sum(node["shared"] for node in nodes) == last["tokens"]
         assert sum(node["bytes"] for node in nodes) == engine.store.nbytes
@@ -68,14 +74,39 @@ def test_the_last_picture_shows_all_that_the_answer_was_fed(endless, tokenizer):
 
 def test_pictures_come_while_the_answer_goes_on(endless, tokenizer, monkeypatch):
     monkeypatch.setattr(pictures, "_INTERVAL_S", 0.0)
-    monkeypatch.setattr(pictures, "_SHARE", 1e9)
+    options = WATCHED | {"messages": asking("Hello. " * 9), "max_tokens": 3000}
     with serving(endless, tokenizer, cache="h2o:24") as (_, talk):
-        made, *_ = watched(talk, "Hello. " * 9, 40)
-        assert len(made) > 3
+        made = []
+        with talk.chat.completions.create(**options) as stream:
+            for chunk in stream:
+                made += [chunk.cache] if hasattr(chunk, "cache") else []
+                if len(made) == 4:
+                    break
         tokens = [one["tokens"] for one in made]
         assert tokens == sorted(set(tokens))
+        assert len(tokens) == 4
         assert {count for layer in made[-1]["layers"] for count in layer["kept"]} == {24}
         assert len({str(one["layers"]) for one in made}) == len(made)
+
+
+def test_text_does_not_wait_for_a_picture(endless, tokenizer, monkeypatch):
+    with serving(endless, tokenizer) as (engine, talk):
+        texts, read = engine.prompts.texts, Event()
+        monkeypatch.setattr(
+            engine.prompts, "texts", lambda: lambda ids: read.wait(60) and texts()(ids)
+        )
+        said, made, usage = 0, [], None
+        for chunk in talk.chat.completions.create(
+            messages=asking("Hello."), max_tokens=12, **WATCHED
+        ):
+            made += [chunk.cache] if hasattr(chunk, "cache") else []
+            said += sum(bool(choice.delta.content) for choice in chunk.choices)
+            if chunk.choices and chunk.choices[0].finish_reason:
+                assert said
+                assert not made
+                read.set()
+            usage = chunk.usage or usage
+        assert made[-1]["tokens"] == usage.total_tokens - 1
 
 
 def test_another_ones_prompts_are_not_shown(model, tokenizer):
@@ -99,16 +130,50 @@ def test_who_shares_nothing_sees_no_prefixes(model, tokenizer):
         assert watched(talk, "Hello.")[0][-1]["prefixes"] is None
 
 
-def test_an_error_in_a_picture_is_not_the_answers(model, tokenizer, monkeypatch, caplog):
+@pytest.fixture
+def logged():
+    """What the server logs of errors."""
+    found, log = [], logging.getLogger("kvkeep.serve")
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: found.append(record.getMessage())
+    log.addHandler(handler)
+    yield found
+    log.removeHandler(handler)
+
+
+def test_an_error_in_a_picture_is_not_the_answers(model, tokenizer, monkeypatch, logged):
     with serving(model, tokenizer) as (_, talk):
         made, said, _ = watched(talk, "Hello.")
         assert made
         for broken in ("taken", "picture"):
-            with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "kvkeep.serve"):
+            with monkeypatch.context() as patch:
                 patch.setattr(pictures, broken, lambda *_, **__: 1 / 0)
                 assert watched(talk, "Hello.")[:2] == ([], said)
-            assert "goes on without" in caplog.text
-            caplog.clear()
+            assert logged == ["a picture of a cache failed; its answer goes on without"]
+            logged.clear()
+
+
+def test_the_store_is_asked_once_what_its_prefixes_are(endless, tokenizer, monkeypatch):
+    monkeypatch.setattr(pictures, "_INTERVAL_S", 0.0)
+    asked, real = [], engines.identity_of
+    monkeypatch.setattr(engines, "identity_of", lambda *given: asked.append(given) or real(*given))
+    with serving(endless, tokenizer) as (_, talk):
+        made, *_ = watched(talk, "Hello.")
+        assert len(made) > 1
+        assert made[-1]["prefixes"]
+        assert len(asked) == 1
+
+
+def test_an_error_in_an_outline_is_not_the_pictures(model, tokenizer, monkeypatch, logged):
+    with serving(model, tokenizer) as (engine, talk):
+        for place, broken in ((engines, "identity_of"), (engine.store, "outline_of")):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, broken, lambda *_: 1 / 0)
+                last = watched(talk, "Hello.")[0][-1]
+            assert last["prefixes"] is None
+            assert last["layers"]
+            assert len(logged) == 1
+            assert logged.pop().startswith("the outline of a store failed")
 
 
 def test_caches_are_not_looked_at_unless_someone_asks(model, tokenizer, monkeypatch, ask):
@@ -137,29 +202,97 @@ class Answered:
         self.cache, self.ids, self.prompt = cache, ids, ids
 
 
-def test_looks_are_paced(model, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(pictures, "_SHARE", 0.05)
+    monkeypatch.setattr(pictures, "_SAVED_S", 0.1)
+    return [100.0]
+
+
+@pytest.fixture
+def maker(clock):
+    maker = pictures.Maker(lambda: clock[0])
+    yield maker
+    maker.close()
+
+
+def fed(model):
     host, ids = host_of(model), torch.arange(9)
     cache = host.new_cache()
     with host.attach(), torch.inference_mode():
         host.forward(ids[None], cache)
-    now = [100.0]
-    monkeypatch.setattr(pictures.time, "monotonic", lambda: now[0])
-    answer, pace = Answered(cache, ids), pictures.Pace()
-    one, other = (pictures.Pictures(lambda ids: list(map(str, ids)), None, pace) for _ in "ab")
-    first = one.look(answer)
-    now[0] += 9
-    assert one.look(answer) is None  # the client has not got the first
-    assert first.make()["tokens"] == 9
+    return Answered(cache, ids)
+
+
+def of_one(maker):
+    return pictures.Pictures(lambda ids: list(map(str, ids)), None, maker)
+
+
+def test_a_pace_saves_a_little_and_forgets_no_debt(clock):
+    pace = pictures.Pace(lambda: clock[0])
+    pace.took(0.09)  # of the 0.1 that are saved
+    assert pace.free
+    pace.took(0.03)
+    assert not pace.free
+    pace.took(0.1)  # 0.12 more than saved, which is 5 % of 2.4 s
+    clock[0] += 2.3
+    assert not pace.free
+    clock[0] += 0.2
+    assert pace.free
+
+
+def test_an_answer_is_looked_at_when_its_client_can_use_it(model, maker, clock):
+    answer, pictures_of_one = fed(model), of_one(maker)
+    first = pictures_of_one.look(answer).result()
+    clock[0] += 9
+    assert pictures_of_one.look(answer) is None  # the client has not got the first
+    assert '"tokens": 9' in first.made
     first.got()
-    assert one.look(answer)
-    now[0] += 0.2
-    assert one.look(answer, last=True)
-    one._got()
-    assert one.look(answer) is None  # less than a quarter of a second
-    pace.took(0.1)  # which is 5 % of two seconds
-    now[0] += 1.9
-    assert one.look(answer) is None
-    assert other.look(answer) is None
-    now[0] += 0.2
-    assert other.look(answer)
-    assert one.look(Answered(None, ids), last=True) is None
+    assert pictures_of_one.look(answer).result()
+    assert pictures_of_one.look(answer, last=True).result()
+    pictures_of_one._got()
+    clock[0] += 0.2
+    assert pictures_of_one.look(answer) is None  # less than a quarter of a second
+    clock[0] += 0.1
+    assert pictures_of_one.look(answer).result()
+    assert pictures_of_one.look(Answered(None, answer.ids), last=True) is None
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_pictures_cost_is_paced(model, maker, clock, monkeypatch, last):
+    monkeypatch.setattr(pictures, "_SHARE", 1e-9)
+    monkeypatch.setattr(pictures, "_SAVED_S", 0.0)
+    answer = fed(model)
+    assert of_one(maker).look(answer, last=last).result()
+    clock[0] += 1
+    assert of_one(maker).look(answer, last=last) is None
+    assert of_one(maker).look(answer, last=not last)
+
+
+def test_only_last_pictures_wait_for_others_to_be_made(model, maker):
+    answer, go_on = fed(model), Event()
+    slow = pictures.Pictures(lambda ids: go_on.wait(60) and ["a"] * len(ids), None, maker)
+    first = slow.look(answer)
+    assert of_one(maker).look(answer) is None
+    second = of_one(maker).look(answer, last=True)
+    assert not second.done()
+    go_on.set()
+    assert second.result()
+    assert first.done()
+    assert of_one(maker).look(answer)
+
+
+def test_who_was_shown_least_recently_is_next():
+    shown = []
+
+    def watched_by(name, looked):
+        work = Work(SimpleNamespace(n=1), None, None, "", None)
+        work.answers, work.begun = [name], True
+        look = lambda answer, last: shown.append(answer)  # noqa: E731
+        work.pictures = SimpleNamespace(looked=looked, look=look)
+        return work
+
+    works = [watched_by("a", 3.0), watched_by("b", 1.0), watched_by("c", 2.0)]
+    maker = SimpleNamespace(free=lambda last: True)
+    Engine._show(SimpleNamespace(_maker=maker, _works=dict.fromkeys(works)))
+    assert shown == ["b", "c", "a"]

@@ -120,6 +120,12 @@ def test_an_error_may_tell_of_text_that_is_no_unicode(served, monkeypatch):
     assert b"no \\ud800" in replies.refusal(RequestError("no \ud800")).body
 
 
+def test_a_missing_chat_template_has_a_code(served, monkeypatch):
+    monkeypatch.setattr(served[0].tokenizer, "chat_template", None)
+    error = refusal(lambda: served[1].chat.completions.create(model="tiny", messages=asking("a")))
+    assert (error["code"], error["param"]) == ("no_chat_template", "messages")
+
+
 def test_paths_and_models(served):
     talk = served[1]
     assert [one.id for one in talk.models.list()] == ["tiny"]

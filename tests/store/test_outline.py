@@ -9,7 +9,7 @@ from support.token_caches import TOKEN_BYTES, fed
 
 import kvkeep
 from kvkeep.errors import SpecError
-from kvkeep.store import PrefixStore
+from kvkeep.store import PrefixStore, tree
 from kvkeep.store.entries import Entries
 
 
@@ -62,6 +62,17 @@ def test_an_outline_has_a_texts_own_nodes_and_those_used_last():
     entries.outline("a", torch.tensor([7, 5]), 99)
     assert [node.used for node in entries.nodes()] == before
     assert shape(entries, [1, 1, 1], most=1) == [(-1, 0, 0, 0, 38), (0, 2, 2, 2, 2)]
+
+
+def test_an_outline_looks_at_the_last_of_many_siblings(monkeypatch):
+    entries = stored([1, 1], *([i, 5] for i in range(2, 40)))
+    with entries.hit("a", torch.tensor([3, 5])), entries.hit("a", torch.tensor([38, 5])):
+        pass
+    monkeypatch.setattr(tree, "_LOOKED_AT", 4)
+    nodes = entries.outline("a", torch.tensor([1, 1]), 3)
+    assert [(n.shared, n.left_out) for n in nodes] == [(0, 36), (2, 0), (0, 0), (0, 0)]
+    nodes = entries.tree("a").outline(torch.tensor([1, 1]), 3)
+    assert [int(branch.node.tokens[0]) for branch in nodes[1:]] == [1, 38, 39]
 
 
 def test_an_outline_is_of_what_a_model_and_namespace_find():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -43,7 +43,9 @@ def inspect(
     chunk: Annotated[
         int | None, typer.Option(min=1, help="Feed the prompt in chunks of this many tokens.")
     ] = None,
-    layer: Annotated[int | None, typer.Option(min=0, help="Show this layer only.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Show this layer of the model only.")
+    ] = None,
     head: Annotated[int | None, typer.Option(min=0, help="Show this kv head only.")] = None,
     dtype: ModelDtype = "auto",
     plot: PlotFile = None,
@@ -66,17 +68,18 @@ def inspect(
     with Working("starting") as working:
         from kvkeep.evals.kept_positions import fed, kept, prompt_ids, shares
         from kvkeep.hf.models import load
+        from kvkeep.host import TokenTexts
         from kvkeep.page.inspection import Frames
 
         loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
         ids = prompt_ids(loaded, tokenizer, text, context)
-        words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+        words = TokenTexts(tokenizer).push(ids[0].tolist())
         frames = None if html is None else Frames(words, chunk)
-        layers = kept(fed(loaded, ids, spec, chunk, frames, working.reading))
+        filled = fed(loaded, ids, spec, chunk, frames, working.reading)
+        layers = dict(zip(filled.places, kept(filled), strict=True))
     tokens = ids.shape[1]
-    _require_index("layer", layer, len(layers))
-    _require_index("head", head, max(map(len, layers)))
-    lines = _lines(layers, layer, head)
+    chosen = _chosen(layers, layer, head)
+    lines = _lines(chosen)
     title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
     if plot is not None:
         plot_kept(title, lines, tokens, plot)
@@ -91,11 +94,11 @@ def inspect(
         write(html, inspection(title, facts, frames.pictures))
     if json:
         asked = {"model": model, "adapter": adapter, "cache": str(spec)}
-        print_json({**asked, "tokens": tokens, "layers": layers, "ids": ids[0].tolist()})
+        found = {"places": list(layers), "layers": list(layers.values())}
+        print_json({**asked, "tokens": tokens, **found, "ids": ids[0].tolist()})
         return
     console = Console()
-    chosen = [heads for i, heads in enumerate(layers) if layer in (None, i)]
-    each = [one for heads in chosen for j, one in enumerate(heads) if head in (None, j)]
+    each = [positions for heads in chosen.values() for positions in heads.values()]
     coloured = console.color_system is not None and not console.no_color
     show = _shaded if coloured else _dotted
     means = "the brighter a token, the more heads keep it" if coloured else DOTTED
@@ -104,26 +107,44 @@ def inspect(
     _print_bars(console, lines, tokens)
 
 
-def _lines(
-    layers: Sequence[Sequence[list[int]]], layer: int | None, head: int | None
-) -> dict[str, list[int]]:
-    """Kept positions by layer and head; one line if all heads of a layer keep the same."""
+def _chosen(
+    layers: Mapping[int, Sequence[list[int]]], layer: int | None, head: int | None
+) -> dict[int, dict[int, list[int]]]:
+    """Kept positions by layer and head, of the layer and the head that are asked for.
+
+    Raises:
+        BadParameter: there is no such layer that attends, or no such head.
+    """
+    if layer is not None and layer not in layers:
+        raise _no_such("layer", layer, "layers that attend", list(layers))
+    some = {place: each for place, each in layers.items() if layer in (None, place)}
+    most = max(map(len, some.values()))
+    if head is not None and head >= most:
+        raise _no_such("head", head, "kv heads", range(most))
+    return {
+        place: {index: one for index, one in enumerate(each) if head in (None, index)}
+        for place, each in some.items()
+        if head is None or head < len(each)
+    }
+
+
+def _no_such(what: str, given: int, of: str, known: Sequence[int]) -> typer.BadParameter:
+    joined = known[-1] - known[0] + 1 == len(known)
+    some = f"{known[0]}..{known[-1]}" if joined else ", ".join(map(str, known))
+    return typer.BadParameter(f"--{what} {given}: the model has {len(known)} {of}; give {some}")
+
+
+def _lines(chosen: Mapping[int, Mapping[int, list[int]]]) -> dict[str, list[int]]:
+    """Kept positions by the names of layers and heads; one line if several heads of a layer keep
+    the same."""
     lines = {}
-    for i, heads in enumerate(layers):
-        if layer not in (None, i):
-            continue
-        if head is None and len(heads) > 1 and all(one == heads[0] for one in heads):
-            lines[f"layer {i} all heads"] = heads[0]
-            continue
-        for j, positions in enumerate(heads):
-            if head in (None, j):
-                lines[f"layer {i} head {j}"] = positions
+    for place, heads in chosen.items():
+        first, *others = heads.values()
+        if others and all(one == first for one in others):
+            lines[f"layer {place} all heads"] = first
+        else:
+            lines |= {f"layer {place} head {head}": one for head, one in heads.items()}
     return lines
-
-
-def _require_index(what: str, index: int | None, count: int) -> None:
-    if index is not None and index >= count:
-        raise typer.BadParameter(f"--{what} {index}: the model has {count}; give 0..{count - 1}")
 
 
 def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:

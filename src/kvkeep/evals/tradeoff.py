@@ -53,7 +53,9 @@ def losses(rows: Sequence[Row]) -> dict[str, str]:
 def figure(row: Row, column: str) -> Figure | None:
     """A figure of a row; None if the row lacks it. `accuracy` is the mean of all its tasks."""
     if column != "accuracy":
-        value = float(row[column])
+        value = row.get(column)
+        if value is None:
+            return None
         low, high = row.get(f"{column}_95") or (value, value)
         return Figure(value, min(low, value), max(high, value))
     tasks = (row.get("tasks") or {}).values()

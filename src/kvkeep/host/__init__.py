@@ -2,7 +2,7 @@
 
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
-from kvkeep.host.generation import Generation, GenerationOptions, TextStream
+from kvkeep.host.generation import Generation, GenerationOptions, TextStream, TokenTexts
 from kvkeep.host.keep_until import Marker, keep_until
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.packed import Packed, Piece, packed
@@ -29,6 +29,7 @@ __all__ = [
     "Sampling",
     "Specs",
     "TextStream",
+    "TokenTexts",
     "drawn",
     "fitting_some",
     "host_of",

@@ -41,6 +41,8 @@ class ModelCache(Cache):
 
     Attributes:
         specs: each layer's spec.
+        places: each layer's place among all layers of the model, which also counts those that do
+            not attend.
         activation: that of the activated adapter that computed some of the tokens held; None if
             there is none.
 
@@ -61,6 +63,9 @@ class ModelCache(Cache):
         recurrent: RecurrentStates | None = None,
     ) -> None:
         self.specs: list[CacheSpec] = per_layer(spec, kinds)
+        self.places = [
+            index if kind.place is None else kind.place for index, kind in enumerate(kinds)
+        ]
         _require_calibrated(self.specs, identity)
         needed = any(Need.ROTARY in one.policy.needs for one in self.specs)
         rotary = rotaries() if needed else [None] * len(kinds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _INCOMPLETE = "\ufffd"
 """The replacement character, which a tokenizer returns for an incomplete character."""
+
+_LONGEST_PIECE = 16
+"""Tokens after which a piece ends all the same: no character has so many, so the replacement
+character belongs to the text."""
 
 
 OnStart = Callable[[ModelCache, int], None]
@@ -66,35 +70,68 @@ class Generation:
     ids: Tensor
 
 
+class _Pieces:
+    """A growing text, in pieces that end with complete characters.
+
+    A tokenizer may decode a token differently at the start of a text. So the text of new tokens is
+    found by decoding them together with the previous piece and removing that piece's text. The cost
+    of a token does not depend on the text's length.
+
+    Args:
+        options: of the tokenizer's `decode`.
+    """
+
+    def __init__(self, tokenizer: Any, **options: bool) -> None:
+        self._decode, self._options = tokenizer.decode, options
+        self._last: list[int] = []  # the ids of the previous piece
+        self._new: list[int] = []  # those after it
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next token ids. Returns the next piece, or "" while it is not complete."""
+        self._new += ids
+        text = self.rest()
+        if not text or (text.endswith(_INCOMPLETE) and len(self._new) < _LONGEST_PIECE):
+            return ""
+        self._last, self._new = self._new, []
+        return text
+
+    def rest(self) -> str:
+        """The text of the tokens after the last piece."""
+        before: str = self._decode(self._last, **self._options)
+        text: str = self._decode(self._last + self._new, **self._options)
+        return text[len(before) :]
+
+
+class TokenTexts:
+    """The text of each token of a growing text, special tokens as they are written. Together they
+    are the text; a character that several tokens make is the last one's, and the others have
+    ""."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._pieces = _Pieces(tokenizer, clean_up_tokenization_spaces=False)
+
+    def push(self, ids: Sequence[int]) -> list[str]:
+        """The texts of the next token ids."""
+        return [self._pieces.push([token]) for token in ids]
+
+
 class TextStream:
     """Passes on text, in complete characters, once later tokens cannot change it, and records the
-    time of each token.
-
-    A tokenizer may decode a token differently at the start of a text. So the text of a new token is
-    found by decoding it together with the previous piece and removing that piece's text.
-    """
+    time of each token."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
         self.text = ""
         self.times: list[float] = []
-        self._tokenizer, self._on_text = tokenizer, on_text
-        self._ids: list[int] = []
-        self._start = self._given = 0  # the previous piece is the ids from start to given
+        self._pieces, self._on_text = _Pieces(tokenizer, skip_special_tokens=True), on_text
 
     def push(self, ids: list[int]) -> None:
         """Take the next token ids."""
         self.times.append(time.perf_counter())
-        self._ids += ids
-        text = self._new_text()
-        if text and not text.endswith(_INCOMPLETE):
-            self._start, self._given = self._given, len(self._ids)
-            self._pass_on(text)
+        self._pass_on(self._pieces.push(ids))
 
     def close(self) -> None:
         """Pass on what is left after the last token; an incomplete character is dropped."""
-        text = self._new_text().rstrip(_INCOMPLETE)
-        if text:
-            self._pass_on(text)
+        self._pass_on(self._pieces.rest().rstrip(_INCOMPLETE))
 
     def generation(self, start: float, ids: Tensor, prompt: int, cache: CacheStats) -> Generation:
         """The result of a call that began at `start` and produced ids (1, n), of which the first
@@ -112,14 +149,9 @@ class TextStream:
         )
 
     def _pass_on(self, text: str) -> None:
-        self.text += text
-        self._on_text(text)
-
-    def _new_text(self) -> str:
-        decode, last = self._tokenizer.decode, self._ids[self._start : self._given]
-        before: str = decode(last, skip_special_tokens=True)
-        text: str = decode(self._ids[self._start :], skip_special_tokens=True)
-        return text[len(before) :]
+        if text:
+            self.text += text
+            self._on_text(text)
 
 
 @torch.inference_mode()

@@ -18,7 +18,9 @@ from typing import Any
 
 from kvkeep.files.atomic import whole_file, write_all
 
-_ASSETS = Path(__file__).with_name("assets")
+ASSETS = Path(__file__).with_name("assets")
+"""Where the parts of all pages are."""
+
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 _SCRIPT = re.compile(r'<script src="([\w.-]+)"></script>')
 _DATA = '<script type="application/json" id="data"></script>'
@@ -28,7 +30,7 @@ _HEAD = '<meta charset="utf-8">'
 
 def asset(name: str) -> str:
     """The text of a file of `assets/`."""
-    return (_ASSETS / name).read_text(encoding="utf-8")
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def document(template: str, title: str, data: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Frames:
         if self._left > 0 and self._left % self._every:
             return
         now = taken(cache)
-        heads = sum(len(held.positions) for held in now.layers)
+        heads = sum(held.heads for held in now.layers)
         group = columns_of(len(self._texts), heads)
         if self._left < 0:
             self.pictures.pop()
@@ -53,5 +53,12 @@ def inspection(title: str, facts: Mapping[str, str], pictures: Sequence[Mapping[
         facts: what was run, by name.
         pictures: those of `Frames`, at least one.
     """
-    data = {"title": title, "facts": list(facts.items()), "pictures": pictures}
+    # The columns of each picture are the first of the last one's, so texts are written once.
+    without = [{key: one[key] for key in one if key != "texts"} for one in pictures]
+    data = {
+        "title": title,
+        "facts": list(facts.items()),
+        "texts": pictures[-1]["texts"],
+        "pictures": without,
+    }
     return document("inspect.html", title, data)

@@ -11,12 +11,13 @@ A picture is a dict of JSON values:
 | `texts` | the text of each column's tokens, C in all; long ones are cut |
 | `layers` | the layers that attend, in the model's order: see below |
 | `live_bytes` | bytes of the slots in use, of all layers and rows |
-| `full_bytes` | what plain keys and values of all tokens fed would take, in the model's dtype |
+| `full_bytes` | what a plain `keep_all` cache would hold: all tokens fed, or a layer's own window |
 
 and each of `layers` has
 
 | key | |
 |---|---|
+| `place` | its place among all layers of the model |
 | `spec` | its cache spec |
 | `heads` | how many kv heads it has |
 | `kept` | how many tokens are kept: an entry for each head, or one if all keep the same |
@@ -35,13 +36,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.geometry import Geometry
+from kvkeep.codec import Plain
 from kvkeep.host import ModelCache
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.slots import Span
+from kvkeep.layer.stats import promised_bytes
+from kvkeep.policy import KeepAll
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 """The characters of cells, by their index."""
+_LETTERS = torch.tensor(list(ALPHABET.encode()), dtype=torch.uint8)
 
 KEPT, SHARED, ENCODED = 1, 2, 4
 """The bits of what `states` returns."""
@@ -54,18 +58,23 @@ _LONGEST_TEXT = 40  # characters of a column's text
 
 
 class Held(NamedTuple):
-    """What a layer holds of a row: its spec, its slots' positions, int32 (H, S) on the CPU, with -1
-    for an empty slot, and how these slots are held."""
+    """What a layer holds of a row: its place in the model, its spec, its slots' positions, int32
+    (H, S) on the CPU, or (1, S) if all heads have the same, with -1 for an empty slot; how these
+    slots are held; and how many kv heads it has."""
 
+    place: int
     spec: str
     positions: Tensor
     spans: tuple[Span, ...]
+    heads: int
 
     @classmethod
-    def of(cls, layer: LayerCache, row: int, spec: str) -> Held:
+    def of(cls, layer: LayerCache, row: int, place: int, spec: str) -> Held:
         """What a layer holds of a row; copied, so it stays as it is."""
-        positions = layer.positions()[row : row + 1].squeeze(0)
-        return cls(spec, positions.to("cpu", torch.int32, copy=True), layer.slots.spans())
+        positions = layer.slots.positions()[row : row + 1].squeeze(0)
+        positions = positions.to("cpu", torch.int32, copy=True)
+        geometry = layer.history.geometry
+        return cls(place, spec, positions, layer.slots.spans(), geometry.heads if geometry else 0)
 
 
 class Taken(NamedTuple):
@@ -85,36 +94,38 @@ def taken(cache: ModelCache, row: int = 0) -> Taken:
     Raises:
         StateError: the cache is in use elsewhere.
     """
-    seen = cache.seen
-    fed = int(seen.sum())
+    seen: list[int] = cache.seen.tolist()
+    layers = zip(cache.layers, cache.places, cache.specs, strict=True)
     return Taken(
-        int(seen[row]) if len(seen) else 0,
-        tuple(
-            Held.of(layer, row, str(spec))
-            for layer, spec in zip(cache.layers, cache.specs, strict=True)
-        ),
+        seen[row] if seen else 0,
+        tuple(Held.of(layer, row, place, str(spec)) for layer, place, spec in layers),
         sum(layer.live_bytes for layer in cache.layers),
-        sum(_plain_bytes(layer.history.geometry, fed) for layer in cache.layers),
+        sum(_full_bytes(layer, tokens) for layer in cache.layers for tokens in seen),
     )
 
 
-def _plain_bytes(geometry: Geometry | None, tokens: int) -> int:
+def _full_bytes(layer: LayerCache, tokens: int) -> int:
+    """What a layer would hold of a row of `tokens` if it kept all that its queries can see."""
+    geometry = layer.history.geometry
     if geometry is None:
         return 0
-    width = geometry.key_width + geometry.value_width
-    return tokens * geometry.heads * width * geometry.dtype.itemsize
+    policy = KeepAll() if layer.window is None else KeepAll().within(layer.window)
+    return promised_bytes(policy, Plain(), Plain(), tokens, geometry._replace(rows=1))
 
 
 def states(held: Held, tokens: int) -> Tensor:
-    """How each of a row's tokens is held, uint8 (H, tokens): 0 if it was evicted, otherwise the sum
-    of `KEPT`, `SHARED` if a store or other caches may hold it too, and `ENCODED`."""
+    """How each of a row's tokens is held, uint8 (H, tokens), or (1, tokens) if all heads have the
+    same: 0 if it was evicted, otherwise the sum of `KEPT`, `SHARED` if a store or other caches may
+    hold it too, and `ENCODED`."""
     flags = [KEPT + SHARED * span.shared + ENCODED * span.encoded for span in held.spans]
     counts = torch.tensor([span.tokens for span in held.spans], dtype=torch.int64)
-    of_slots = torch.tensor(flags, dtype=torch.uint8).repeat_interleave(counts)
-    found = torch.zeros(len(held.positions), tokens + 1, dtype=torch.uint8)
-    # Empty slots all write to one more place, which is cut off.
-    place = held.positions.long().remainder(tokens + 1)
-    found.scatter_(1, place, of_slots.expand_as(place))
+    heads = len(held.positions)
+    # numpy keeps to this thread; the threads of torch would contend with those of a model.
+    of_slots = torch.tensor(flags, dtype=torch.uint8).numpy().repeat(counts.numpy())
+    found = torch.empty(heads, tokens + 1, dtype=torch.uint8)
+    found.numpy().fill(0)
+    # Empty slots, at -1, all write to the last place, which is cut off.
+    found.numpy()[torch.arange(heads)[:, None].numpy(), held.positions.numpy()] = of_slots
     return found[:, :tokens]
 
 
@@ -143,53 +154,58 @@ def picture(
         group: positions per column, whatever `columns` is; None: as few as that permits.
     """
     tokens = taken.tokens
-    heads = sum(len(held.positions) for held in taken.layers)
+    heads = sum(held.heads for held in taken.layers)
     group = group or columns_of(tokens, heads, columns)
     return {
         "tokens": tokens,
         "prompt": tokens if prompt is None else min(prompt, tokens),
         "found": found,
         "group": group,
-        "texts": [_cut("".join(texts[first : first + group])) for first in range(0, tokens, group)],
+        "texts": [
+            cut("".join(texts[first : first + group]), _LONGEST_TEXT)
+            for first in range(0, tokens, group)
+        ],
         "layers": [_layer(held, tokens, group) for held in taken.layers],
         "live_bytes": taken.live_bytes,
         "full_bytes": taken.full_bytes,
     }
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
+def cut(text: str, most: int) -> str:
+    """A text, cut to so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _layer(held: Held, tokens: int, group: int) -> dict[str, Any]:
-    found = states(held, tokens)
-    heads = len(found)
-    if heads > 1 and bool((found == found[:1]).all()):
+    columns = -(-tokens // group)
+    found = states(held, columns * group)
+    if all((head == found[0].numpy()).all() for head in found[1:].numpy()):
         found = found[:1]
+    sizes = torch.full((columns,), group)
+    sizes[-1:] -= columns * group - tokens
     return {
+        "place": held.place,
         "spec": held.spec,
-        "heads": heads,
-        "kept": (found > 0).sum(dim=1).tolist(),
-        "cells": _cells(found, group),
+        "heads": held.heads,
+        "kept": _sums(found, KEPT).tolist(),
+        "cells": _cells(found.view(len(found), columns, group), sizes),
     }
 
 
-def _cells(found: Tensor, group: int) -> list[str]:
-    """The cells of each head, from its tokens' states, uint8 (H, T)."""
-    heads, tokens = found.shape
-    columns = -(-tokens // group)
-    padded = found.new_zeros(heads, columns * group)
-    padded[:, :tokens] = found
-    padded = padded.view(heads, columns, group)
-    sizes = torch.full((columns,), group)
-    if columns:
-        sizes[-1] = tokens - (columns - 1) * group
-    kept = (padded > 0).sum(dim=2)
+def _cells(found: Tensor, sizes: Tensor) -> list[str]:
+    """The cells of each head, from the states of each column's tokens, uint8 (H, C, group), and
+    how many these are, int64 (C,)."""
+    kept = _sums(found, KEPT)
     # Only 0 means none, and only the largest share means all.
     share = (kept * _FULL / sizes).round().long().clamp(1, _FULL - 1)
     share = share.masked_fill(kept == 0, 0).masked_fill(kept == sizes, _FULL)
     code = share * 4
     for bit, flag in enumerate((SHARED, ENCODED)):
-        most = (padded & flag > 0).sum(dim=2) * 2 > kept
+        most = _sums(found, flag) * 2 > kept * flag
         code += most.long() << bit
-    return ["".join([ALPHABET[one] for one in row]) for row in code.tolist()]
+    return [row.numpy().tobytes().decode() for row in _LETTERS[code]]
+
+
+def _sums(found: Tensor, flag: int) -> Tensor:
+    """The sums of a flag over the last dimension."""
+    return torch.from_numpy((found.numpy() & flag).sum(axis=-1, dtype="int32"))

@@ -287,13 +287,10 @@ class _Answer:
         for chunk in reply.begun():
             yield chunk
         async for event in self._events_to_last():
-            if isinstance(event, Pictured):
-                made = await asyncio.to_thread(event.make)
-                if made is not None:
-                    yield reply.picture(made)
-                event.got()
             for chunk in reply.chunks(event):
                 yield chunk
+            if isinstance(event, Pictured):
+                event.got()
 
     async def _whole(self) -> Response:
         events = [event async for event in self._events_to_last()]

@@ -6,14 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from concurrent.futures import Future
 from typing import Any, final
 
 from torch import Tensor
 
 from kvkeep.batch import Answer, Batch, NewToken, Sampling, Settings
+from kvkeep.batch.answer import Prompt
 from kvkeep.errors import CapacityError, UnsupportedError
-from kvkeep.host import Specs, host_of
+from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
 from kvkeep.host.sampling import bias, penalty
 from kvkeep.serve.events import (
@@ -28,11 +29,11 @@ from kvkeep.serve.events import (
 )
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
-from kvkeep.serve.pictures import Pace, Pictures
+from kvkeep.serve.pictures import Maker, Outline, Pictures
 from kvkeep.serve.prompts import Prompts
 from kvkeep.serve.requests import Asked, RequestError
 from kvkeep.store.beginning import exact_specs
-from kvkeep.store.identity import require_steady
+from kvkeep.store.identity import identity_of, keys_of, require_steady
 from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
 
@@ -58,7 +59,7 @@ class Work:
         self.answers: list[Answer] = []
         self.begun = False
         self.pictures: Pictures | None = None
-        self._last_picture: Pictured | None = None
+        self._picture: Future[Pictured | None] | None = None  # the newest
         self._gone = threading.Event()
         self._since = time.monotonic()
         self._last: dict[int, float] = {}  # when each answer had its last token
@@ -104,18 +105,19 @@ class Work:
             self.emit(Piece(index, new.text, logprobs))
         self._given[index] += len(new.text)
 
-    def look(self, answer: Answer) -> None:
-        """Take the last picture of an answer that has ended, to be shown with its last token."""
-        if self.pictures is not None and not self.gone and answer in self.answers:
-            self._last_picture = self.pictures.look(answer, last=True)
+    def show(self, *, last: bool = False) -> None:
+        """Pass on a picture of its answer's cache when it is made, if the client wants them and one
+        is due. `last`: the answer has ended."""
+        if self.pictures is not None and self.begun and not self.gone:
+            picture = self.pictures.look(self.answers[0], last=last)
+            if picture is not None:
+                self._picture = picture
+                picture.add_done_callback(self._shown)
 
-    def show(self) -> None:
-        """Pass on a picture of its answer's cache, if the client wants them and one is due."""
-        if self.pictures is not None and self.begun:
-            shown = self._last_picture or self.pictures.look(self.answers[0])
-            if shown is not None:
-                self._last_picture = None
-                self.emit(shown)
+    def _shown(self, picture: Future[Pictured | None]) -> None:
+        made = None if picture.cancelled() else picture.result()
+        if made is not None:
+            self.emit(made)
 
     def _logprobs(self, new: NewToken, text_of: Callable[[int], str]) -> TokenLogprobs | None:
         answer = new.answer
@@ -146,7 +148,12 @@ class Work:
             return False
         cached = max(answer.cached for answer in self.answers)
         metrics.found_tokens.inc(cached)
-        self.emit(Used(len(self.ids), sum(len(a.tokens) for a in self.answers), cached))
+        used = Used(len(self.ids), sum(len(a.tokens) for a in self.answers), cached)
+        picture, self._picture = self._picture, None
+        if picture is None:
+            self.emit(used)
+        else:
+            picture.add_done_callback(lambda _: self.emit(used))
         return True
 
 
@@ -207,8 +214,9 @@ class Engine:
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
-        self._pace = Pace()
+        self._maker = Maker()
         self._works: dict[Work, None] = {}  # in the batch, in the order of arrival
+        self._by_prompt: dict[Prompt, Work] = {}  # the same, while the batch steps
         self.batch = self._new_batch()
         self.metrics = self._watched()
         self._new: list[Work] = []  # not in the batch yet
@@ -230,14 +238,21 @@ class Engine:
         )
 
     def _look(self, answer: Answer) -> None:
-        for work in self._works:
-            work.look(answer)
+        work = self._by_prompt.get(answer.origin)
+        if work is not None and not work.gone:
+            work.begin(self.metrics)
+            work.show(last=True)
 
     def _pictures(self, namespace: str | None) -> Pictures:
-        outline = None
-        if self.store is not None and namespace is not None:
-            outline = partial(self.store.outline, self.model, spec=self.spec, namespace=namespace)
-        return Pictures(self.prompts.texts, outline, self._pace)
+        store, outline = self.store, None
+        if store is not None and namespace is not None:
+
+            def outline(cache: ModelCache) -> Outline:
+                activation = cache.activation
+                identity = identity_of(self._host, cache.specs, namespace, activation)
+                return lambda ids: store.outline_of(identity, keys_of(ids, activation))
+
+        return Pictures(self.prompts.texts(), outline, self._maker)
 
     def _watched(self) -> Metrics:
         metrics = Metrics()
@@ -298,6 +313,7 @@ class Engine:
             first, self._closing = not self._closing, True
             self._wake.notify()
         self._thread.join()
+        self._maker.close()
         if first:
             self._host.detach()
 
@@ -364,10 +380,11 @@ class Engine:
         return self.batch.add(ids, settings, n=asked.n, queue=work.queue, namespace=work.namespace)
 
     def _step(self) -> None:
-        works = {work.answers[0].origin: work for work in self._works}
+        self._by_prompt = {work.answers[0].origin: work for work in self._works}
         found: dict[Work, list[NewToken]] = {work: [] for work in self._works}
         for new in self.batch.step():
-            found[works[new.answer.origin]].append(new)
+            found[self._by_prompt[new.answer.origin]].append(new)
+        self._by_prompt.clear()
         for work, tokens in found.items():
             try:
                 ended = work.gone or self._told(work, tokens)
@@ -378,6 +395,7 @@ class Engine:
             if ended:
                 work.cancel()  # once more: it may have been cancelled while it got its answers
                 del self._works[work]
+        self._show()
         now = time.monotonic()
         if now - self._sampled > _SAMPLED_S or not self.batch.running:
             self._sampled = now
@@ -388,8 +406,14 @@ class Engine:
         work.begin(self.metrics)
         for new in tokens:
             work.add(new, self.metrics, self._text_of)
-        work.show()
         return work.finish(self.metrics)
+
+    def _show(self) -> None:
+        """Take a picture for those who want one, the least recently shown first."""
+        if self._maker.free(last=False):
+            looked = {work: work.pictures.looked for work in self._works if work.pictures}
+            for work in sorted(looked, key=looked.__getitem__):
+                work.show()
 
     def _text_of(self, token: int) -> str:
         text: str = self.tokenizer.decode([token])
@@ -401,6 +425,7 @@ class Engine:
                 work.emit(why())
             work.cancel()
         self._works.clear()
+        self._by_prompt.clear()
 
 
 def _at_work(answer: Answer) -> bool:

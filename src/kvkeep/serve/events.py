@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvkeep.serve.requests import RequestError
 
@@ -41,10 +41,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pictured:
-    """What the answer's cache holds now. `make` returns the picture as JSON values, or None if that
-    fails; it may take long, so call it in another thread. Call `got` when the client has it."""
+    """What the answer's cache held a moment ago, as JSON. Call `got` when the client has it."""
 
-    make: Callable[[], dict[str, Any] | None]
+    made: str
     got: Callable[[], None]
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import final
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-import kvkeep.page
+from kvkeep.page.document import ASSETS, asset
 
-_ASSETS = Path(kvkeep.page.__file__).with_name("assets")
 _PAGE = "chat.html"
+_PART = re.compile(r'(?:href|src)="assets/([\w.-]+)"')
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -39,10 +40,17 @@ class _Assets(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/`, the page, and `/assets/`, the files that it loads."""
-    assets = _Assets(directory=_ASSETS)
+    """`/`, the page, and those of `/assets/` that it loads."""
+    assets = _Assets(directory=ASSETS)
+    parts = frozenset(_PART.findall(asset(_PAGE)))
 
     async def page(request: Request) -> Response:
         return await assets.get_response(_PAGE, request.scope)
 
-    return [Route("/", page), Mount("/assets", assets)]
+    async def part(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in parts:
+            raise HTTPException(404)
+        return await assets.get_response(name, request.scope)
+
+    return [Route("/", page), Route("/assets/{name}", part)]

@@ -2,39 +2,91 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar, final
 
 from torch import Tensor
 
 from kvkeep.batch import Answer
-from kvkeep.page.picture import Taken, picture, taken
+from kvkeep.host import ModelCache
+from kvkeep.page.picture import Taken, cut, picture, taken
 from kvkeep.serve.events import Pictured
 from kvkeep.store.stats import StoredNode
 
 _LOG = logging.getLogger("kvkeep.serve")
 _INTERVAL_S = 0.25
-_SHARE = 0.05  # of the engine's time that all pictures together may take
+_SHARE = 0.025  # of the time, for the last pictures of answers, and as much for all others
+_SAVED_S = 0.05  # how much of that may be saved, to be used at once
 _LONGEST_TEXT = 200  # characters of a stored run's text
+
+Clock = Callable[[], float]
+"""Returns the time in seconds."""
+
+Outline = Callable[[Tensor], list[StoredNode]]
+"""Returns the outline of the store's prefixes for tokens, int64 (n,)."""
+
+_Made = TypeVar("_Made")
 
 
 @final
 class Pace:
-    """When an engine may look at caches: all looks together take a small share of its time."""
+    """When work may begin that is to take a small share of the time. A little of that time may be
+    saved while there is no work. Threads may share one."""
 
-    def __init__(self) -> None:
-        self._next = 0.0
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock, self._next, self._lock = clock, 0.0, Lock()
 
     @property
     def free(self) -> bool:
-        """Whether a cache may be looked at now."""
-        return time.monotonic() >= self._next
+        """Whether some may begin now."""
+        return self._clock() >= self._next
 
     def took(self, seconds: float) -> None:
-        """Note that one was, for so long."""
-        self._next = time.monotonic() + seconds / _SHARE
+        """Note that some took so long."""
+        with self._lock:
+            saved = self._clock() - _SAVED_S / _SHARE
+            self._next = max(self._next, saved) + seconds / _SHARE
+
+
+@final
+class Maker:
+    """Makes the pictures of an engine's answers, one at a time in a thread of its own. What they
+    cost is paced: at most half of it is for the last pictures of answers, so that these do not wait
+    for others, nor others for these."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.clock = clock
+        self.pace = {last: Pace(clock) for last in (False, True)}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-picture")
+        self._begun = self._done = 0  # each is counted by one thread
+
+    def free(self, *, last: bool) -> bool:
+        """Whether a cache may be looked at now; `last`: that of an answer that has ended."""
+        return (last or self._begun == self._done) and self.pace[last].free
+
+    def make(self, make: Callable[[], _Made], *, last: bool) -> Future[_Made]:
+        """Make a picture after those that were begun before."""
+
+        def made() -> _Made:
+            began = time.thread_time()  # what waits for others takes nothing from them
+            try:
+                return make()
+            finally:
+                self.pace[last].took(time.thread_time() - began)
+                self._done += 1
+
+        self._begun += 1
+        return self._thread.submit(made)
+
+    def close(self) -> None:
+        """Cancel the pictures that are not begun, and end the thread."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 @final
@@ -44,31 +96,39 @@ class Pictures:
     answer.
 
     Args:
-        texts: returns those of token ids; may be called from any thread.
-        outline: returns the outline of the store's prefixes for the answer's tokens, int64 (n,);
-            None: the answer shares none.
-        pace: that of the engine.
+        texts: returns those of the next token ids of the answer's text; called in the maker's
+            thread.
+        outline: returns that of the store's prefixes for the tokens of a cache; None: the answer
+            shares none.
+        maker: that of the engine.
+
+    Attributes:
+        looked: when the cache was looked at, by the maker's clock.
     """
 
     def __init__(
         self,
         texts: Callable[[Sequence[int]], list[str]],
-        outline: Callable[[Tensor], list[StoredNode]] | None,
-        pace: Pace,
+        outline: Callable[[ModelCache], Outline] | None,
+        maker: Maker,
     ) -> None:
-        self._texts_of, self._outline, self._pace = texts, outline, pace
+        self._texts_of, self._outline_of, self._maker = texts, outline, maker
+        self._outline: Outline | None = None
         self._texts: list[str] = []
         self._awaited = self._failed = False  # whether the client lacks the last picture
-        self._next = 0.0
+        self.looked = float("-inf")
 
     # -- in the engine's thread -------------------------------------------------------------
 
-    def look(self, answer: Answer, *, last: bool = False) -> Pictured | None:
-        """A picture of the answer's cache, if one is due; `last`: the answer has ended."""
-        cache, now = answer.cache, time.monotonic()
+    def look(self, answer: Answer, *, last: bool = False) -> Future[Pictured | None] | None:
+        """A picture of the answer's cache, if one is due; it becomes None if making it fails.
+        `last`: the answer has ended."""
+        cache, now = answer.cache, self._maker.clock()
         if self._failed or cache is None or not cache.fed:
             return None
-        if not last and (self._awaited or now < self._next or not self._pace.free):
+        if not last and (self._awaited or now < self.looked + _INTERVAL_S):
+            return None
+        if not self._maker.free(last=last):
             return None
         try:
             held = taken(cache)
@@ -76,41 +136,61 @@ class Pictures:
         except Exception:
             self._fail()
             return None
-        self._awaited, self._next = True, now + _INTERVAL_S
-        self._pace.took(time.monotonic() - now)
-        prompt, found = len(answer.prompt), answer.cached
-        return Pictured(lambda: self._made(held, ids, prompt, found), self._got)
+        self._find_outline(cache)
+        self._awaited, self.looked = True, now
+        self._maker.pace[last].took(self._maker.clock() - now)
+        make = partial(self._made, held, ids, len(answer.prompt), answer.cached)
+        return self._maker.make(make, last=last)
+
+    def _find_outline(self, cache: ModelCache) -> None:
+        if self._outline_of is not None:
+            try:
+                self._outline = self._outline_of(cache)
+            except Exception:
+                self._fail_outline()
+            self._outline_of = None  # once is enough
+
+    # -- in the maker's thread --------------------------------------------------------------
+
+    def _made(self, held: Taken, ids: Tensor, prompt: int, found: int) -> Pictured | None:
+        try:
+            self._texts += self._texts_of(ids[len(self._texts) :].tolist())
+            made = picture(held, self._texts[: len(ids)], prompt=prompt, found=found)
+            made["prefixes"] = self._prefixes(ids)
+            return Pictured(json.dumps(made), self._got)
+        except Exception:
+            self._fail()
+            return None
+
+    def _prefixes(self, ids: Tensor) -> list[dict[str, Any]] | None:
+        if self._outline is None:
+            return None
+        try:
+            return _as_json(self._outline(ids), self._texts)
+        except Exception:
+            self._outline = None
+            self._fail_outline()
+            return None
 
     # -- in any thread ----------------------------------------------------------------------
 
     def _got(self) -> None:
         self._awaited = False
 
-    def _made(self, held: Taken, ids: Tensor, prompt: int, found: int) -> dict[str, Any] | None:
-        try:
-            new = ids[len(self._texts) :].tolist()
-            self._texts += self._texts_of(new)
-            made = picture(held, self._texts[: len(ids)], prompt=prompt, found=found)
-            nodes = None if self._outline is None else self._outline(ids)
-        except Exception:
-            self._fail()
-            return None
-        prefixes = None if nodes is None else _prefixes(nodes, self._texts)
-        return made | {"prefixes": prefixes}
-
     def _fail(self) -> None:
         self._failed = True
         _LOG.exception("a picture of a cache failed; its answer goes on without")
 
+    def _fail_outline(self) -> None:
+        _LOG.exception("the outline of a store failed; the pictures of an answer go on without")
 
-def _prefixes(nodes: Sequence[StoredNode], texts: Sequence[str]) -> list[dict[str, Any]]:
+
+def _as_json(nodes: Sequence[StoredNode], texts: Sequence[str]) -> list[dict[str, Any]]:
     """Nodes as JSON values, with the text only of the tokens that the client's own text shares."""
     found, ends = list[dict[str, Any]](), list[int]()
     for node in nodes:
         start = ends[node.parent] if node.parent >= 0 else 0
         ends.append(start + node.tokens)
-        text = "".join(texts[start : start + node.shared])
-        cut = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
         found.append(
             {
                 "parent": node.parent,
@@ -119,7 +199,7 @@ def _prefixes(nodes: Sequence[StoredNode], texts: Sequence[str]) -> list[dict[st
                 "bytes": node.nbytes,
                 "locked": node.locked,
                 "shared": node.shared,
-                "text": cut,
+                "text": cut("".join(texts[start : start + node.shared]), _LONGEST_TEXT),
                 "left_out": node.left_out,
             }
         )

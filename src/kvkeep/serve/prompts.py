@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from kvkeep.host import Host
+from kvkeep.host import Host, TokenTexts
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import Asked, RequestError
 
@@ -70,15 +70,19 @@ class Prompts:
             )
         return torch.tensor(ids)
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token id, apart from the others. Requests that are tokenised need not
-        wait for all of them."""
-        found: list[str] = []
-        for first in range(0, len(ids), _AT_ONCE):
-            with self._encoding:
-                some = ids[first : first + _AT_ONCE]
-                found += [self._tokenizer.decode([token]) for token in some]
-        return found
+    def texts(self) -> Callable[[Sequence[int]], list[str]]:
+        """Returns a function that takes the next token ids of one text and returns the text of
+        each. Requests that are tokenised need not wait for all of them."""
+        texts = TokenTexts(self._tokenizer)
+
+        def following(ids: Sequence[int]) -> list[str]:
+            found: list[str] = []
+            for first in range(0, len(ids), _AT_ONCE):
+                with self._encoding:
+                    found += texts.push(ids[first : first + _AT_ONCE])
+            return found
+
+        return following
 
     def most_of(self, asked: Asked, length: int) -> int:
         """The most tokens that each answer to a prompt of `length` tokens may have.
@@ -115,7 +119,11 @@ class Prompts:
 
     def _chat_ids(self, asked: Asked) -> list[int]:
         if self._tokenizer.chat_template is None:
-            raise RequestError(f"{self._name} has no chat template; use /v1/completions")
+            raise RequestError(
+                f"{self._name} has no chat template; use /v1/completions",
+                param=asked.param,
+                code="no_chat_template",
+            )
         template = self._tokenizer.get_chat_template(tools=asked.tools)
         calls = any("tool_calls" in message for message in asked.messages)
         for used, field in ((asked.tools, "tools"), (calls, "tool_calls")):

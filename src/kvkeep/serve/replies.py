@@ -11,7 +11,7 @@ from typing import Any, final
 
 from starlette.responses import Response
 
-from kvkeep.serve.events import Event, Finished, Named, Piece, TokenLogprobs, Used
+from kvkeep.serve.events import Event, Finished, Named, Pictured, Piece, TokenLogprobs, Used
 from kvkeep.serve.requests import Asked, RequestError
 
 DONE = "data: [DONE]\n\n"
@@ -54,6 +54,8 @@ class Reply:
             delta = {"delta": {"content": event.text}} if self.asked.chat else {"text": event.text}
             choice = self._choice(event.index, delta)
             yield self._chunk([choice | {"logprobs": self._logprobs([event])}])
+        elif isinstance(event, Pictured):
+            yield self._chunk([], cache=event.made)
         elif isinstance(event, Finished):
             choice = self._choice(event.index, {"delta": {}} if self.asked.chat else {"text": ""})
             yield self._chunk([choice | {"finish_reason": event.reason}])
@@ -64,13 +66,15 @@ class Reply:
                 yield self._chunk([], _usage(event))
             yield DONE
 
-    def picture(self, made: dict[str, Any]) -> str:
-        """The chunk of a stream with a picture of the answer's cache."""
-        return _data(self._object("chat.completion.chunk", []) | {"cache": made})
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+    def _chunk(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        cache: str | None = None,
+    ) -> str:
+        """A chunk of a stream; `cache` is JSON."""
         chunk = self._object("chat.completion.chunk", choices)
-        return _data(chunk | ({"usage": usage} if self.asked.include_usage else {}))
+        return _data(chunk | ({"usage": usage} if self.asked.include_usage else {}), cache)
 
     def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chat = self.asked.chat
@@ -152,6 +156,9 @@ def _usage(used: Used) -> dict[str, Any]:
     }
 
 
-def _data(chunk: dict[str, Any]) -> str:
+def _data(chunk: dict[str, Any], cache: str | None = None) -> str:
     """A server-sent event, escaped to ASCII because some clients treat U+2028 as a line break."""
-    return f"data: {json.dumps(chunk)}\n\n"
+    text = json.dumps(chunk)
+    if cache is not None:  # large, and JSON already
+        text = f'{text[:-1]}, "cache": {cache}}}'
+    return f"data: {text}\n\n"

@@ -34,23 +34,38 @@ def keyed(
     namespace: str = "",
     activation: Activation | None = None,
 ) -> Keyed:
-    """The identity and keys of a model's tokens, int64 (n,).
+    """The identity and keys of a model's tokens, int64 (n,)."""
+    identity = identity_of(host, specs, namespace, activation)
+    return Keyed(identity, keys_of(tokens, activation))
 
-    The identity names everything that the slots of a token depend on except the tokens up to it:
-    the model, its active adapters, the codecs of exact slots, how texts are compressed, whether
-    attention is kvkeep's, the autocast dtype and the namespace. The keys are the token ids. Where
-    an activated adapter computed a token, its key holds the adapter's hash too: what stands before
-    the invocation is the base model's, so any adapter finds it.
-    """
+
+def keys_of(tokens: Tensor, activation: Activation | None) -> Tensor:
+    """The keys of tokens, int64 (n,): their ids. Where an activated adapter computed a token, its
+    key holds the adapter's hash too: what stands before the invocation is the base model's, so any
+    adapter finds it."""
+    if activation is None:
+        return tokens
+    adapter, keys = int(activation.adapter, 16), tokens.clone()
+    # Any four tokens in a row hold all 128 bits of the adapter's hash.
+    parts = [(adapter >> 32 * i) & 0xFFFFFFFF | 1 << 32 for i in range(4)]
+    behind = torch.arange(max(0, len(tokens) - activation.start)) % 4
+    keys[activation.start :] |= torch.tensor(parts)[behind] << _TOKEN_BITS
+    return keys
+
+
+def identity_of(
+    host: Host,
+    specs: Sequence[CacheSpec],
+    namespace: str = "",
+    activation: Activation | None = None,
+) -> str:
+    """The identity of what a model computes. It names everything that the slots of a token depend
+    on except the tokens up to it: the model, its active adapters, the codecs of exact slots, how
+    texts are compressed, whether attention is kvkeep's, the autocast dtype and the namespace."""
     layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in exact_specs(specs)]
     found = host.fingerprint(glance=True)
     if activation is not None:
-        found["adapter"], tokens = "none", tokens.clone()
-        adapter = int(activation.adapter, 16)
-        # Any four tokens in a row hold all 128 bits of the adapter's hash.
-        parts = [(adapter >> 32 * i) & 0xFFFFFFFF | 1 << 32 for i in range(4)]
-        behind = torch.arange(max(0, len(tokens) - activation.start)) % 4
-        tokens[activation.start :] |= torch.tensor(parts)[behind] << _TOKEN_BITS
+        found["adapter"] = "none"
     named: dict[str, object] = {
         "namespace": namespace,
         "model": found,
@@ -61,7 +76,7 @@ def keyed(
     if any(isinstance(spec.policy, KVzip) for spec in specs):
         policies = [repr(spec.policy) for spec in specs]
         named["compressed"] = policies if len(set(policies)) > 1 else policies[:1]
-    return Keyed(json.dumps(named, sort_keys=True), tokens)
+    return json.dumps(named, sort_keys=True)
 
 
 def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:

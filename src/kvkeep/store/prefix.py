@@ -432,7 +432,11 @@ class PrefixStore:
         host, tokens = host_of(model), flat(tokens)
         specs = per_layer(spec, host.kinds)
         text = keyed(host, tokens, specs, namespace, host.activation_in(tokens))
-        return self._entries.outline(*text, most)
+        return self.outline_of(*text, most)
+
+    def outline_of(self, identity: str, tokens: Tensor, most: int = 256) -> list[StoredNode]:
+        """The outline of an identity's prefixes; see `outline`."""
+        return self._entries.outline(identity, tokens, most)
 
     def prefixes(self, identity: str) -> Iterator[Tensor]:
         """The tokens of every entry."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import nsmallest
-from itertools import count
+from itertools import count, islice
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
+
+_LOOKED_AT = 4096  # children of a node, for an outline
 
 
 class Content(Protocol):
@@ -134,7 +136,8 @@ class RadixTree(Generic[Kept]):
 
     def outline(self, tokens: Tensor, most: int) -> list[Branch[Kept]]:
         """The root and at most `most` other nodes, parents first: those of the longest stored
-        prefix of `tokens`, then those nearest to the root, of siblings those used last."""
+        prefix of `tokens`, then those nearest to the root; of siblings those used last, among
+        the last 4096 to come."""
         match = self._walk(tokens)
         path = match.node.path()[:most]
         shared = {id(node): len(node.tokens) for node in path}
@@ -145,10 +148,11 @@ class RadixTree(Generic[Kept]):
         waiting = deque([(self.root, -1)])
         while waiting:
             node, parent = waiting.popleft()
-            others = [child for child in node.children.values() if id(child) not in shared]
+            own = [child for child in path if child.parent is node]
+            newest = islice(reversed(node.children.values()), _LOOKED_AT if left else 0)
+            others = (child for child in newest if id(child) not in shared)
             some = nsmallest(left, others, key=lambda child: -child.used)
             left -= len(some)
-            own = [child for child in node.children.values() if id(child) in shared]
             waiting += [(child, len(found)) for child in (*own, *some)]
             missing = len(node.children) - len(own) - len(some)
             found.append(Branch(node, parent, shared.get(id(node), 0), missing))

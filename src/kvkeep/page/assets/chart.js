@@ -1,8 +1,6 @@
 // Draws points with intervals, lines and fronts as SVG: kvkeep.chart, kvkeep.symbol.
 "use strict";
 
-window.kvkeep = window.kvkeep || {};
-
 (() => {
   const SERIES = 8; // colours, and shapes
   const SIZE = 4.5; // half of a mark's width, in pixels

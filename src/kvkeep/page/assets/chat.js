@@ -26,9 +26,10 @@
   };
 
   class Refused extends Error {
-    constructor(message, status) {
+    constructor(message, status, code = null) {
       super(message);
       this.status = status;
+      this.code = code;
     }
   }
 
@@ -44,22 +45,28 @@
     }
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));
-    const message = (body.error && body.error.message) || response.statusText;
-    throw new Refused(`${message} (status ${response.status})`, response.status);
+    const { message, code } = body.error || { message: response.statusText };
+    throw new Refused(`${message} (status ${response.status})`, response.status, code);
   };
 
-  /** The objects of a stream of server-sent events. */
+  /** The objects of a stream of server-sent events, whose last event is `[DONE]`. */
   async function* objects(response) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    const read = () =>
+      reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        return { done: true }; // the connection broke
+      });
     let rest = "";
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
+      const { value, done } = await read();
+      if (done) throw new Refused("The answer was cut off; see whether the server still runs.", 0);
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
         const data = event.replace(/^data: /, "");
-        if (data !== "[DONE]") yield JSON.parse(data);
+        if (data === "[DONE]") return;
+        yield JSON.parse(data);
       }
     }
   }
@@ -68,17 +75,18 @@
 
   const complain = (error) => {
     const problem = at("problem");
-    problem.hidden = !error;
-    problem.textContent = "";
-    if (!error) return;
-    let text = error.message;
-    if (text.includes("use /v1/completions")) text += '. Choose "Plain text" in the settings.';
-    problem.textContent = text;
-    if (error.status === 401) askForKey();
+    let text = error ? error.message : "";
+    if (error && error.code === "no_chat_template") {
+      text += '. Choose "Plain text" in the settings.';
+    }
+    problem.hidden = !text;
+    if (problem.textContent !== text) problem.textContent = text; // which is read out
+    if (error && error.status === 401) askForKey();
   };
 
   const askForKey = () => {
     sessionStorage.removeItem(KEY);
+    at("forget").hidden = true;
     at("key-form").hidden = false;
     at("key").focus();
   };
@@ -110,8 +118,14 @@
 
   // -- figures of all answers -------------------------------------------------------------------
 
-  let lookAgain = 0;
+  let timer = 0;
   let mayLook = true;
+
+  /** What is to be asked next, and when; in place of what was. */
+  const later = (ask, milliseconds) => {
+    clearTimeout(timer);
+    timer = setTimeout(ask, milliseconds);
+  };
 
   const figuresOf = (text) => {
     const found = {};
@@ -132,8 +146,8 @@
   };
 
   const look = async () => {
-    clearTimeout(lookAgain);
     if (!mayLook || !model) return;
+    clearTimeout(timer);
     if (!document.hidden) {
       try {
         const found = figuresOf(await (await call("metrics")).text());
@@ -152,7 +166,7 @@
         strip([]);
       }
     }
-    lookAgain = setTimeout(look, running ? BUSY_MS : IDLE_MS);
+    if (model) later(look, running ? BUSY_MS : IDLE_MS);
   };
 
   // -- a question and its answer ----------------------------------------------------------------
@@ -223,7 +237,6 @@
     const begun = performance.now();
     let first = 0;
     let last = 0;
-    let begins = false;
     const [path, body] = requestFor([...messages, asked]);
     const kept = () => {
       messages.push(asked, { role: "assistant", content: answer.content.data });
@@ -235,7 +248,6 @@
         body: JSON.stringify(body),
         signal: control.signal,
       });
-      begins = true;
       for await (const chunk of objects(response)) {
         if (chunk.error) throw new Refused(chunk.error.message, 0);
         if (chunk.cache && running === control) picture(chunk.cache);
@@ -254,22 +266,22 @@
           follow();
         }
       }
-      kept();
+      if (running === control) kept();
     } catch (error) {
-      if (running !== control && error.name === "AbortError") return; // a new conversation
-      if (begins) kept();
-      if (error.name === "AbortError") {
-        answer.about.textContent = "stopped";
+      if (running !== control) return; // a new conversation
+      const stopped = error.name === "AbortError";
+      if (answer.content.data) {
+        kept();
+        answer.about.textContent = stopped ? "stopped" : "cut off";
         answer.about.hidden = false;
-        if (!begins) kept();
       } else {
-        if (!begins) {
-          own.article.remove();
-          answer.article.remove();
-          question.value = question.value || text;
-        }
-        complain(error);
+        own.article.remove();
+        answer.article.remove();
+        at("hint").hidden = messages.length > 0;
+        question.value = question.value || text;
       }
+      if (error.status === 404) await begin(); // the server may have another model now
+      if (!stopped) complain(error);
     } finally {
       answer.article.removeAttribute("aria-busy");
       if (running === control) {
@@ -330,30 +342,44 @@
     }
     sessionStorage.setItem(KEY, key);
     at("key-form").hidden = true;
-    mayLook = true;
+    at("forget").hidden = false;
+    question.focus();
     begin();
+  });
+
+  at("forget").addEventListener("click", () => {
+    model = "";
+    at("model").textContent = "";
+    strip([]);
+    setBusy(Boolean(running));
+    askForKey();
   });
 
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) look();
   });
 
+  /** Ask for the model, until the server tells it. */
   const begin = async () => {
-    complain(null);
+    clearTimeout(timer);
+    model = "";
     try {
       const { data } = await (await call("v1/models")).json();
       model = data[0].id;
-      at("model").textContent = model;
       document.title = `${model} · kvkeep`;
-      setBusy(Boolean(running));
+      mayLook = true;
+      complain(null);
       look();
-      question.focus();
     } catch (error) {
-      at("model").textContent = "";
       complain(error);
+      if (error.status !== 401) later(begin, BUSY_MS);
     }
+    at("model").textContent = model;
+    setBusy(Boolean(running));
   };
 
   setBusy(false);
+  at("forget").hidden = !sessionStorage.getItem(KEY);
+  question.focus();
   begin();
 })();

@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const { chart, symbol, short } = window.kvkeep;
+  const { chart, symbol, short, make, number, percent } = window.kvkeep;
   const data = JSON.parse(document.getElementById("data").textContent);
   const { rows, measures } = data;
   const byKey = new Map(measures.map((measure) => [measure.key, measure]));
@@ -10,18 +10,9 @@
   const series = unique(rows.map((row) => row.series));
   const hidden = new Set(); // series
   const $ = (id) => document.getElementById(id);
-  const make = (name, text = "", className = "") => {
-    const element = document.createElement(name);
-    element.textContent = text;
-    if (className) element.className = className;
-    return element;
-  };
 
-  const percent = (value) => `${Number((100 * value).toPrecision(3))} %`;
   const mebibytes = (row) => row.bytes / 2 ** 20;
   const shareOf = (row) => row.bytes / row.full_bytes;
-  const number = (value) =>
-    Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(3)));
 
   const AXES = [
     { name: "MiB held", label: "MiB held", of: mebibytes, format: short },
@@ -79,7 +70,7 @@
       return figure ? [`${heading} ${number(figure[0])}${interval(figure, number)}`] : [];
     });
     const held = `${number(mebibytes(row))} MiB, ${percent(shareOf(row))} of the full cache`;
-    return [make("b", row.spec), ` ${row.series}: ${held}. ${told.join("; ")}.`];
+    return [make("b", "", row.spec), ` ${row.series}: ${held}. ${told.join("; ")}.`];
   };
 
   // -- charts -----------------------------------------------------------------------------------
@@ -149,11 +140,11 @@
 
   const cell = (column, row) => {
     const value = column.of(row);
-    if (typeof value === "string") return make("td", value);
-    const td = make("td", value === null ? "–" : (column.show || number)(value), "number");
+    if (typeof value === "string") return make("td", "", value);
+    const td = make("td", "number", value === null ? "–" : (column.show || number)(value));
     const figure = column.key && row.figures[column.key];
     if (figure && figure.length > 1) {
-      td.append(" ", make("small", `${number(figure[1])}–${number(figure[2])}`));
+      td.append(" ", make("small", "", `${number(figure[1])}–${number(figure[2])}`));
     }
     return td;
   };
@@ -173,10 +164,10 @@
     const ordered = sort ? [...shown].sort(compared) : shown;
     body.replaceChildren(...ordered.map((row) => {
       const line = make("tr");
-      const name = make("th", row.spec);
+      const name = make("th", "", row.spec);
       name.scope = "row";
       name.prepend(symbol(series.indexOf(row.series), front.has(row)));
-      if (front.has(row)) name.append(make("span", ", on the front", "visually-hidden"));
+      if (front.has(row)) name.append(make("span", "visually-hidden", ", on the front"));
       line.append(name, ...columns.slice(1).map((column) => cell(column, row)));
       line.addEventListener("pointerenter", () => mark(row));
       line.addEventListener("pointerleave", () => mark(null));
@@ -188,9 +179,9 @@
   const buildTable = () => {
     const head = make("tr");
     for (const column of columns) {
-      const th = make("th", "", column === columns[0] ? "" : "number");
+      const th = make("th", column === columns[0] ? "" : "number");
       th.scope = "col";
-      const button = make("button", column.heading);
+      const button = make("button", "", column.heading);
       button.type = "button";
       button.addEventListener("click", () => {
         sort = { column, up: !(sort && sort.column === column && sort.up) };
@@ -248,7 +239,7 @@
     [0, 1].forEach((i) => {
       const select = $(`measure-${i}`);
       for (const { key, label } of measures) {
-        const option = make("option", label);
+        const option = make("option", "", label);
         option.value = key;
         select.append(option);
       }
@@ -262,11 +253,11 @@
 
   const buildRuns = () => {
     for (const { title, settings } of data.runs) {
-      $("runs").append(make("h3", title));
-      const list = make("dl", "", "figures");
+      $("runs").append(make("h3", "", title));
+      const list = make("dl", "figures");
       for (const [name, value] of settings) {
         const item = make("div");
-        item.append(make("dt", name), make("dd", value));
+        item.append(make("dt", "", name), make("dd", "", value));
         list.append(item);
       }
       $("runs").append(list);

@@ -1,9 +1,8 @@
 // Draws a picture of a cache (see picture.py) into an element: kvkeep.heatmap, kvkeep.summary.
 "use strict";
 
-window.kvkeep = window.kvkeep || {};
-
 (() => {
+  const { make, number, percent } = window.kvkeep;
   const ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
   const CODES = new Map([...ALPHABET].map((character, code) => [character, code]));
   const FULL = 15; // the largest share of a column's tokens
@@ -20,15 +19,6 @@ window.kvkeep = window.kvkeep || {};
     ["evicted", 0],
   ];
 
-  const make = (name, className = "", text = "") => {
-    const element = document.createElement(name);
-    if (className) element.className = className;
-    if (text) element.textContent = text;
-    return element;
-  };
-
-  const number = (value) => value.toLocaleString("en-US");
-
   const bytes = (value) => {
     const units = ["B", "KB", "MB", "GB", "TB"];
     let unit = 0;
@@ -37,11 +27,6 @@ window.kvkeep = window.kvkeep || {};
       unit += 1;
     }
     return `${unit && value < 100 ? value.toPrecision(3) : Math.round(value)} ${units[unit]}`;
-  };
-
-  const percent = (part, whole) => {
-    const value = whole ? (100 * part) / whole : 0;
-    return `${value && value < 10 ? value.toFixed(1) : Math.round(value)} %`;
   };
 
   // -- colours ----------------------------------------------------------------------------------
@@ -106,7 +91,8 @@ window.kvkeep = window.kvkeep || {};
     picture.layers.forEach((layer, index) => {
       layer.cells.forEach((cells, head) => {
         lines.push({
-          layer: index,
+          layer: index, // among those that attend
+          place: layer.place, // among all of the model
           head: layer.cells.length === 1 && layer.heads > 1 ? null : head,
           heads: layer.heads / layer.cells.length, // how many it stands for
           spec: layer.spec,
@@ -148,7 +134,11 @@ window.kvkeep = window.kvkeep || {};
         all += codes[at] >> 2;
         of[codes[at] & 3] += codes[at] >> 2;
       }
-      return all ? (Math.ceil(all / (last - first)) << 2) | of.indexOf(Math.max(...of)) : 0;
+      if (!all) return 0;
+      // Only the largest share means all, as in the picture.
+      const mean = Math.min(FULL - 1, Math.max(1, Math.round(all / (last - first))));
+      const share = all === FULL * (last - first) ? FULL : mean;
+      return (share << 2) | of.indexOf(Math.max(...of));
     });
 
   /** For each column, the share of all heads that keep its tokens, 0 to 1. */
@@ -283,11 +273,11 @@ window.kvkeep = window.kvkeep || {};
       context.textBaseline = "middle";
       context.textAlign = "right";
       let free = -Infinity;
-      picture.layers.forEach((_, index) => {
+      picture.layers.forEach((layer, index) => {
         const own = lines.flatMap((line, i) => (line.layer === index ? [tops[i]] : []));
         const middle = (own[0].top + own[own.length - 1].bottom) / 2;
         if (middle - free < 12) return;
-        context.fillText(String(index), GUTTER - 8, middle);
+        context.fillText(String(layer.place), GUTTER - 8, middle);
         free = middle;
       });
       context.textBaseline = "top";
@@ -409,7 +399,7 @@ window.kvkeep = window.kvkeep || {};
         words.scrollTop = above - 60;
       }
       const head = line.head === null ? "all heads" : `head ${line.head}`;
-      const where = `layer ${line.layer}, ${head}, ${columnName(picture, cursor.column)}`;
+      const where = `layer ${line.place}, ${head}, ${columnName(picture, cursor.column)}`;
       const how = howHeld(line.codes[cursor.column], columnSize(picture, cursor.column));
       const heads = `${percent(shares[cursor.column], 1)} of all heads keep it`;
       const text = make("b", "", picture.texts[cursor.column].replaceAll("\n", "⏎") || " ");
@@ -502,5 +492,5 @@ window.kvkeep = window.kvkeep || {};
     return { update, clear: () => update(empty) };
   };
 
-  Object.assign(window.kvkeep, { heatmap, summary, make, number, bytes, percent });
+  Object.assign(window.kvkeep, { heatmap, summary, bytes });
 })();

@@ -3,7 +3,7 @@
 
 (() => {
   const { heatmap, summary, make, number } = window.kvkeep;
-  const { title, facts, pictures } = JSON.parse(document.getElementById("data").textContent);
+  const { title, facts, texts, pictures } = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const last = pictures.length - 1;
   const whole = pictures[last];
@@ -24,9 +24,9 @@
   };
 
   const drawLayers = (picture) => {
-    $("layers").replaceChildren(...picture.layers.map((layer, index) => {
+    $("layers").replaceChildren(...picture.layers.map((layer) => {
       const line = make("tr");
-      const name = make("th", "", String(index));
+      const name = make("th", "", String(layer.place));
       name.scope = "row";
       line.append(name, make("td", "mono", layer.spec), make("td", "number", number(layer.heads)),
         make("td", "", counted(layer.kept, layer.heads)));
@@ -42,7 +42,8 @@
     $("when").textContent = when;
     $("back").disabled = index === 0;
     $("on").disabled = index === last;
-    map.update(picture, whole.texts.length);
+    const columns = Math.ceil(picture.tokens / picture.group);
+    map.update({ ...picture, texts: texts.slice(0, columns) }, texts.length);
     bars.update(picture);
     drawLayers(picture);
   };
