@@ -56,7 +56,10 @@ def download(name: str, progress: Progress = silent) -> str:
             if (cached := _cached(name)) is None:
                 raise
             return cached
-        weights = _weights(files, lambda file: huggingface_hub.hf_hub_download(name, file))
+        bar = _told(doing, progress)
+        weights = _weights(
+            files, lambda file: huggingface_hub.hf_hub_download(name, file, tqdm_class=bar)
+        )
         if not weights:
             raise HubError(
                 f"{name} has no weights as {' or '.join(_WEIGHTS)}; download a GGUF file of it, "
@@ -64,7 +67,7 @@ def download(name: str, progress: Progress = silent) -> str:
             )
         others = [file for file in files if file.endswith(_ALWAYS) and "/" not in file]
         return huggingface_hub.snapshot_download(
-            name, allow_patterns=[*others, *weights], tqdm_class=_told(doing, progress)
+            name, allow_patterns=[*others, *weights], tqdm_class=bar
         )
     except HubError:
         raise

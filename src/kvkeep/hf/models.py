@@ -163,12 +163,14 @@ def obtain(name: str, progress: Progress = silent) -> Path:
     path = _downloaded(resolve(name, progress), progress)
     if adapter_files.is_adapter(path):
         if base := adapter_files.base_of(path):
-            base = _downloaded(resolve(base, progress), progress)
-            if adapter_files.is_adapter(base):
-                raise ModelError(f"{base} is an adapter, and so is {path}; give another")
-            _check(base, progress)
+            model = _downloaded(resolve(base, progress), progress)
+            if adapter_files.is_adapter(model):
+                raise ModelError(
+                    f"{base} is an adapter, and so is {name}; give an adapter of a model"
+                )
+            _check(base, model, progress)
     else:
-        _check(path, progress)
+        _check(name, path, progress)
     return Path(path)
 
 
@@ -177,10 +179,10 @@ def _downloaded(path: str, progress: Progress) -> str:
     return path if Path(path).exists() else download(path, progress)
 
 
-def _check(path: str, progress: Progress) -> None:
+def _check(name: str, path: str, progress: Progress) -> None:
     """Check the files of a model; see `obtain`."""
     where, options = located(path)
-    progress(f"checking {path}", None)
+    progress(f"checking {name}", None)
     try:
         AutoConfig.from_pretrained(where, **options)
         weights = [] if options else [Path(where, file) for file in weights_in(Path(where))]
@@ -320,7 +322,7 @@ def load(
         raise
     except Exception as error:  # libraries may raise any exception on an invalid directory
         raise ModelError(
-            f"cannot load {name!r}: {reason_of(error)}; `kvkeep models fetch` checks its files"
+            f"cannot load {name!r}: {reason_of(error)}; save it again, or download it again"
         ) from error
     # The hub name, not a directory of the hub's cache: an adapter's config records it.
     model.name_or_path = model.config.name_or_path = found
