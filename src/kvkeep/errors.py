@@ -50,3 +50,9 @@ class PrecisionWarning(UserWarning):
 
 class LossError(KVKeepError, ArithmeticError):
     """A training loss that is not finite."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception of another library says, as part of a message: one line of at most 300
+    characters without the final full stop."""
+    return " ".join(str(error).split())[:300].rstrip(". ")

@@ -105,8 +105,10 @@ def hub(saved, tmp_path, monkeypatch):
     """A stand-in for the hub, which has one repository; returns what was asked for."""
     asked = []
 
-    def snapshot_download(name, *, allow_patterns, ignore_patterns, tqdm_class):
-        asked.append((name, allow_patterns, ignore_patterns))
+    def snapshot_download(name, *, allow_patterns, tqdm_class=None, local_files_only=False):
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("nothing in the cache")
+        asked.append((name, sorted(allow_patterns)))
         bar = tqdm_class(total=100, unit="B")
         bar.update(25)
         bar.update(75)
@@ -117,38 +119,150 @@ def hub(saved, tmp_path, monkeypatch):
             raise OSError("401 Client Error.\nRepository Not Found")
         return files
 
-    files = [path.name for path in Path(saved).iterdir()] + ["pytorch_model.bin", "onnx/a.onnx"]
+    def hf_hub_download(name, file, *, tqdm_class):
+        index = tmp_path / file
+        index.write_text(json.dumps({"weight_map": {"a": "1.bin", "b": "2.bin", "c": "2.bin"}}))
+        return str(index)
+
+    files = [path.name for path in Path(saved).iterdir()]
     monkeypatch.setattr(huggingface_hub, "list_repo_files", list_repo_files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     return asked, files
 
 
 def test_a_hub_name_is_downloaded(hub, saved, capsys):
     asked, files = hub
-    said = []
+    wanted, said = sorted(files), []
+    files += ["pytorch_model.bin", "consolidated.safetensors", "onnx/config.json", "README.md"]
+    shares = [("downloading owner/name", share) for share in (None, 0.25, 1.0)]
     assert obtain("owner/name", lambda *one: said.append(one)) == saved
-    assert said == [("downloading owner/name", share) for share in (None, 0.25, 1.0)]
-    ((name, allowed, ignored),) = asked
-    assert (name, ignored) == ("owner/name", ["*/*"])
-    assert "*.safetensors" in allowed
-    assert "*.bin" not in allowed
+    assert said == [*shares, ("checking owner/name", None)]
+    assert asked == [("owner/name", wanted)]
     assert capsys.readouterr() == ("", "")
-    files[:] = ["config.json", "pytorch_model.bin"]
-    download("owner/name")
-    assert "*.bin" in asked[-1][1]
-    files[:] = ["model.gguf"]
-    with pytest.raises(HubError, match="download a GGUF file of it"):
+    said.clear()
+    model, _ = load("owner/name", "float32", "cpu", lambda *one: said.append(one))
+    assert said == [*shares, ("loading owner/name", None)]
+    assert model.name_or_path == model.config.name_or_path == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        (["pytorch_model.bin"], ["pytorch_model.bin"]),
+        (
+            [
+                "pytorch_model.bin.index.json",
+                "1.bin",
+                "2.bin",
+                "other.bin",
+                "model.fp16.safetensors",
+            ],
+            ["1.bin", "2.bin", "pytorch_model.bin.index.json"],
+        ),
+        (["adapter_model.safetensors", "training_args.bin"], ["adapter_model.safetensors"]),
+        (["a.gguf", "openvino/model.bin"], None),
+    ],
+)
+def test_one_format_of_weights_is_downloaded(hub, files, wanted):
+    asked, there = hub
+    there[:] = files
+    if wanted is None:
+        with pytest.raises(HubError, match="download a GGUF file of it"):
+            download("owner/name")
+    else:
         download("owner/name")
-    with pytest.raises(HubError, match=r"cannot download owner/other: 401 .* Not Found; check the"):
-        download("owner/other")
+    assert asked == ([] if wanted is None else [("owner/name", wanted)])
+
+
+def test_without_the_hub(saved, tmp_path, monkeypatch):
+    """A model in the hub's cache is used; the errors of one that is not say why, and what to do."""
+
+    def refuse(*_):
+        raise OSError("No network.\nSee 'somewhere'.")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    remedy = r"No network. See 'somewhere'; check the name and the connection"
+    with pytest.raises(HubError, match=remedy):
+        load("owner/name")
+    cached = tmp_path / "models--owner--name"
+    place = cached / "snapshots" / ("0" * 40)
+    shutil.copytree(saved, place)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    assert obtain("owner/name") == place
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "model.safetensors").rename(place / "1.safetensors")
+    with pytest.raises(HubError, match=remedy):
+        obtain("owner/name")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(HubError, match=f"cannot download owner/other: {remedy}"):
+        describe("owner/other")
 
 
 def test_a_directory_is_checked(saved, tmp_path):
     assert obtain(str(saved)) == saved
-    bare = tmp_path / "bare"
-    shutil.copytree(saved, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    place = tmp_path / "place"
+    shutil.copytree(saved, place)
+    weights = place / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"cannot read .*; save it again"):
+        obtain(str(place))
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(saved / "model.safetensors", place / "1.safetensors")
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"lacks 1 of 2 files of weights, such as 2\.safetensors"):
+        obtain(str(place))
+    (place / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelError, match="no weights in"):
-        obtain(str(bare))
-    shutil.rmtree(bare)
-    with pytest.raises(ModelError, match=f"did you mean '{saved}'"):
-        models.resolve(f"{saved}x")
+        obtain(str(place))
+    (place / "config.json").write_text("{")
+    for check in (obtain, load):
+        with pytest.raises(ModelError, match=r"cannot (read|load) .*place.*JSON"):
+            check(str(place))
+
+
+def test_a_directory_without_a_tokenizer(saved, tmp_path):
+    """transformers makes a tokenizer of this class, of special tokens alone, without any file."""
+    shutil.copytree(saved, tmp_path / "a", ignore=shutil.ignore_patterns("token*"))
+    for check in (obtain, load):
+        with pytest.raises(ModelError, match=r"no tokenizer in .*; save one with save_pretrained"):
+            check(str(tmp_path / "a"))
+    assert describe(str(tmp_path / "a"))["layers"]
+
+
+def test_an_adapter_is_obtained_with_its_base(saved, tmp_path):
+    def obtained(base):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        return obtain(str(tmp_path))
+
+    with pytest.raises(AdapterError, match="has no adapter_model"):
+        obtained(str(saved))
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert obtained(str(saved)) == obtained(None) == tmp_path
+    with pytest.raises(ModelError, match="no model 'nothing'"):
+        obtained("nothing")
+    with pytest.raises(ModelError, match="is an adapter, and so is"):
+        obtained(str(tmp_path))
+
+
+def test_the_nearest_model_in_the_same_directory_is_suggested(tmp_path):
+    place = tmp_path / "place"
+    for name, file in (("first", "config.json"), ("second", "adapter_config.json")):
+        (place / name).mkdir(parents=True)
+        (place / name / file).touch()
+    (place / "empty").mkdir()
+    (place / "third.gguf").touch()
+    for name in ("first", "second", "third.gguf"):
+        with pytest.raises(ModelError, match=f"did you mean '{place / name}'"):
+            models.resolve(str(place / f"{name}x"))
+    (place / "third.gguf").rename(place / "empty" / "third.gguf")
+    with pytest.raises(ModelError, match=f"did you mean '{place / 'empty'}'"):
+        models.resolve(str(place / "emptyx"))
+    (place / "empty" / "third.gguf").unlink()
+    for name in (f"{place / 'emptyx'}", f"{place}x"):
+        with pytest.raises(ModelError, match="known: smollm2"):
+            models.resolve(name)

@@ -133,3 +133,6 @@ def test_directories_without_a_model(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF but not more")
     with pytest.raises(ModelError, match=r"cannot load .*a\.gguf"):
         models.load(str(tmp_path / "a.gguf"))
+    (tmp_path / "a.gguf").write_text("version https://git-lfs")
+    with pytest.raises(ModelError, match=r"not a GGUF file: it begins with b'vers'"):
+        models.obtain(str(tmp_path / "a.gguf"))

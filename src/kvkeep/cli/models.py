@@ -75,7 +75,8 @@ def list_models(json: JsonFlag = False) -> None:
 def fetch(name: AnyModel, json: JsonFlag = False) -> None:
     """Have a model on this machine: download it unless it is there, check it, and print its path.
 
-    A hub name is downloaded into the hub's own cache.
+    A hub name is downloaded into the hub's own cache. Of an adapter, the base model is
+    downloaded and checked too.
     """
     with Working(f"fetching {name}") as working:
         from kvkeep.hf.models import obtain

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.extras import needed_by
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -94,10 +94,9 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             missing = sorted(known.keys() - weights.keys())
             read: Any = set_peft_model_state_dict(adapted, weights)
     except Exception as error:  # PEFT may raise any exception on an invalid config
-        reason = " ".join(str(error).split())[:300]
         raise AdapterError(
-            f"cannot load {directory} into {model.name_or_path}: {reason}; give the model it was "
-            "made for, or save it again"
+            f"cannot load {directory} into {model.name_or_path}: {reason_of(error)}; give the "
+            "model it was made for, or save it again"
         ) from error
     odd = list(read.unexpected_keys)
     if missing or odd:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.hf import adapter_files
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, layer_kinds
+from kvkeep.hf.hub import hub_error
 from kvkeep.hf.models import KNOWN, ModelError, dtype_on, is_fetched, located, resolve
 from kvkeep.host.progress import Progress, silent
 from kvkeep.spec import parse_specs
@@ -42,6 +44,7 @@ def describe(
 
     Raises:
         ModelError, AdapterError: see `kvkeep.hf.models.load`; or a known model was not fetched.
+        HubError: the config cannot be downloaded.
         SpecError: the spec does not exist.
     """
     parsed, (kind, _) = parse_specs(spec), dtype_on(device, dtype)
@@ -57,8 +60,12 @@ def describe(
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # libraries may raise any exception on an invalid config
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot read {name!r}: {reason}; see `kvkeep models`") from error
+        if isinstance(error, OSError) and not Path(where).exists():
+            raise hub_error(where, error) from error
+        raise ModelError(
+            f"cannot read {name!r}: {reason_of(error)}; give a model that AutoModelForCausalLM "
+            "takes"
+        ) from error
     text = decoder_config(config)
     heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     weights, context = text.dtype or config.dtype, getattr(text, "max_position_embeddings", None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,10 +27,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.errors import KVKeepError, UnsupportedError, reason_of
 from kvkeep.extras import needed_by
 from kvkeep.hf import adapter_files
-from kvkeep.hf.hub import download
+from kvkeep.hf.hub import download, weights_in
 from kvkeep.home import home
 from kvkeep.host.progress import Progress, silent
 
@@ -143,49 +144,92 @@ def fetch(name: str, progress: Progress = silent) -> Path:
 
 
 def obtain(name: str, progress: Progress = silent) -> Path:
-    """Have all files of a model on this machine, and check that it can be loaded.
+    """Have all files of a model on this machine, and check them: the config and the tokenizer are
+    read, the weights are there, and none of the safetensors files is cut off.
 
     Args:
         name: a key of `KNOWN`, which is fetched; a hub name, which is downloaded; or a directory or
-            a GGUF file, which is there already.
+            a GGUF file, which is there already. Of an adapter, the base model is obtained too.
 
     Returns:
         The directory or the file.
 
     Raises:
-        ModelError: the name is none of these, or the model lacks a config, weights or a tokenizer.
+        ModelError: the name is none of these, or a file is missing or cannot be read.
+        AdapterError: it is an adapter without weights, or of an unsupported kind.
         HubError: it cannot be downloaded.
+        MissingPackageError: it is a GGUF file, and what reads those is not installed.
     """
-    path = resolve(name, progress)
-    if not Path(path).exists():
-        path = download(path, progress)
-    place, _ = located(path)
-    if Path(path).is_dir() and not any(
-        any(Path(place).glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".gguf")
-    ):
-        raise ModelError(f"no weights in {path}: save them with save_pretrained()")
+    path = _downloaded(resolve(name, progress), progress)
+    if adapter_files.is_adapter(path):
+        if base := adapter_files.base_of(path):
+            model = _downloaded(resolve(base, progress), progress)
+            if adapter_files.is_adapter(model):
+                raise ModelError(
+                    f"{base} is an adapter, and so is {name}; give an adapter of a model"
+                )
+            _check(base, model, progress)
+    else:
+        _check(name, path, progress)
     return Path(path)
+
+
+def _downloaded(path: str, progress: Progress) -> str:
+    """A path that `resolve` returned, or the directory of the hub name."""
+    return path if Path(path).exists() else download(path, progress)
+
+
+def _check(name: str, path: str, progress: Progress) -> None:
+    """Check the files of a model; see `obtain`."""
+    where, options = located(path)
+    progress(f"checking {name}", None)
+    try:
+        AutoConfig.from_pretrained(where, **options)
+        weights = [] if options else [Path(where, file) for file in weights_in(Path(where))]
+        for file in weights:
+            if file.suffix == ".safetensors" and file.exists():
+                with safe_open(file, "pt"):
+                    pass
+    except Exception as error:  # libraries may raise any exception on an invalid file
+        raise ModelError(
+            f"cannot read {path}: {reason_of(error)}; save it again, or download it again"
+        ) from error
+    if not options and not weights:
+        raise ModelError(f"no weights in {path}: save them with save_pretrained()")
+    if missing := [file.name for file in weights if not file.exists()]:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of {len(weights)} files of weights, such as "
+            f"{missing[0]}; save it again, or download it again"
+        )
+    _tokenizer(where, options)
 
 
 def located(path: str) -> tuple[str, dict[str, Any]]:
     """Where transformers finds a model, and the options for loading it.
 
     Raises:
-        ModelError: the path is a directory without a model or a tokenizer.
+        ModelError: the path is a directory without a model, or not a GGUF file.
         MissingPackageError: it is a GGUF file, and what reads those is not installed.
     """
     gguf = _gguf(Path(path))
     if gguf is not None:
         _require_gguf()
-        return str(gguf.parent), {"gguf_file": gguf.name}
-    if (directory := Path(path)).is_dir():
-        if not (directory / "config.json").exists():
+        try:
+            with gguf.open("rb") as file:
+                begin = file.read(4)
+        except OSError as error:
+            raise ModelError(f"cannot read {gguf}: {error.strerror}; check its access") from error
+        if begin != b"GGUF":
             raise ModelError(
-                f"no model in {path}: it has no config.json, no GGUF file and no "
-                "adapter_config.json; see `kvkeep models`"
+                f"{gguf} is not a GGUF file: it begins with {begin!r}, not b'GGUF'; download it "
+                "again"
             )
-        if not any(directory.glob("token*")) and not any(directory.glob("vocab*")):
-            raise ModelError(f"no tokenizer in {path}: save one with save_pretrained()")
+        return str(gguf.parent), {"gguf_file": gguf.name}
+    if Path(path).is_dir() and not Path(path, "config.json").exists():
+        raise ModelError(
+            f"no model in {path}: it has no config.json, no GGUF file and no adapter_config.json; "
+            "see `kvkeep models`"
+        )
     return path, {}
 
 
@@ -194,7 +238,8 @@ def resolve(name: str, progress: Progress = silent) -> str:
     GGUF file or a hub name is returned unchanged.
 
     Raises:
-        ModelError: the name is none of these; the error suggests the nearest known name.
+        ModelError: the name is none of these; the error suggests the nearest known name, or the
+            nearest model in the same directory.
     """
     if name in KNOWN:
         return str(fetch(name, progress))
@@ -207,20 +252,26 @@ def resolve(name: str, progress: Progress = silent) -> str:
         ) from error
     if "/" in name and not name.startswith((".", "/", "~")):
         return name
-    close = difflib.get_close_matches(name, [*KNOWN, *_beside(name)], n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
+    path = Path(name)
+    there = {known: known for known in KNOWN} | _models_in(path.parent)
+    close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.5)
+    hint = f"did you mean {there[close[0]]!r}?" if close else f"known: {', '.join(KNOWN)}"
     raise ModelError(
         f"no model {name!r}: it is neither a directory nor a hub name (owner/name); {hint}"
     )
 
 
-def _beside(name: str) -> list[str]:
-    """The directories and GGUF files that lie where a path that does not exist leads."""
-    path = Path(name)
-    with suppress(OSError):
-        there = [one for one in path.parent.iterdir() if one.is_dir() or one.suffix == ".gguf"]
-        return [name.removesuffix(path.name) + one.name for one in there]
-    return []
+def _models_in(directory: Path) -> dict[str, str]:
+    """The models, adapters and GGUF files in a directory: the path of each, by the last part."""
+    found = dict[str, str]()
+    with suppress(OSError):  # no such directory, or no access
+        for path in directory.iterdir():
+            marks = (path / "config.json", path / "adapter_config.json")
+            with suppress(OSError):
+                is_model = any(mark.is_file() for mark in marks) or any(path.glob("*.gguf"))
+                if is_model or (path.suffix == ".gguf" and path.is_file()):
+                    found[path.name] = str(path)
+    return found
 
 
 def load(
@@ -232,7 +283,7 @@ def load(
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model for inference, and its tokenizer.
+    """Load a model for inference, and its tokenizer. What is not on this machine is downloaded.
 
     Args:
         name: a known name, a hub name, a GGUF file, or a directory with a model, a GGUF file, or an
@@ -246,27 +297,35 @@ def load(
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
         AdapterError: the adapter does not exist, or cannot be put on the model.
+        HubError: the model cannot be downloaded.
         MissingPackageError: the model is a GGUF file, and what reads those is not installed.
     """
     torch_dtype, place = dtype_on(device, dtype)
-    if name is not None and adapter_files.is_adapter(name):
-        if adapter is not None:
-            raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
-        name, adapter = None, name
     if adapter is not None:  # checks the adapter before the model is loaded
         base = adapter_files.base_of(adapter)
         name = name or base
     if not name:
         what = "no model" if adapter is None else f"{adapter} does not say which model it is for"
         raise ModelError(f"{what}; give one, see `kvkeep models`")
-    where, options = located(resolve(name, progress))
+    found = resolve(name, progress)
+    path = _downloaded(found, progress)
+    if adapter_files.is_adapter(path):
+        if adapter is not None:
+            raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
+        return load(None, dtype, device, progress, adapter=path, labels=labels)
+    where, options = located(path)
     progress(f"loading {name}", None)
     transformers_logging.disable_progress_bar()
     try:
         model, tokenizer = _read(where, torch_dtype, labels, **options)
+    except ModelError:
+        raise
     except Exception as error:  # libraries may raise any exception on an invalid directory
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load {name!r}: {reason}; see `kvkeep models`") from error
+        raise ModelError(
+            f"cannot load {name!r}: {reason_of(error)}; save it again, or download it again"
+        ) from error
+    # The hub name, not a directory of the hub's cache: an adapter's config records it.
+    model.name_or_path = model.config.name_or_path = found
     if adapter is not None:
         progress(f"loading {adapter}", None)
         model = adapter_files.with_adapter(model, adapter)
@@ -278,16 +337,28 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory.
 
     Raises:
-        ModelError: transformers cannot load one.
+        ModelError: transformers cannot load one, or makes one without a vocabulary.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, local_files_only=True
         )
     except Exception as error:  # libraries may raise any exception on an invalid directory
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"no tokenizer in {directory}: {reason}") from error
+        raise ModelError(
+            f"no tokenizer in {directory}: {reason_of(error)}; save one with save_pretrained()"
+        ) from error
+    # Without a file, transformers makes some classes of tokenizers with their special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"no tokenizer in {directory}: no file has a vocabulary; save one with "
+            "save_pretrained()"
+        )
     return tokenizer
+
+
+def _tokenizer(where: str, options: dict[str, Any]) -> Any:
+    """The tokenizer of a model, of what `located` returned."""
+    return AutoTokenizer.from_pretrained(where, **options) if options else load_tokenizer(where)
 
 
 def _require_gguf() -> None:
@@ -319,7 +390,9 @@ def _read(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model and its tokenizer with transformers. A model from a GGUF file gets ordinary
     weights and no trace of its quantization."""
-    tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    if not options:
+        AutoConfig.from_pretrained(where)  # so that its error does not look like the tokenizer's
+    tokenizer = _tokenizer(where, options)
     model: Any
     if labels is None:
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
