@@ -79,9 +79,9 @@ def generate(
     from kvkeep.spec import parse_specs
 
     spec = parse_specs(cache)
-    text = given_prompt(prompt, prompt_file)
     for value, name in ((system, "--system"), (keep_until, "--keep-until")):
         require_utf8(value or "", name)
+    text = given_prompt(prompt, prompt_file)
     with Working("starting") as working:
         from kvkeep.hf.generate import generate as run
         from kvkeep.hf.models import load
