@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli import app
+from kvkeep.cli.chat import _converse
 from kvkeep.hf import session as module
 
 
@@ -18,7 +20,8 @@ def _home(tmp_path, monkeypatch, smollm2):
 
 
 def run(*arguments, lines=()):
-    result = CliRunner().invoke(app, [*arguments], input="".join(f"{x}\n" for x in lines))
+    typed = "".join(f"{x}\n" for x in lines).encode("utf-8", "surrogateescape")
+    result = CliRunner().invoke(app, [*arguments], input=typed)
     assert result.exit_code == 0, result.output
     return result
 
@@ -63,17 +66,26 @@ def test_bad_input(stand_in_home, monkeypatch):
     assert "no sessions yet" in run("sessions").stdout
     for arguments, reason in (
         (("sessions", "delete", "a"), "no session 'a'"),
-        (("sessions", "export", "a"), "no file"),
+        (("sessions", "export", "a.kv"), "no session 'a.kv'"),
         (("chat", "--session", "../a"), "session name"),
         (("chat", "--cache", "h20:64"), "no policy 'h20'"),
     ):
         result = CliRunner().invoke(app, [*arguments], input="")
         assert result.exit_code == 2
         assert reason in result.stderr
-    errors = run("chat", lines=["/undo", "/save", "/fork"]).stderr
-    for reason in ("no turn to undo", "has no name", "session name ''"):
+    lines = ["h\udce9llo", "/undo", "/save", "/fork"]
+    errors = run("chat", lines=lines).stderr
+    reasons = ("the message is not UTF-8", "no turn to undo", "has no name", "session name ''")
+    for reason in reasons:
         assert reason in errors
     run("chat", "--session", "a", "--max-new-tokens", "2", lines=["Hello."])
     result = CliRunner().invoke(app, ["chat", "--session", "a", "--cache", "window:9"], input="")
     assert result.exit_code == 2
     assert "leave out" in result.stderr
+
+
+def test_closed_stdin_is_the_end_of_input(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    talk = SimpleNamespace(messages=[], name=None, context=(0, 9))
+    _converse(talk, max_new_tokens=1, temperature=0.0, top_p=1.0)
+    assert "context 0/9" in capsys.readouterr().err

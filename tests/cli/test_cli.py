@@ -46,7 +46,9 @@ def test_generate_streams_and_says_what_it_cost():
 @pytest.mark.usefixtures("_model")
 def test_generate_json():
     options = ("--cache", "window:16,sinks=2@fixed", "--max-new-tokens", "8", "--json")
-    result = last_line(run("generate", "-", *MODEL, *options, input="Tell me of the sea."))
+    ran = run("generate", "-", *MODEL, *options, input="Tell me of the sea.")
+    assert "answering ..." in ran.stderr  # a bar on a terminal
+    result = last_line(ran)
     assert result["tokens"] == 8
     assert result["length"] == result["capacity"] == 18
     assert result["cache_bytes"] == result["allocated_bytes"] == 30 * 18 * (2 * 3 * 64 * 4 + 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from kvkeep.cli import complete
 from kvkeep.codec import CODECS
+from kvkeep.evals.kvpress import PRESSES
+from kvkeep.evals.tasks import GROUPS, TASKS
 from kvkeep.hf.models import KNOWN
 from kvkeep.policy import POLICIES
 from kvkeep.spec import ALIASES, CacheSpec
@@ -22,9 +25,12 @@ def test_the_names_are_those_of_the_library():
     assert tuple(CODECS) == complete.CODECS
     assert set(complete.STORAGES) == set(STORAGES)
     names = [spec.partition(":")[0].partition("(")[0] for spec in complete.POLICIES]
-    assert sorted(names) == sorted([*POLICIES, *ALIASES])
+    assert sorted(names) == sorted({*POLICIES, *ALIASES} - {"pyramid", "adakv"})
     for spec in complete.POLICIES:
         CacheSpec.parse(spec)
+        assert shlex.quote(spec) == spec  # bash inserts it as it is
+    assert (*GROUPS, *TASKS) == complete.TASKS
+    assert complete.PRESSES == PRESSES
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,7 @@ def test_bash(tmp_path):
         "kvkeep generate --cache keep_all+in",
         "kvkeep bench op --dtype b",
         "kvkeep models show gem",
+        "kvkeep eval --tasks qa,nee",
     ]
     ask = "\n".join(
         f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
@@ -114,4 +121,5 @@ def test_bash(tmp_path):
         "keep_all+int8 keep_all+int4",
         "bfloat16",
         "gemma3-270m",
+        "qa,needle",
     ], ran.stderr

@@ -10,11 +10,14 @@ import time
 import warnings
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvkeep.__main__ import _quiet
 from kvkeep.cli import app
 from kvkeep.cli.generate import given_prompt
+
+READING = "reading stdin ...\n"
 
 
 def run(*arguments, **options):
@@ -27,7 +30,12 @@ def run(*arguments, **options):
         (("--nothing",), "error: No such option: --nothing; see `kvkeep --help`"),
         (("store", "gc"), "error: Missing argument 'STORE'; see `kvkeep store gc --help`"),
         (("genrate",), "No such command 'genrate'. Did you mean 'generate'? See `kvkeep --help`"),
-        (("generate", "--seed", "x"), "--seed"),
+        (("generate", "--seed", "x"), "'--seed': 'x' should be a valid integer"),
+        (("generate", "--temperature", "-1"), "'-1' should be greater than or equal to 0; see"),
+        (("serve", "--budget", "foo"), "error: --budget 'foo': give a size such as 500MB"),
+        (("bench", "prefill", "--lengths", "0"), "error: --lengths '0': give whole numbers"),
+        (("generate", "h\udce9llo"), "error: the prompt is not UTF-8 text: "),
+        (("generate", "hi", "--system", "\udce9"), "error: --system is not UTF-8 text: "),
         (("generate", "hi", "--cache", "h20:9"), "error: no policy 'h20' in 'h20:9'; did you mean"),
         (("generate", "--model", "./smolm2-135m"), "no model './smolm2-135m'"),
         (("bench", "op", "--heads", "5"), "error: --heads 5 must be a multiple of --kv-heads 8"),
@@ -37,9 +45,30 @@ def test_bad_usage_is_one_line(arguments, line):
     result = run(*arguments, input="hi")
     assert result.exit_code == 2
     assert result.stdout == ""
-    (said,) = result.stderr.splitlines()
+    (said,) = result.stderr.removeprefix(READING).splitlines()
     assert said.startswith("error: ")
     assert line in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("eval", "--specs", ""), "no spec to evaluate"),
+        (("export", "a.pt2", "--cache", "h2o:10"), "h2o:10+plain@growing cannot be exported"),
+        (("export", "nowhere/a.pt2"), "nowhere/a.pt2 cannot be written: No such file or directory"),
+        (("export", "directory.pt2"), "directory.pt2 is a directory"),
+        (("finetune", "bad.jsonl", "--out", "out"), "bad.jsonl, line 2: not JSON"),
+        (("finetune", "good.jsonl", "--out", "out", "--eval", "bad.jsonl"), "bad.jsonl, line 2"),
+    ],
+)
+def test_checks_that_need_no_model_come_first(arguments, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "directory.pt2").mkdir()
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    result = run(*arguments, "--model", "./nowhere")
+    assert result.exit_code == 2
+    assert line in result.stderr
 
 
 def test_no_command_shows_the_help():
@@ -59,7 +88,7 @@ def test_exit_codes(monkeypatch, error, code):
     monkeypatch.setattr("kvkeep.hf.models.load", fail)
     result = run("generate", "hello")
     assert result.exit_code == code
-    said = result.stderr.strip()
+    said = result.stderr.removeprefix(READING).strip()
     assert said == ("error: EOFError: x (--debug shows the traceback)" if code == 1 else "")
 
 
@@ -90,6 +119,13 @@ def test_a_device_is_not_read(monkeypatch):
     with open("/dev/zero") as endless:
         monkeypatch.setattr("sys.stdin", endless)
         assert given_prompt("hello", None) == "hello"
+
+
+def test_closed_stdin(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert given_prompt("hello", None) == "hello"
+    with pytest.raises(typer.BadParameter, match="give a prompt"):
+        given_prompt("-", None)
 
 
 def test_of_warnings_only_kvkeeps_are_shown(monkeypatch, capsys):

@@ -12,7 +12,7 @@ from support.sweep_configs import model_of
 from typer.testing import CliRunner
 
 from kvkeep.cli import app
-from kvkeep.cli.inspect import BARS, DOTTED, bar
+from kvkeep.cli.inspect import ASCII_BARS, BARS, DOTTED, bar
 
 PROMPT = "One two three four five six seven eight nine ten eleven twelve"
 
@@ -188,6 +188,16 @@ def test_bar():
     assert bar([0], 100, 4) == BARS[1] + "   "
     assert bar([3, 4], 5, 2) == " █"
     assert bar([4], 5, 2) == " ▄"
+    assert bar([0, 1, 2, 3], 4, 4, ASCII_BARS) == "@@@@"
+    assert len(ASCII_BARS) == len(BARS)
+
+
+@pytest.mark.usefixtures("_model")
+def test_inspect_in_a_terminal_that_is_not_utf8():
+    result = CliRunner(charset="ascii").invoke(app, ["inspect", "one two", "--cache", "window:4"])
+    assert result.exit_code == 0, result.output
+    assert "@" in result.stdout
+    assert result.stdout.isascii()
 
 
 @pytest.mark.parametrize(

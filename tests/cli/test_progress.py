@@ -6,6 +6,7 @@ import os
 import pty
 import time
 from contextlib import contextmanager, suppress
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +16,14 @@ from kvkeep.host.progress import Work
 
 
 @contextmanager
-def terminal(monkeypatch):
+def terminal(monkeypatch, encoding="utf-8"):
     """Stderr is a terminal of 80 columns; yields a function that reads what was written."""
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with open(theirs, "w") as stream, monkeypatch.context() as patched:
+    with open(theirs, "w", encoding=encoding) as stream, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", stream)
 
         def written():
@@ -37,8 +38,8 @@ def terminal(monkeypatch):
 
 def test_time_left():
     pace = _Pace()
-    began = time.monotonic()
-    assert pace.text(began + 12.5) == "0:12"  # since the beginning
+    assert pace.text(time.monotonic() + 12.5) == "0:12"  # since the beginning
+    began = round(time.monotonic())  # so that no difference is rounded
     assert pace.add(0.0, began + 20)  # known from now on
     assert not pace.add(0.0, began + 40)  # nothing was done before
     assert pace.text(began + 43) == "0:03"
@@ -88,6 +89,44 @@ def test_a_bar_follows_a_cache(monkeypatch):
         shown = written()
     assert "reading 1,000 tokens" in shown
     assert "75%" in shown
+
+
+def test_a_terminal_that_is_not_utf8(monkeypatch):
+    with terminal(monkeypatch, "ascii") as written, Working("half") as working:
+        working("half", 0.5)
+        shown = written()
+    assert "half" in shown
+    assert shown.isascii()
+
+
+def test_what_is_drawn_while_the_activity_changes(monkeypatch):
+    """A share that was asked for before does not return."""
+    with terminal(monkeypatch):
+        working = Working("starting")
+        changes = Thread(target=working, args=("writing",))
+
+        class Layer:
+            @property
+            def fed(self):
+                changes.start()
+                changes.join(0.1)  # it waits, or would have changed the activity already
+                return 5
+
+        working.reading(SimpleNamespace(layers=[Layer()]), 10)
+        working._bar.get_renderables()
+        changes.join()
+    assert working._doing == "writing"
+
+
+def test_drawing_does_not_wait(monkeypatch):
+    """It holds a lock of rich's, for which the change of an activity may wait."""
+    with terminal(monkeypatch):
+        working = Working("starting")
+        with working._lock:
+            draws = Thread(target=working._bar.get_renderables, daemon=True)
+            draws.start()
+            draws.join(10)
+            assert not draws.is_alive()
 
 
 @pytest.mark.parametrize("colour", [False, True])

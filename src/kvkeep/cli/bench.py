@@ -62,7 +62,7 @@ def append(
 ) -> None:
     """Append one token: concatenation against writing in place (8 heads, width 128)."""
     check_plot(plot)
-    held, rows = numbers(tokens), numbers(batches)
+    held, rows = numbers(tokens, "--tokens"), numbers(batches, "--batches")
     with Working("append") as working:
         from kvkeep.bench.append import run
 
@@ -166,7 +166,7 @@ def op(
 ) -> None:
     """The attention operation alone, on every backend and in other libraries."""
     check_plot(plot)
-    held = numbers(lengths)
+    held = numbers(lengths, "--lengths")
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     if queries > min(held or [256]):
@@ -218,7 +218,7 @@ def linear(
 ) -> None:
     """Linear layers of few rows on the CPU, by kvkeep's kernel and by torch."""
     check_plot(plot)
-    sizes, counts = _shapes(shapes), numbers(rows)
+    sizes, counts = _shapes(shapes), numbers(rows, "--rows")
     with Working("linear") as working:
         from kvkeep.bench.linear import ROWS, SHAPES, run
         from kvkeep.hf.models import dtype_named
@@ -269,7 +269,7 @@ def decode(
 ) -> None:
     """Decode steps of a whole model at several contexts, and their time per token held."""
     check_plot(plot)
-    held = numbers(contexts)
+    held = numbers(contexts, "--contexts")
     with Working("decode") as working:
         from kvkeep.bench.decode import run
         from kvkeep.spec import split_specs
@@ -305,7 +305,7 @@ def prefill(
 ) -> None:
     """A whole prompt in one forward, compared with transformers and sdpa."""
     check_plot(plot)
-    fed = whole_numbers(lengths)
+    fed = whole_numbers(lengths, "--lengths")
     with Working("prefill") as working:
         from kvkeep.bench.prefill import run
 
@@ -449,8 +449,8 @@ def train(
     It is the gradient with respect to all weights.
     """
     check_plot(plot)
-    lengths, chosen = whole_numbers(tokens), listed(methods, ",")
-    shared = whole_numbers(processes)
+    lengths, chosen = whole_numbers(tokens, "--tokens"), listed(methods, ",")
+    shared = whole_numbers(processes, "--processes")
     if not chosen:
         raise typer.BadParameter("--methods is empty; give at least one, e.g. kvkeep")
     with Working("train") as working:

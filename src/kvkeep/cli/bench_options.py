@@ -52,9 +52,9 @@ Device = Annotated[
 ]
 
 
-def numbers(text: str | None) -> list[int] | None:
-    """Parse comma-separated whole numbers; None without text."""
-    return None if text is None else whole_numbers(text)
+def numbers(text: str | None, option: str) -> list[int] | None:
+    """Parse an option's comma-separated whole numbers; None without text."""
+    return None if text is None else whole_numbers(text, option)
 
 
 def names(text: str | None) -> list[str] | None:

@@ -75,7 +75,7 @@ def serve(
         raise typer.BadParameter(f"--shortest {shortest} must be at most --longest {longest}")
     if cpu_time and interrupt is not None:
         raise typer.BadParameter("--cpu-time and --interrupt exclude each other; give one")
-    counts, others = whole_numbers(sequences), names(against)
+    counts, others = whole_numbers(sequences, "--sequences"), names(against)
     with Working("serve") as working:
         from kvkeep.bench import serve_steps
         from kvkeep.bench.contenders import SERVER

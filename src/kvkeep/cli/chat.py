@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json as json_module
+import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from kvkeep.cli.complete import sessions as completed
 from kvkeep.cli.complete import specs
 from kvkeep.cli.errors import Group, print_error
+from kvkeep.cli.generate import require_utf8
 from kvkeep.cli.output import (
     AdapterName,
     DeviceName,
@@ -111,13 +114,16 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
             sign = "> " if message["role"] == "user" else ""
             typer.echo(f"{sign}{message['content']}\n")
     say(f"{_status(talk)}; /help lists commands\n", err=True)
-    while True:
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # require_utf8 reports it, for each line
+    while sys.stdin is not None:
         try:
             text = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             typer.echo(err=True)
             return
         try:
+            require_utf8(text, "the message")
             if text.split(" ")[0] == "/exit":
                 return
             if text.startswith("/"):
@@ -134,7 +140,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
                 )
         except KeyboardInterrupt:
             typer.echo("\ninterrupted; the turn was removed", err=True)
-        except KVKeepError as error:
+        except (KVKeepError, typer.BadParameter) as error:
             print_error(str(error))
 
 

@@ -27,12 +27,48 @@ POLICIES = (
     "random:1024",
     "kvzip:25%",
     "kvzap:25%,scorer=FILE",
-    "pyramid(h2o:1024)",
-    "adakv(h2o:1024)",
 )
-"""A spec of each policy; the whole of it is suggested, because shells add a space."""
+"""A spec of each policy; the whole of it is suggested, because shells add a space. Specs such as
+`pyramid(h2o:1024)` are left out, because bash would insert their parentheses without quotes."""
 CODECS = ("plain", "int8", "int4", "fp8", "kivi")
 STORAGES = ("growing", "fixed", "concat", "host")
+TASKS = (
+    "ruler",
+    "longbench",
+    "helmet",
+    "all",
+    "needle",
+    "multi-key",
+    "multi-value",
+    "multi-query",
+    "variables",
+    "common-words",
+    "frequent-words",
+    "qa",
+    "passage-retrieval",
+    "passage-count",
+    "multi-document-qa",
+    "few-shot",
+    "code-completion",
+    "key-value",
+    "reranking",
+    "many-shot",
+    "citations",
+)
+PRESSES = (
+    "none",
+    "snapkv",
+    "adakv",
+    "criticaladakv",
+    "pyramid",
+    "knorm",
+    "keydiff",
+    "streaming",
+    "tova",
+    "expected_attention",
+    "observed_attention",
+    "kvzip",
+)
 
 _MODEL_FILES = ("config.json", "*.gguf", "adapter_config.json")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -114,9 +115,19 @@ def _told(error: Exception) -> tuple[str, int]:
     own = isinstance(error, typer.BadParameter) and usage.param is None  # a command raised it
     if own or usage.ctx is None:
         return usage.message, OWN
+    usage.message = _with_value(usage)
     message = usage.format_message().rstrip(".")
     see = " See" if message.endswith("?") else "; see"
     return f"{message}{see} `{usage.ctx.command_path} --help`", OWN
+
+
+def _with_value(usage: Any) -> str:
+    """The message of wrong usage. In newer versions of typer, pydantic's error has the value that
+    the message calls "Input"."""
+    found: list[Any] = getattr(usage.__cause__, "errors", list)()
+    if not found:
+        return str(usage.message)
+    return re.sub(r"^Input\b", lambda _: repr(found[0]["input"]), usage.message)
 
 
 def _with_debug_first(args: Sequence[str]) -> list[str]:

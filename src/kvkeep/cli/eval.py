@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.complete import PRESSES, TASKS, one_of, several_of
 from kvkeep.cli.complete import specs as completed
 from kvkeep.cli.html import HtmlFile, check_html
 from kvkeep.cli.output import (
@@ -57,7 +58,8 @@ def evaluate(
         str,
         typer.Option(
             help="Groups of tasks (ruler, longbench, helmet, or all of them: all) or single ones "
-            "(needle, qa, reranking, ...), comma-separated."
+            "(needle, qa, reranking, ...), comma-separated.",
+            autocompletion=several_of(*TASKS),
         ),
     ] = "needle",
     samples: Annotated[
@@ -81,13 +83,20 @@ def evaluate(
     ] = False,
     against: Annotated[
         str | None,
-        typer.Option(help="kvpress: also compare its presses, in the environment of --kvpress."),
+        typer.Option(
+            help="kvpress: also compare its presses, in the environment of --kvpress.",
+            autocompletion=one_of("kvpress"),
+        ),
     ] = None,
     kvpress: Annotated[
         Path | None, typer.Option(help="The directory that --setup-kvpress made.")
     ] = None,
     presses: Annotated[
-        str | None, typer.Option(help="Presses of kvpress, comma-separated; default: all.")
+        str | None,
+        typer.Option(
+            help="Presses of kvpress, comma-separated; default: all.",
+            autocompletion=several_of(*PRESSES),
+        ),
     ] = None,
     kept: Annotated[
         float, typer.Option(help="Share of the keys and values that presses keep.")
@@ -135,10 +144,10 @@ def evaluate(
     if samples_file is not None and not (retrieval and listed(tasks, ",")):
         raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
     model = model_for(model, adapter)
-    contexts = whole_numbers(context)
+    contexts = whole_numbers(context, "--context")
     with Working("starting") as working:
         from kvkeep.bench.environment import environment
-        from kvkeep.evals.kvpress import PRESSES, Kvpress
+        from kvkeep.evals.kvpress import Kvpress
         from kvkeep.evals.run import run
         from kvkeep.evals.tradeoff import rows_of
         from kvkeep.spec import split_specs

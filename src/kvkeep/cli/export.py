@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
@@ -36,10 +37,14 @@ def export(
 ) -> None:
     """Export a model's decode step with its cache, to run without transformers."""
     model = model_for(model, adapter)
+    from kvkeep.graph.export_op import require_exportable
     from kvkeep.graph.program import named
-    from kvkeep.spec import parse_specs
+    from kvkeep.spec import CacheSpec, parse_specs
 
     spec, path = parse_specs(cache), named(output)
+    for one in [spec] if isinstance(spec, CacheSpec) else spec.values():
+        require_exportable(one)
+    _require_writable(path)
     with Working("starting") as working:
         from kvkeep.hf.export import export as run
         from kvkeep.hf.models import load
@@ -67,3 +72,20 @@ def export(
         f"{path}: {size / 2**20:.0f} MiB, {spec}, {rows} row{'s' if rows > 1 else ''}; run it with "
         "kvkeep.Program.load"
     )
+
+
+def _require_writable(path: Path) -> None:
+    """Check, before anything is computed, that a file can be written at `path` afterwards.
+
+    Raises:
+        BadParameter: its directory does not exist or cannot be written, or it is a directory.
+    """
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory; give the name of a file")
+    try:
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path} cannot be written: {error.strerror}; give a file in a directory that can"
+        ) from error

@@ -158,14 +158,15 @@ def finetune(
 ) -> None:
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
     model = model or DEFAULT_MODEL
-    host_bytes = None if host_memory is None else size_in_bytes(host_memory)
+    host_bytes = None if host_memory is None else size_in_bytes(host_memory, "--host-memory")
     least_chunk, chunk_size = _chunks(chunk)
     leads = os.environ.get("RANK", "0") == "0"
     with _ended(), reported(debug=context.find_root().params["debug"]):
         with Working("starting", shown=leads) as working:
             import torch
 
-            from kvkeep.finetune.classify import labels_of
+            from kvkeep.finetune.classify import labelled, labels_of
+            from kvkeep.finetune.data import formed
             from kvkeep.finetune.options import Options
             from kvkeep.finetune.processes import launched
             from kvkeep.finetune.run import finetune as run
@@ -201,7 +202,10 @@ def finetune(
                 spill=None if spill is None else str(spill),
             )
             with launched(device_named(device), offload=offload) as place:
-                options = options.checked()  # before the model is loaded
+                # What is wrong with these shows before the model is loaded.
+                options = options.checked()
+                for file in (data, *([] if evaluation is None else [evaluation])):
+                    (labelled if task == "classify" else formed)(file)
                 labels = labels_of(data) if task == "classify" else None
                 torch.manual_seed(seed)  # a new head for classes is drawn
                 loaded, tokenizer = load_model(

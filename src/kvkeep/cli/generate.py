@@ -29,7 +29,7 @@ Prompt = Annotated[
     str,
     typer.Argument(
         help="The prompt; - reads it from stdin. What is piped in, or in --prompt-file, follows it "
-        "after an empty line."
+        "after an empty line. In a loop of a shell that reads its own stdin, add < /dev/null."
     ),
 ]
 PromptFile = Annotated[
@@ -79,6 +79,8 @@ def generate(
     from kvkeep.spec import parse_specs
 
     spec = parse_specs(cache)
+    for value, name in ((system, "--system"), (keep_until, "--keep-until")):
+        require_utf8(value or "", name)
     text = given_prompt(prompt, prompt_file)
     with Working("starting") as working:
         from kvkeep.hf.generate import generate as run
@@ -86,11 +88,14 @@ def generate(
         from kvkeep.host.keep_until import keep_until as spec_keeping
 
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
-        shown = False
+        shown, pieces = False, 0
 
         def show(piece: str) -> None:
-            nonlocal shown
-            if piece and not json:
+            nonlocal shown, pieces
+            pieces += 1  # about as many as tokens
+            if json:
+                working("answering", min(1.0, pieces / max_new_tokens))
+            elif piece:
                 working.stop()
                 typer.echo(piece, nl=False)
                 shown = True
@@ -157,11 +162,13 @@ def given_prompt(prompt: str, prompt_file: Path | None) -> str:
     """
     if prompt == "-" and prompt_file is not None:
         raise typer.BadParameter("give - for stdin or --prompt-file, not both")
+    require_utf8(prompt, "the prompt")
     more = ""
     if prompt_file is not None:
         more = _decoded(prompt_file.read_bytes(), str(prompt_file))
-    elif prompt == "-" or _is_piped():
-        with Working("reading stdin"):
+    elif sys.stdin is not None and (prompt == "-" or _is_piped()):
+        with Working("starting") as working:
+            working("reading stdin")
             more = _decoded(sys.stdin.buffer.read(), "stdin")
     parts = [part for part in ("" if prompt == "-" else prompt, more) if part.strip()]
     if not parts:
@@ -176,6 +183,15 @@ def _is_piped() -> bool:
     except (OSError, ValueError):  # it is closed, or not a file of the system's
         return not sys.stdin.closed and not sys.stdin.isatty()
     return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
+
+
+def require_utf8(text: str, source: str) -> None:
+    """Check that a text was valid before Python decoded it; what was not is lone surrogates now.
+
+    Raises:
+        BadParameter: it was not.
+    """
+    _decoded(text.encode("utf-8", "surrogateescape"), source)
 
 
 def _decoded(text: bytes, source: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ from kvkeep.cli.output import (
 from kvkeep.cli.plot import PlotFile, check_plot, plot_kept
 from kvkeep.cli.progress import Working
 
-BARS = " ▁▂▃▄▅▆▇█"
+BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 DOTTED = "dots are tokens that fewer than half of the heads keep"
 _HALF = 0.5
 _WIDTH = 64  # characters of a bar at most
@@ -100,7 +101,8 @@ def inspect(
     console = Console()
     each = [positions for heads in chosen.values() for positions in heads.values()]
     coloured = console.color_system is not None and not console.no_color
-    show = _shaded if coloured else _dotted
+    plain = partial(_dotted, dot=".") if console.options.ascii_only else _dotted
+    show = _shaded if coloured else plain
     means = "the brighter a token, the more heads keep it" if coloured else DOTTED
     console.print(show(words, shares(each, tokens)))
     console.print(f"\n{title}: {means}\n", style="bold", highlight=False, markup=False)
@@ -156,32 +158,35 @@ def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:
     return text
 
 
-def _dotted(tokens: Sequence[str], shares: Sequence[float]) -> Text:
+def _dotted(tokens: Sequence[str], shares: Sequence[float], dot: str = "·") -> Text:
     """The text, with dots in place of the tokens that fewer than half of the heads keep."""
     text = Text()
     for token, share in zip(tokens, shares, strict=True):
-        text.append(token if share >= _HALF else re.sub(r"\S", "·", token))
+        text.append(token if share >= _HALF else re.sub(r"\S", dot, token))
     return text
 
 
 def _print_bars(console: Console, lines: dict[str, list[int]], tokens: int) -> None:
     """Print a bar for each head that shows how many tokens are kept along the prompt."""
+    bars = ASCII_BARS if console.options.ascii_only else BARS
     width = min(_WIDTH, tokens, max(8, console.width - 34))
     console.print(f"{'':>20} kept  0{tokens - 1:>{width - 1}}", highlight=False)
     for name, positions in lines.items():
         console.print(
-            f"{name:>20} {len(positions):>4}  {bar(positions, tokens, width)}", highlight=False
+            f"{name:>20} {len(positions):>4}  {bar(positions, tokens, width, bars)}",
+            highlight=False,
+            markup=False,
         )
 
 
-def bar(positions: Sequence[int], tokens: int, width: int) -> str:
+def bar(positions: Sequence[int], tokens: int, width: int, bars: str = BARS) -> str:
     """`width` characters for `tokens` positions; a taller one means that more are kept there."""
     counts, sizes = [0] * width, [0] * width
     for position in range(tokens):
         sizes[position * width // tokens] += 1
     for position in positions:
         counts[position * width // tokens] += 1
-    most = len(BARS) - 1
+    most = len(bars) - 1
     return "".join(
-        BARS[-(-most * count // size)] for count, size in zip(counts, sizes, strict=True)
+        bars[-(-most * count // size)] for count, size in zip(counts, sizes, strict=True)
     )

@@ -63,27 +63,27 @@ def titled(model: str | None, adapter: str | None) -> str:
     return " + ".join(name for name in (model, adapter) if name)
 
 
-def size_in_bytes(text: str) -> int:
-    """Parse a size such as 500MB or 2GiB.
+def size_in_bytes(text: str, option: str) -> int:
+    """Parse an option's size such as 500MB or 2GiB.
 
     Raises:
         BadParameter: the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS:
-        raise typer.BadParameter(f"{text!r}: give a size such as 500MB, 2GB or 2GiB")
+        raise typer.BadParameter(f"{option} {text!r}: give a size such as 500MB, 2GB or 2GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def whole_numbers(text: str) -> list[int]:
-    """Parse comma-separated whole numbers above 0.
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Parse an option's comma-separated whole numbers above 0.
 
     Raises:
         BadParameter: the text is anything else.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r}: give whole numbers above 0, e.g. 256,1024")
+        raise typer.BadParameter(f"{option} {text!r}: give whole numbers above 0, e.g. 256,1024")
     return [int(part) for part in parts]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
@@ -40,6 +41,7 @@ class Working:
         self._shown, self._doing = shown, doing
         # FORCE_COLOR makes rich take any file for a terminal.
         self.live = self._console.is_interactive and self._console.file.isatty()
+        self._lock = RLock()  # rich draws in a thread of its own
         self._asked: Callable[[], float] | None = None
         self._pace = _Pace()
         self._bar = _Bar(self._ask, self._pace, self._console, disable=not (shown and self.live))
@@ -54,22 +56,29 @@ class Working:
 
     def __call__(self, doing: str, share: float | None = None) -> None:
         """Show another activity, or another share of the whole, 0 to 1; None: not known."""
-        self._asked = None
-        self._show(doing, share)
+        with self._lock:
+            self._asked = None
+            self._show(doing, share)
 
     def reading(self, cache: ModelCache, tokens: int) -> None:
         """Show how much of a prompt's `tokens` a cache has been fed, from now on."""
         layers = max(1, len(cache.layers)) * max(1, tokens)
-        self._show(f"reading {tokens:,} tokens", 0.0)
-        self._asked = lambda: min(1.0, sum(layer.fed for layer in cache.layers) / layers)
+        with self._lock:
+            self(f"reading {tokens:,} tokens", 0.0)
+            self._asked = lambda: min(1.0, sum(layer.fed for layer in cache.layers) / layers)
 
     def stop(self) -> None:
         """Remove what is shown, before other output."""
         self._bar.stop()
 
     def _ask(self) -> None:
-        if self._asked is not None:
-            self._show(self._doing, self._asked())
+        # Who waited here could wait for ever: rich holds a lock that `_show` may need.
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._asked is not None:
+                    self._show(self._doing, self._asked())
+            finally:
+                self._lock.release()
 
     def _show(self, doing: str, share: float | None) -> None:
         if self._pace.add(share, time.monotonic()):  # an indefinite bar has a task of its own
@@ -119,7 +128,7 @@ class _Bar(Progress):
     ) -> None:
         self._ask = ask
         super().__init__(
-            SpinnerColumn(),
+            SpinnerColumn("line" if console.options.ascii_only else "dots"),
             TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
             _Known(BarColumn(bar_width=20)),
             _Known(TaskProgressColumn()),

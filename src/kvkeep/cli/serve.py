@@ -138,10 +138,10 @@ def serve(
     """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
     name = model or str(adapter)
-    nbytes = size_in_bytes(budget)
+    nbytes = size_in_bytes(budget, "--budget")
     if store_budget is not None and store is None:
         raise typer.BadParameter("--store-budget needs --store; give both, or leave it out")
-    most_stored = None if store_budget is None else size_in_bytes(store_budget)
+    most_stored = None if store_budget is None else size_in_bytes(store_budget, "--store-budget")
     if api_key is not None and not api_key.strip():
         raise typer.BadParameter("--api-key is empty; leave it out, or give one")
     if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
@@ -151,8 +151,8 @@ def serve(
         )
     if api_key is not None and key_file is not None:
         raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
-    most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes)
-    most_held = None if memory is None else size_in_bytes(memory)
+    most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes, "--prompt-bytes")
+    most_held = None if memory is None else size_in_bytes(memory, "--memory")
     from kvkeep.serve.gate import host_names, origin_names
     from kvkeep.serve.keys import Keys
     from kvkeep.serve.limits import Limits

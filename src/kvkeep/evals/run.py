@@ -66,12 +66,12 @@ def run(
         overwrite: replace a `samples_file` that exists.
 
     Raises:
-        SpecError: a spec or a task does not exist; raised before the model is loaded.
+        SpecError: a spec or a task does not exist, or no spec is given; raised before the model is
+            loaded.
         ModelError: the model or dtype does not exist or cannot be loaded.
         SamplesError: the samples' file exists or cannot be written.
     """
-    for spec in specs:
-        parse_specs(spec)
+    _parsed(specs)
     chosen(tasks)
     about = {"model": model, "adapter": adapter, "dtype": dtype}
     with written(samples_file, about, overwrite=overwrite) as record:
@@ -154,10 +154,8 @@ def evaluate(
         CapacityError: a spec's fixed slots cannot hold the tokens.
         UnsupportedError: kvpress cannot run the model, or its context would come in chunks.
     """
-    if not specs:
-        raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
     tasks = chosen(tasks)
-    parsed = {spec: parse_specs(spec) for spec in specs}
+    parsed = _parsed(specs)
     distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
     for name, spec in parsed.items():
         distinct.setdefault(spec, name)
@@ -317,6 +315,17 @@ class _Context:
 def _cache(host: Host, spec: _Spec, context: int, more: int) -> ModelCache:
     """An empty cache with room for the context and what is fed after it."""
     return host.new_cache(spec, capacity=context + max(more, TIMED_STEPS))
+
+
+def _parsed(specs: Sequence[str]) -> dict[str, _Spec]:
+    """The specs by their texts.
+
+    Raises:
+        SpecError: one does not exist, or none is given.
+    """
+    if not specs:
+        raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
+    return {spec: parse_specs(spec) for spec in specs}
 
 
 def _text_cost(rows: int, context: int, continuation: int) -> int:

@@ -14,13 +14,22 @@ from kvkeep.finetune.options import OptionError
 from kvkeep.finetune.task import Task
 
 
+def labelled(path: Path) -> list[tuple[str, str]]:
+    """The texts of a file, with their labels.
+
+    Raises:
+        DataError: the file cannot be read, or a line has another form.
+    """
+    return objects(path, _labelled)
+
+
 def labels_of(path: Path) -> list[str]:
     """The names of the classes in a file: numbers in ascending order, other names sorted.
 
     Raises:
         DataError: the file cannot be read, a line has another form, or there is one class only.
     """
-    found = objects(path, _labelled)
+    found = labelled(path)
     names = {label for _, label in found}
     if len(names) < 2:
         raise DataError(

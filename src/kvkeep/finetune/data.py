@@ -106,15 +106,31 @@ def _object(line: bytes) -> dict[str, Any]:
     return given
 
 
-def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
+def formed(path: Path) -> list[str | list[dict[str, Any]]]:
+    """The texts and the messages of a file, for a check of it that needs no tokenizer.
+
+    Raises:
+        DataError: see `read`.
+    """
+    return objects(path, _formed)
+
+
+def _formed(given: dict[str, Any]) -> str | list[dict[str, Any]]:
     if ("text" in given) == ("messages" in given):
         raise DataError(
             f'an object of {sorted(given)}; give an object with either "text" or "messages"'
         )
     if "text" in given:
-        ids = encoded(tokenizer, text_of(given["text"], '"text"'), special=True)
+        return text_of(given["text"], '"text"')
+    return _messages(given["messages"])
+
+
+def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
+    found = _formed(given)
+    if isinstance(found, str):
+        ids = encoded(tokenizer, found, special=True)
         return Tokens(ids, ids)
-    return _conversation(tokenizer, _messages(given["messages"]))
+    return _conversation(tokenizer, found)
 
 
 def text_of(value: Any, name: str) -> str:

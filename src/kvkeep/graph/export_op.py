@@ -59,6 +59,19 @@ class Description:
         )
 
 
+def require_exportable(spec: CacheSpec) -> None:
+    """Check that the state of a layer with this spec fits tensors of a fixed shape.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if not spec.storage.limited or Need.ROTARY in spec.policy.needs:
+        raise UnsupportedError(
+            f"{spec} cannot be exported: its slots or its policy's state grow; use fixed storage, "
+            "such as keep_all@fixed:4096, and no expected_attention"
+        )
+
+
 class LayerTensors(nn.Module):
     """A layer's state as buffers: its planes, (B, H|1, capacity, ...) each; `counts`, int64 (3,):
     columns, floor and slots; and `pads`, int64 (B,): each row's padding.
@@ -76,11 +89,7 @@ class LayerTensors(nn.Module):
     def __init__(self, description: Description, like: LayerCache) -> None:
         super().__init__()
         layer = description.build()
-        if not layer.storage.fixed_addresses or Need.ROTARY in layer.policy.needs:
-            raise UnsupportedError(
-                f"{description.spec} cannot be exported: its slots or its policy's state grow; "
-                "use fixed storage, such as keep_all@fixed:4096, and no expected_attention"
-            )
+        require_exportable(CacheSpec.parse(description.spec))
         known = like.history.geometry
         assert known is not None
         specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)

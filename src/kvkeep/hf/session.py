@@ -85,7 +85,7 @@ def info(name: str) -> SessionInfo:
     Raises:
         SavedCacheError: the session does not exist, or its file cannot be read.
     """
-    path = path_of(name)
+    path = _existing(name)
     saved = Saved(path, verify=False)
     header = saved.header
     return SessionInfo(
@@ -106,9 +106,7 @@ def delete(name: str) -> None:
         SavedCacheError: the session does not exist, or its file cannot be deleted.
         StateError: another process has the session open.
     """
-    path = path_of(name)
-    if not os.path.lexists(path):
-        raise SavedCacheError(f"no session {name!r}; see `kvkeep sessions`")
+    path = _existing(name)
     lock = _locked(name)
     try:
         path.unlink()
@@ -116,6 +114,13 @@ def delete(name: str) -> None:
         raise SavedCacheError(f"session {name!r} cannot be deleted: {error}") from error
     finally:
         lock.release()
+
+
+def _existing(name: str) -> Path:
+    path = path_of(name)
+    if not os.path.lexists(path):
+        raise SavedCacheError(f"no session {name!r}; see `kvkeep sessions`")
+    return path
 
 
 def _locked(name: str) -> FileLock:
