@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
+from textwrap import dedent
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,6 +20,7 @@ from typer.main import get_command
 
 import kvkeep
 from kvkeep.cli import app
+from kvkeep.cli.errors import summary
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = "examples"
@@ -105,18 +107,19 @@ def command_line() -> str:
     with command.make_context("kvkeep", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="kvkeep")
     text = _with_whole_sentences(text, command, "kvkeep")
-    text = _EXAMPLES.sub(lambda found: f"**{found[1]}**:\n\n```console\n{found[2]}```\n", text)
+    text = _EXAMPLES.sub(
+        lambda found: f"**{found[1]}**:\n\n```console\n{dedent(found[2])}```\n", text
+    )
     return text.replace("# `kvkeep`", "# Command line", 1)
 
 
 def _with_whole_sentences(text: str, group: Any, name: str) -> str:
-    """Lists of commands with links, and with all of the sentence that typer cuts off."""
+    """Lists of commands with links, and with all of the paragraph that typer cuts off."""
     for command in group.commands.values():
         path = f"{name} {command.name}"
         link = f"* [`{command.name}`](#{path.replace(' ', '-')})"
-        said = command.get_short_help_str(limit=200)
         cut = f"* `{command.name}`: {command.get_short_help_str()}\n"
-        text = text.replace(cut, f"{link}: {said}\n", 1)
+        text = text.replace(cut, f"{link}: {summary(command)}\n", 1)
         if hasattr(command, "commands"):
             text = _with_whole_sentences(text, command, path)
     return text

@@ -32,11 +32,13 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """See click's `Group.format_commands`."""
-        shown = [(name, command.help or "") for name, command in self.commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, " ".join(help.partition("\n\n")[0].split())) for name, help in shown]
-            )
+            formatter.write_dl([(name, summary(one)) for name, one in self.commands.items()])
+
+
+def summary(command: Any) -> str:
+    """What the help of a command says first: its first paragraph."""
+    return " ".join((command.help or "").partition("\n\n")[0].split())
 
 
 class Commands(Group):
