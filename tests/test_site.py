@@ -36,7 +36,7 @@ def test_links_lead_to_pages(page, link, made):
 def test_commands():
     text = SITE["command_line"]()
     assert "\b" not in text
-    assert "**Example**:\n\n```console\n  kvkeep doctor\n```\n" in text
+    assert "**Example**:\n\n```console\nkvkeep doctor\n```\n" in text
     names = set(re.findall(r"^#+ `(.*)`$", text, re.MULTILINE))
     assert {"kvkeep serve", "kvkeep sessions export", "kvkeep bench op"} <= names
     links = re.findall(r"^\* \[`.*`\]\(#(.*)\): .*[^.]\.$", text, re.MULTILINE)
