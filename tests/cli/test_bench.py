@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from mmap import PAGESIZE
 from pathlib import Path
 from shutil import which
 
@@ -87,7 +88,9 @@ def test_memory(tmp_path, monkeypatch, size):
             assert row["live_bytes"] == layers * 630 * (2 * heads * width * 4 + 4)
             assert row["ratio"] < 1.05
         else:
-            assert row["ratio"] < 1.25
+            # Each of up to 8 planes takes whole pages, which counts where slots are few bytes.
+            pages = layers * 8 * PAGESIZE if "+" in row["spec"] else 0
+            assert row["resident_bytes"] < 1.25 * row["live_bytes"] + pages
             assert row["allocated_bytes"] < 1.25 * row["live_bytes"]
 
 
