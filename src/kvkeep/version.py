@@ -1,3 +1,6 @@
-"""kvkeep's version, which pyproject.toml reads here."""
+"""kvkeep's version, which pyproject.toml reads here, and the versions that it was tested with."""
 
 __version__ = "0.1.0"
+
+TESTED = {"torch": ">=2.11,<2.15", "transformers": ">=5.17,<5.25"}
+"""The versions of each package that pyproject.toml admits: the oldest and the newest were tested."""

@@ -21,6 +21,7 @@ from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.config import (
     ATTACHMENT,
     ATTENTION_PREFIX,
@@ -38,6 +39,7 @@ from kvkeep.hf.generate_hook import (
     prepare_cache,
     prepare_inputs,
     refuse_batching,
+    require_supplied,
 )
 from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
 from kvkeep.hf.masks import mask_over
@@ -45,6 +47,7 @@ from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.unattached import require_exact
+from kvkeep.hf.unserved import not_served
 from kvkeep.hf.weights import ask_for_weights
 from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
@@ -67,7 +70,7 @@ class Attachment:
     the model computes attention itself, over all keys and values, and `own` says why; its caches
     must then be exact, such as "keep_all+int8". `linears` is the number of linear layers whose
     calls of few rows kvkeep's kernel computes; `compiled` whether steps of one token run in a
-    compiled graph.
+    compiled graph. `cache_name` is the name by which the decoder's forward takes its cache.
     """
 
     model: PreTrainedModel
@@ -81,6 +84,7 @@ class Attachment:
     recompute: Recompute
     linears: int
     compiled: bool
+    cache_name: str
     _hooks: tuple[RemovableHandle, ...]
     _by_token: Routed
 
@@ -219,6 +223,7 @@ def attach(
         recompute,
         route(model) if linears else 0,
         compile,
+        cache_name(decoder),
         hooks,
         by_token,
     )
@@ -369,11 +374,15 @@ def _supply_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward hook: supply a kvkeep cache to a cached forward that has none, unless kvkeep could
     not serve it; check the arguments; and tell an activated adapter which tokens to compute."""
-    if not torch.compiler.is_compiling():
+    attachment: Attachment = getattr(decoder, ATTACHMENT)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         reach_decoder()
         args, kwargs = (), arguments_of(decoder, args, kwargs)
-        _activate(decoder, kwargs)
-    cache = kwargs.get("past_key_values")
+    cache = rename_cache(kwargs, attachment.cache_name)
+    if not compiling:
+        require_supplied(attachment.model, cache)
+        _activate(decoder, cache, kwargs)
     if isinstance(cache, Cache):
         _begin(decoder, cache, kwargs)
     elif cache is None and not torch.is_grad_enabled() and not decoder.training:
@@ -395,11 +404,11 @@ def _begin_with_new_cache(
     mask = given.get("attention_mask")
     if (
         not wants("use_cache")
-        or given.get("past_key_values") is not None
+        or cache_in(given) is not None
         or not (mask is None or (isinstance(mask, Tensor) and mask.dim() <= 2))
     ):
         return
-    kwargs["past_key_values"] = made = Cache(attachment.model, attachment.spec)
+    kwargs[attachment.cache_name] = made = Cache(attachment.model, attachment.spec)
     _begin(decoder, made, kwargs)
 
 
@@ -412,7 +421,9 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
             require_exact(cache, attachment.own)
         check_fed(decoder, given, cache.fed)
         require_placed(cache, given)
-    ask_for_weights(decoder, given)
+        tokens = fed_by(given)
+        cache.awaited = None if tokens is None or cache.lent else cache.fed + tokens.shape[1]
+    ask_for_weights(decoder, cache, given)
     _require_no_keys_given(given)
     if cache.recurrent is not None and not compiling:
         cache.begin_forward(decoder, given)
@@ -420,10 +431,10 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
             given["position_ids"] = _next_positions(given, cache.fed)
 
 
-def _require_no_keys_given(kwargs: dict[str, Any]) -> None:
+def _require_no_keys_given(given: dict[str, Any]) -> None:
     """Raise UnsupportedError if a model that drafts is to be given the keys and values that layers
     share, because those that an attached model hands from layer to layer are the new tokens'."""
-    if isinstance(kwargs.get("past_key_values"), Cache) and kwargs.get("return_shared_kv_states"):
+    if given.get("return_shared_kv_states"):
         raise UnsupportedError(
             "a drafting model asks for the keys and values of all tokens, which stay in the "
             "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
@@ -435,8 +446,12 @@ def _require_attended(
 ) -> None:
     """Forward hook: raise if the model's attention did not use the keys in its cache; record what
     was fed beside token ids."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        if cache.awaited not in (None, cache.fed):
+            raise not_served(
+                decoder, f"its cache holds {cache.fed} tokens where {cache.awaited} were fed"
+            )
         cache.end_forward()
         note_fed(cache, kwargs)
 
@@ -449,8 +464,8 @@ def _next_positions(given: dict[str, Any], fed: int) -> Tensor | None:
     return torch.arange(fed, fed + tokens.shape[1], device=tokens.device)[None]
 
 
-def _activate(decoder: PreTrainedModel, given: dict[str, Any]) -> None:
-    cache, position = given.get("past_key_values"), given.get("position_ids")
+def _activate(decoder: PreTrainedModel, cache: Any, given: dict[str, Any]) -> None:
+    position = given.get("position_ids")
     activation = cache.activation if isinstance(cache, Cache) else None
     if activation is None or position is None:
         tokens = fed_by(given)

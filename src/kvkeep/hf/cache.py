@@ -49,7 +49,7 @@ from kvkeep.spec import CacheSpec
 
 
 class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
-    """A kvkeep cache for a transformers model: pass it as `past_key_values`.
+    """A kvkeep cache for a transformers model: pass it as `cache`.
 
     With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
     With an unattached model, `update` returns all keys and values, which is correct only if the
@@ -73,6 +73,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     """The columns fed before the last mask was made, and the positions of its tokens."""
 
     _start = 0  # columns fed before the current forward
+    awaited: int | None = None  # columns fed after it, if kvkeep's hooks began it
     _first_state_bytes: int | None = None  # those of an empty cache, which a forward tells
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes

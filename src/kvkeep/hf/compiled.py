@@ -29,6 +29,7 @@ from kvkeep.graph.linear_op import route_linears
 from kvkeep.graph.ready import Repeatable
 from kvkeep.graph.recording import Finder, Recording
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import NAMES, as_cache, cache_in
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.rows import NUMBERS, RowsCache
@@ -38,7 +39,7 @@ from kvkeep.host.packed import Packed
 _KNOWN = frozenset(
     (
         "input_ids",
-        "past_key_values",
+        *NAMES,
         "attention_mask",
         "position_ids",
         "cache_position",
@@ -99,7 +100,7 @@ class CompiledSteps:
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         if not isinstance(cache, Cache) or not self._fits(given, cache):
             return self._own(*args, **kwargs)
         ids = given["input_ids"]
@@ -148,7 +149,7 @@ class CompiledSteps:
                     self._known.clear()
                 given = {name: _own(x) for name, x in given.items()}
                 with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-                    out = self._compiled(**given, past_key_values=cache, use_cache=True)
+                    out = self._compiled(**given, **as_cache(self._model, cache), use_cache=True)
                 self._learn(key, list(given.values()), cache, out)
                 return out
         except FailOnRecompileLimitHit:
@@ -245,6 +246,7 @@ class _Graph:
         self._function, self._given = ran.function, list(ran.given)
         self._graph = ran.graph  # None: it cannot be recorded
         self._recording: Recording | None = None
+        self._cache_field = ""  # of the model's output
         self._places: list[int] = []  # of token ids and positions among the inputs
         self._logits = 0
         self._tickets: list[tuple[int, int]] = []  # (place among the inputs, layer)
@@ -270,9 +272,10 @@ class _Graph:
             ran: the run.
             given, cache, out: the inputs and the output of the model.
         """
-        if changing_ropes(model.config) or set(out) - {"logits", "past_key_values"}:
+        if changing_ropes(model.config) or set(out) - {"logits", *NAMES}:
             return None
         graph = cls(model, ran, type(out))
+        graph._cache_field = next(name for name in NAMES if name in out.keys())
         layers = {id(ticket.number): layer for layer, ticket in enumerate(cache.tickets)}
         owned = {
             id(x): (owner, name)
@@ -327,7 +330,7 @@ class _Graph:
             logits = recording.repeat(own, cast(Sequence[Repeatable], cache.layers))
         if logits is None:
             logits = self._run_graph(own, cache)
-        return self._kind(logits=logits, past_key_values=cache)
+        return self._kind(logits=logits, **{self._cache_field: cache})
 
     def _run_graph(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Tensor:
         """The logits by the graph, which is recorded unless that was done or is impossible."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, is_routed, require_plain_steps
 from kvkeep.hf.multimodal import require_counted
 
@@ -137,8 +138,8 @@ class Graphed:
                 input_ids=self._token,
                 attention_mask=position[:, None, None],
                 position_ids=position.to(torch.int64),
-                past_key_values=self.cache,
                 use_cache=True,
+                **as_cache(self.model, self.cache),
             ).logits[:, -1]
         self._cursors.advance()
         self.cache._feeding = None  # the layers do not count tokens during these steps

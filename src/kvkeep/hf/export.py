@@ -15,6 +15,7 @@ from kvkeep.graph.export_op import Description, LayerTensors
 from kvkeep.graph.program import Header, Program
 from kvkeep.hf.attach import attach_routed, detach, unwrapped
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache, cache_name
 from kvkeep.hf.config import (
     base_config,
     decoder_config,
@@ -126,14 +127,13 @@ class _Step(nn.Module):
             )
         ]
         with torch.inference_mode():
-            model(
-                torch.zeros(rows, 1, dtype=torch.int64, device=model.device),
-                past_key_values=self.cache,
-            )
+            first = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+            model(first, **as_cache(model, self.cache))
         pairs = zip(self.descriptions, self.cache.layers, strict=True)
         self.layers = nn.ModuleList(LayerTensors(text, layer) for text, layer in pairs)
         self.cache.reset()
         self.cache._traced = [x for x in self.layers if isinstance(x, LayerTensors)]
+        self.cache_name = cache_name(model)
         self.shortened = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -154,8 +154,8 @@ class _Step(nn.Module):
             input_ids,
             attention_mask=position[:, None, None],
             position_ids=position.clamp(min=0).to(torch.int64),
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.cache_name: self.cache},
             **asked,
         ).logits
         return logits[:, -1]

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvkeep.errors import KVKeepError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import OF_GENERATE
 from kvkeep.host import Generation, Specs
 from kvkeep.host.generation import GenerationOptions, OnStart, TextStream
 from kvkeep.host.keep_until import keep_until as spec_keeping
@@ -135,7 +136,7 @@ def follow(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         **sampling,
-        past_key_values=cache,
+        **{OF_GENERATE: cache},
         max_new_tokens=options.max_new_tokens,
         prefill_chunk_size=options.prefill_chunk,
         streamer=_Streamer(stream),

@@ -10,16 +10,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import (
+    NAMES,
+    OF_GENERATE,
+    cache_in,
+    cache_name,
+    name_in,
+    rename_cache,
+)
 from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.multimodal import holds_tensors, resume
+from kvkeep.hf.unserved import not_served
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
@@ -100,21 +109,24 @@ class Settings:
 @dataclass
 class _Call:
     """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
-    store or blocks, if any, and the cache that records drafts, if any."""
+    row, the prompt with blocks if there is one, the token ids of all rows (B, n), whether kvkeep
+    supplies the cache, whether the decoder's hook has run, the cache from a store or blocks, if
+    any, and the cache that records drafts, if any."""
 
     model: PreTrainedModel
     columns: int
     ids: Tensor | None
     blocks: BlockPrompt | None
     rows: Tensor | None
+    supplies: bool
+    reached: bool = False
     cache: Cache | None = None
     recording: Cache | None = None
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 _OTHER: ContextVar[tuple[PreTrainedModel, Settings] | None] = ContextVar("other", default=None)
-_OF_A_PROMPT = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+_OF_A_PROMPT = (*NAMES, "attention_mask", "position_ids", "inputs_embeds")
 _OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """The tensors that transformers divides into chunks along with the token ids."""
@@ -152,9 +164,11 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
         args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
     ids = asked if isinstance(asked, Tensor) and asked.dim() == 2 and asked.shape[1] else None
     columns = 0 if ids is None else ids.shape[1]
-    call = _Call(model, columns, ids if ids is not None and len(ids) == 1 else None, blocks, ids)
+    given_cache = rename_cache(kwargs, OF_GENERATE)
+    one = ids if ids is not None and len(ids) == 1 else None
+    supplies = given_cache is None and _leaves_the_cache_to_kvkeep(model, args, kwargs)
+    call = _Call(model, columns, one, blocks, ids, supplies)
     token = _CALL.set(call)
-    given_cache = kwargs.get("past_key_values")
     if isinstance(given_cache, Cache) and given_cache.fed:
         resume(model, given_cache)
     try:
@@ -204,7 +218,7 @@ def prepare_cache(
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
     drafting = bool(generation_config.is_assistant)
-    given = model_kwargs.get("past_key_values")
+    given = cache_in(model_kwargs)
     demands = Demands(
         drafts=drafted or drafting,
         weights=bool(generation_config.output_attentions),
@@ -231,8 +245,10 @@ def prepare_cache(
     type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
-    built = model_kwargs.get("past_key_values")
+    built = cache_in(model_kwargs)
     if given is not None or type(built) is not DynamicCache or built.offloading:
+        if given is None:
+            require_supplied(model, built)
         if drafted:
             _require_returning(model, built)
         return
@@ -269,20 +285,62 @@ def prepare_cache(
     if drafting:
         cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[OF_GENERATE] = cache
 
 
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
     """In place of the model's own `prepare_inputs_for_generation`: the first forward of a call with
     drafts, for which transformers gives the whole text, feeds what the cache does not hold."""
-    call, cache = _CALL.get(), options.get("past_key_values")
+    owner: Any = type(model).prepare_inputs_for_generation
+    call, cache = _CALL.get(), rename_cache(options, name_in(owner) or OF_GENERATE)
     if call is not None and call.recording is not None and call.recording is cache and cache.fed:
         options["next_sequence_length"] = (
             options.get("next_sequence_length") or input_ids.shape[1] - cache.fed
         )
-    owner: Any = type(model)
-    inputs: dict[str, Any] = owner.prepare_inputs_for_generation(model, input_ids, **options)
+    inputs: dict[str, Any] = owner(model, input_ids, **options)
+    rename_cache(inputs, cache_name(model))
     return inputs
+
+
+def _leaves_the_cache_to_kvkeep(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call of `generate()` without a cache asks for one of transformers' choice."""
+    given = [x for x in (*args, kwargs.get("generation_config")) if isinstance(x, GenerationConfig)]
+
+    def option(name: str) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        chosen = (getattr(config, name, None) for config in (*given, model.generation_config))
+        return next((x for x in chosen if x is not None), None)
+
+    return option("cache_implementation") is None and option("use_cache") is not False
+
+
+def require_supplied(model: PreTrainedModel, cache: Any) -> None:
+    """Note that a forward of the current call of `generate()` reached an attached decoder.
+
+    Raises:
+        UnsupportedError: kvkeep supplies this call's cache, and the forward was given another one.
+    """
+    call = _CALL.get()
+    if call is None or call.model is not model:
+        return
+    call.reached = True
+    if call.supplies and cache is not None and not isinstance(cache, Cache):
+        raise not_served(model, f"generate() gave it a {type(cache).__name__}")
+
+
+def require_hooked(module: torch.nn.Module) -> None:
+    """Called where attention is not kvkeep's.
+
+    Raises:
+        UnsupportedError: kvkeep supplies the cache of the current call of `generate()`, and the
+            decoder's hooks have not run.
+    """
+    call = _CALL.get()
+    if call is not None and call.supplies and not call.reached:
+        raise not_served(call.model, f"{type(module).__name__} was called without its hooks")
 
 
 def _require_whole_text(model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache) -> None:

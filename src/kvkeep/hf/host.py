@@ -17,6 +17,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, compiled_steps, detach, unwrapped
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import (
     base_config,
     changing_ropes,
@@ -100,7 +101,8 @@ class TransformersHost(Host):
         states = TransformersStates(numbers)
         own = DynamicCache(config=self._text)
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.model.get_decoder()(input_ids=one, past_key_values=own, use_cache=True)
+        decoder = self.model.get_decoder()
+        decoder(input_ids=one, use_cache=True, **as_cache(decoder, own))
         states.cache = own
         return states.specs
 
@@ -207,7 +209,8 @@ class TransformersHost(Host):
         try:
             activate(self.model, cache.activation, at)
             with telling(media=False):
-                return module(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+                given = as_cache(module, cache)
+                return module(input_ids=ids, **given, use_cache=True, **options)
         finally:  # so that the adapter takes no part in later forwards
             activate(self.model, None, at)
 
@@ -231,8 +234,8 @@ class TransformersHost(Host):
             output = self.model(
                 input_ids=ids,
                 position_ids=position,
-                past_key_values=PackedCache(all_tokens.layers, self._config),
                 use_cache=True,
+                **as_cache(model, PackedCache(all_tokens.layers, self._config)),
                 **options,
             )
             logits: Tensor = output.logits[0]
@@ -240,11 +243,12 @@ class TransformersHost(Host):
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
         require_packable(unwrapped(self.model), ())
-        self.model.get_decoder()(
+        decoder = self.model.get_decoder()
+        decoder(
             input_ids=ids[None],
             position_ids=position[None].to(ids.device),
-            past_key_values=PackedCache(layers, self._config),
             use_cache=True,
+            **as_cache(decoder, PackedCache(layers, self._config)),
         )
 
     # -- adapters ---------------------------------------------------------------------------

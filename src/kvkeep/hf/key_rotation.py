@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of, layer_kinds
 from kvkeep.hf.rehearsal import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
@@ -78,7 +79,7 @@ def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
     """The keys (1, H, 1, D) of a token at a position, in each layer that has some."""
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
-    decoder(input_ids=one, position_ids=place, past_key_values=cache, use_cache=True)
+    decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
     found = ((place, getattr(layer, "keys", None)) for place, layer in enumerate(cache.layers))
     return {place: keys for place, keys in found if keys is not None}
 

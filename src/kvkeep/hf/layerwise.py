@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.attach import attach_routed, unwrapped
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import (
     decoder_config,
     decoder_of,
@@ -171,8 +172,8 @@ class Decoder(Layerwise):
             return self.model(
                 input_ids=self.input_ids[:, columns],
                 attention_mask=None if mask is None else mask[:, : columns.stop],
-                past_key_values=self._cache,
                 use_cache=True,
+                **as_cache(self.model, self._cache),
                 **options,
             )
 

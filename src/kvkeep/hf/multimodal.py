@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.hf.cache_argument import NAMES, cache_in
 from kvkeep.hf.config import decoder_config, decoder_of
 from kvkeep.hf.inputs import arguments_of
 from kvkeep.policy import Need
@@ -40,7 +41,7 @@ TEXT = frozenset(
         "cache_position",
         "token_type_ids",
         "mm_token_type_ids",
-        "past_key_values",
+        *NAMES,
         "labels",
         "logits_to_keep",
     )
@@ -101,7 +102,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     given = arguments_of(model, args, kwargs)
     _TOLD.set(_Told(brings_media(given)))
-    resume(model, given.get("past_key_values"))
+    resume(model, cache_in(given))
 
 
 def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:

@@ -8,6 +8,7 @@ this kind are given such a chunk token by token.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import decoder_config, recurrent_numbers
+from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.config import decoder_config
 from kvkeep.hf.rehearsal import cheap_forwards, without_weights
 
-_CACHE = "cache_params"
 _MASK = "attention_mask"
 
 
@@ -31,18 +32,12 @@ of a library, such as accelerate's, which moves weights to the device first."""
 def route_tokens(decoder: PreTrainedModel) -> Routed:
     """Let recurrent layers that need it compute token by token wherever the cache holds a state;
     returns them, for `unroute_tokens`."""
-    if not _ignores_state(decoder):
-        return []
-    numbers = recurrent_numbers(decoder.config)
     routed: Routed = []
-    for module in decoder.modules():
-        place = getattr(module, "layer_idx", None)
-        if place is None or not numbers[place]:
-            continue
-        if _CACHE in inspect.signature(module.forward).parameters:
-            own = module.__dict__.get("forward")
-            module.__dict__["forward"] = partial(_forward, module, own)
-            routed.append((module, own))
+    for path in _layers_that_ignore_their_state(decoder):
+        module = decoder.get_submodule(path)
+        own = module.__dict__.get("forward")
+        module.__dict__["forward"] = partial(_forward, module, own)
+        routed.append((module, own))
     return routed
 
 
@@ -60,10 +55,10 @@ def _forward(module: nn.Module, own: Any, hidden_states: Tensor, *args: Any, **k
     forward: Any = partial(type(module).forward, module) if own is None else own
     given = inspect.signature(forward).bind(hidden_states, *args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    cache = given.get(_CACHE)
+    cache = next((x for x in given.values() if isinstance(x, Cache)), None)
     place: Any = module.layer_idx
     n = hidden_states.shape[1]
-    if n == 1 or not isinstance(cache, Cache) or not cache.has_previous_state(place):
+    if n == 1 or cache is None or not cache.has_previous_state(place):
         return forward(hidden_states, *args, **kwargs)
     rest = {name: x for name, x in given.items() if name not in ("hidden_states", _MASK)}
     mask = given.get(_MASK)
@@ -79,31 +74,47 @@ class _StateReachedError(Exception):
 
 
 class _WatchedCache(DynamicCache):
+    """Records which modules set a recurrent state, by their paths; or, while `watching`, raises."""
+
     watching = False
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__(config=decoder_config(decoder.config))
+        self._running: list[str] = []
+        self.paths: dict[str, None] = {}
+        for path, module in decoder.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, path))
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._running.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.watching:
             raise _StateReachedError(bool(recurrent_states.isnan().any()))
+        self.paths[self._running[-1]] = None
         state: Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
         return state
 
 
-def _ignores_state(decoder: PreTrainedModel) -> bool:
-    """Whether the first recurrent layer's state after two tokens does not depend on the one before
-    them. It is set to NaN to find out."""
-    text = decoder_config(decoder.config)
+def _layers_that_ignore_their_state(decoder: PreTrainedModel) -> Iterable[str]:
+    """The paths of the recurrent layers, if the first layer's state after two tokens does not
+    depend on the one before them. It is set to NaN to find out."""
     tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "use_cache": True}
     with cheap_forwards():
         copied = without_weights(decoder)
-        cache = _WatchedCache(config=text)
-        copied(**tokens, past_key_values=cache)
+        cache = _WatchedCache(copied)
+        copied(**tokens, **as_cache(copied, cache))
         for layer in cache.layers:
             for state in getattr(layer, "recurrent_states", {}).values():
                 if state is not None:
                     state.fill_(torch.nan)
         cache.watching = True
         try:
-            copied(**tokens, past_key_values=cache)
+            copied(**tokens, **as_cache(copied, cache))
         except _StateReachedError as seen:
-            return not seen.args[0]
-    return False  # it has only convolutions
+            return () if seen.args[0] else cache.paths
+    return ()  # it has only convolutions

@@ -86,7 +86,7 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
 
 
 class PackedCache(transformers.Cache):
-    """What a model takes as `past_key_values` in such a forward: an empty cache of these layers,
+    """What a model takes as `cache` in such a forward: an empty cache of these layers,
     which hand the new keys and values of each sequence to the sequence's own layer, or keep none.
     """
 

@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from kvkeep.attention import Attend
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, recurrent_numbers
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.latent import LatentStep
@@ -248,7 +249,7 @@ def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> 
     for ids in chunks:
         if isinstance(cache, _CountingCache):
             cache.begin_forward(decoder, {"input_ids": ids})
-        yield decoder(input_ids=ids, past_key_values=cache, use_cache=True)[0]
+        yield decoder(input_ids=ids, **as_cache(decoder, cache), use_cache=True)[0]
         if isinstance(cache, _CountingCache):
             cache.require_complete()
             cache.end_forward()

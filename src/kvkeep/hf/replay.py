@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import RollbackError, StateError, UnsupportedError
+from kvkeep.hf.cache_argument import NAMES, as_cache
 from kvkeep.hf.config import ATTACHMENT
 from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.multimodal import media_told, telling
 
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 _MASK = "attention_mask"
-_SETTINGS = ("past_key_values", "use_cache")
+_SETTINGS = (*NAMES, "use_cache")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Forward:
         if given.get(_MASK) is not None:
             given[_MASK] = given[_MASK][:, : self.stop]
         with telling(self.media):
-            decoder(**given, past_key_values=cache, use_cache=True)
+            decoder(**given, **as_cache(decoder, cache), use_cache=True)
 
 
 class Forwards:

@@ -81,7 +81,7 @@ class RowsOf:
 
 
 class RowsCache(transformers.Cache):
-    """What a model takes as `past_key_values` in a compiled step of several sequences."""
+    """What a model takes as `cache` in a compiled step of several sequences."""
 
     is_compileable = False
     is_initialized = True

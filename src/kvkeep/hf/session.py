@@ -24,6 +24,7 @@ from kvkeep.files.cache_header import Header
 from kvkeep.files.snapshot import Saved
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.generate import PromptError, follow
 from kvkeep.hf.load import load
 from kvkeep.hf.notes import Message, marks_in, messages_in
@@ -403,7 +404,7 @@ class Session:
         self._ids = tokenizer(said, add_special_tokens=False).input_ids
         fed = torch.tensor([self._ids], device=self.model.device)
         try:
-            self.model(fed, past_key_values=self.cache, logits_to_keep=1)
+            self.model(fed, **as_cache(self.model, self.cache), logits_to_keep=1)
         except BaseException:  # some layers may have been fed; the next save feeds all again
             self.cache.reset()
             self._ids = []

@@ -23,16 +23,14 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_
 COMPILED = "{} in a compiled or graphed step, which does not support it; call the model uncompiled"
 
 
-def ask_for_weights(decoder: PreTrainedModel, options: dict[str, Any]) -> None:
+def ask_for_weights(decoder: PreTrainedModel, cache: Cache, options: dict[str, Any]) -> None:
     """Record in a forward's cache whether attention weights are requested, by an option or by the
     config. Many models do not pass that option on to their attention modules.
 
     Raises:
         UnsupportedError: they are requested, but some layer cannot return them. Nothing was fed.
     """
-    cache, asked = options.get("past_key_values"), options.get("output_attentions")
-    if not isinstance(cache, Cache):
-        return
+    asked = options.get("output_attentions")
     wanted = bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
     if not torch.compiler.is_compiling():
         cache.weights = wanted
