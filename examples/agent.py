@@ -66,7 +66,7 @@ def main() -> None:
             said = tokenizer(f" {name}", return_tensors="pt").input_ids
             fed = torch.cat([prompt.input_ids[:, -1:], said[:, :-1]], dim=1)
             with torch.inference_mode():
-                logits = model(fed, past_key_values=frozen.fork()).logits[0].log_softmax(dim=-1)
+                logits = model(fed, cache=frozen.fork()).logits[0].log_softmax(dim=-1)
             found[name] = float(logits.gather(1, said[0][:, None]).sum())
         return found
 

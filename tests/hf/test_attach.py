@@ -6,7 +6,9 @@ import copy
 import pickle
 import subprocess
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from transformers import DynamicCache
 
 import kvkeep
 from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
+from kvkeep.hf.cache_argument import as_cache
+from kvkeep.version import TESTED
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +63,142 @@ def test_twice_is_an_error(attached):
         kvkeep.attach(attached)
 
 
-def test_models_that_share_a_config(attached):
-    with pytest.raises(StateError, match="shares its config"):
-        kvkeep.attach(tf.LlamaForCausalLM(attached.config))
+def test_models_that_share_a_config():
+    config = tiny("llama").config
+    config._attn_implementation = "sdpa"
+    one, other = (tf.LlamaForCausalLM(config).eval() for _ in range(2))
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    expected = [model.generate(ids(), **options).sequences for model in (one, other)]
+    kvkeep.attach(one, "keep_all+int8")
+    assert other.config is config
+    assert config._attn_implementation == other.model.config._attn_implementation == "sdpa"
+    assert type(other.generate(ids(), **options).past_key_values) is DynamicCache
+    other.set_attn_implementation("eager")
+    config.output_attentions = True
+    assert one.config.output_attentions
+    config.output_attentions = False
+    assert isinstance(one.generate(ids(), **options).past_key_values, kvkeep.Cache)
+    kvkeep.attach(other)
+    kvkeep.detach(one)
+    found = [model.generate(ids(), **options) for model in (one, other)]
+    assert [isinstance(x.past_key_values, kvkeep.Cache) for x in found] == [False, True]
+    assert all(x.sequences.equal(y) for x, y in zip(found, expected, strict=True))
+    kvkeep.detach(other)
+    assert one.config is config is other.config is other.model.layers[0].self_attn.config
+
+
+@torch.no_grad()
+def test_another_implementation_for_forwards_without_a_cache(model):
+    """It is set after the model was attached, and kvkeep still computes attention to its caches."""
+    seen = []
+
+    def attention(*args, **kwargs):
+        seen.append(args)
+        return tf.AttentionInterface._global_mapping["sdpa"](*args, **kwargs)
+
+    tf.AttentionInterface.register("counted", attention)
+    tf.AttentionMaskInterface.register("counted", tf.masking_utils.sdpa_mask)
+    with kvkeep.attach(model, "keep_all+int8"):
+        before = model(ids()).logits
+        model.set_attn_implementation("counted")
+        out = model(ids())
+        assert isinstance(out.past_key_values, kvkeep.Cache)
+        assert out.logits.equal(before)
+        assert not seen
+        model(ids(), use_cache=False)
+        assert seen
+    assert model.config._attn_implementation == "counted"
+
+
+@torch.no_grad()
+def test_a_cache_that_was_built_before(model):
+    """Where its model is attached, or detached, afterwards."""
+    cache = kvkeep.Cache(model, "window:4")
+    with kvkeep.attach(model):
+        model(ids(), past_key_values=cache)
+        assert cache.length == 4
+        kept = kvkeep.Cache(model)
+        model(ids(), past_key_values=kept)
+    with pytest.raises(StateError, match="while it was attached"):
+        model(ids(), past_key_values=kept)
+    kept.reset()
+    model(ids(), past_key_values=kept)
+
+
+class Renamed(tf.LlamaForCausalLM):
+    """A model of a version that prepares caches by a method of another name."""
+
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, past_key_values=DynamicCache(), **kwargs)
+
+
+class Dropped(tf.LlamaModel):
+    """A decoder that takes its cache under a name which nobody knows."""
+
+    def forward(self, input_ids=None, kv=None, **kwargs):
+        kwargs = {name: x for name, x in kwargs.items() if name not in ("cache", "past_key_values")}
+        return super().forward(input_ids, past_key_values=kv, **kwargs)
+
+
+class Unhooked(tf.LlamaForCausalLM):
+    """A model that calls its decoder without the decoder's hooks."""
+
+    def forward(self, input_ids=None, past_key_values=None, cache=None, **kwargs):
+        out = self.model.forward(input_ids, past_key_values=DynamicCache(), **kwargs)
+        return tf.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(out[0]))
+
+
+@pytest.mark.parametrize(
+    ("outer", "decoder", "reason"),
+    [
+        (Renamed, tf.LlamaModel, "generate.. gave it a DynamicCache"),
+        (tf.LlamaForCausalLM, Dropped, "its cache holds 0 tokens where 6 were fed"),
+        (Unhooked, tf.LlamaModel, "ran without the decoder's hooks"),
+    ],
+)
+def test_a_step_without_kvkeep_is_an_error(outer, decoder, reason):
+    model = tiny("llama")
+    with kvkeep.attach(model):
+        model.__class__, model.model.__class__ = outer, decoder
+        with pytest.raises(UnsupportedError, match=reason) as raised:
+            model.generate(ids(), max_new_tokens=3)
+    assert TESTED["transformers"] in str(raised.value)
+
+
+def test_a_cache_of_a_class_of_its_own_is_an_error():
+    class Own(DynamicCache):
+        pass
+
+    def prepare(self, generation_config, model_kwargs, *_):
+        model_kwargs["cache"] = model_kwargs["past_key_values"] = Own()
+
+    model = tiny("llama")
+    methods = {"_prepare_cache_for_generation": prepare}
+    model.__class__ = type("Sub", (tf.LlamaForCausalLM,), methods)
+    with kvkeep.attach(model), pytest.raises(UnsupportedError, match="gave it a Own"):
+        model.generate(ids(), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@torch.no_grad()
+def test_both_names_of_the_argument(attached, name):
+    cache, other = kvkeep.Cache(attached), kvkeep.Cache(attached)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = attached.generate(ids(), **options)
+    assert attached.generate(ids(), **{name: cache}, **options).equal(expected)
+    assert cache.fed == 9
+    attached(ids(), **{name: other})
+    assert other.fed == 6
+
+
+def test_the_tested_versions_are_the_same_everywhere():
+    root = Path(__file__).parents[2]
+    required = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name, versions in TESTED.items():
+        assert name + versions in required
+        least, beyond = (text.lstrip("<>=") for text in versions.split(","))
+        for page in ("README.md", "docs/transformers.md"):
+            assert f"{name} {least} to below {beyond}" in (root / page).read_text()
 
 
 def test_the_decoder_of_an_attached_model_and_the_reverse(model):
@@ -451,10 +588,10 @@ def test_positions_past_the_models_limit_are_warned_of_once():
         cache = kvkeep.Cache(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(ids(1, 16), past_key_values=cache)
+            model(ids(1, 16), **as_cache(model, cache))
         with pytest.warns(UserWarning, match="17 tokens are fed to a model made for 16"):
-            model(ids(1, 1), past_key_values=cache)
+            model(ids(1, 1), **as_cache(model, cache))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(ids(1, 1), past_key_values=cache)
+            model(ids(1, 1), **as_cache(model, cache))
             model(ids(1, 30))

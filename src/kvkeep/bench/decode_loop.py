@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import base_config, decoder_config
 
 DYNAMIC, STATIC = "hf-dynamic", "hf-static"
@@ -78,14 +79,14 @@ def decode(
     """
     *before, fed = torch.split(prompt, chunk or prompt.shape[1], dim=1)
     for part in before:
-        model(part, past_key_values=cache, logits_to_keep=1)
+        model(part, **as_cache(model, cache), logits_to_keep=1)
     tokens: list[Tensor] = []
     for _ in range(steps):
-        logits = model(fed, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(fed, **as_cache(model, cache), logits_to_keep=1).logits
         after_step()
         fed = logits[:, -1:].argmax(dim=-1)
         tokens.append(fed)
-    model(fed, past_key_values=cache, logits_to_keep=1)
+    model(fed, **as_cache(model, cache), logits_to_keep=1)
     after_step()
     return torch.cat(tokens, dim=1)
 

@@ -12,6 +12,7 @@ from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
 from kvkeep.host.progress import Progress, Work, silent
 
@@ -46,7 +47,7 @@ def run(
     work = Work(progress, tokens + forks * new + 4 * turns * rows)
     with torch.inference_mode():
         work.stage(f"{tokens} tokens", tokens)
-        loaded(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+        loaded(ids[:, :tokens], **as_cache(loaded, cache), logits_to_keep=1)
         one = cache.live_bytes
         copied = Cache(loaded)
         copied.restore(cache.snapshot())
@@ -54,7 +55,7 @@ def run(
         work.stage(f"{forks} forks", forks * new)
         several = [frozen.fork() for _ in range(forks)]
         for fork in several:
-            loaded(ids[:, tokens:], past_key_values=fork, logits_to_keep=1)
+            loaded(ids[:, tokens:], **as_cache(loaded, fork), logits_to_keep=1)
             work.tick(new)
         held = one + sum(fork.nbytes - fork.shared_bytes for fork in several)
         del several
@@ -88,7 +89,7 @@ def _timed(
     """Times of a step of each batch; the step is cropped again."""
 
     def step(cache: Cache) -> None:
-        model(token, past_key_values=cache)
+        model(token, **as_cache(model, cache))
         cache.crop(-1)
 
     def attention(cache: Cache) -> None:
@@ -97,7 +98,7 @@ def _timed(
             layer.crop(-1)
 
     for cache in batches.values():
-        model(token, past_key_values=cache)  # so that each fork has a tail of its own
+        model(token, **as_cache(model, cache))  # so that each fork has a tail of its own
     like = batches["separate"].layers[0].state().parts["slots"]["k"]
     k = torch.randn_like(like[:, :, :1])
     q = torch.randn(*token.shape[:1], model.config.num_attention_heads, 1, like.shape[3]).to(k)

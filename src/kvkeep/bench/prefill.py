@@ -14,6 +14,7 @@ from kvkeep.bench.environment import environment
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
 from kvkeep.host.progress import Progress, Work, silent
 
@@ -46,7 +47,7 @@ def run(
         def prefill(system: str, ids: torch.Tensor = ids) -> None:
             cache = new_cache("keep_all" if system == KVKEEP else system, loaded)
             with torch.inference_mode():
-                models[system](ids, past_key_values=cache, logits_to_keep=1)
+                models[system](ids, **as_cache(models[system], cache), logits_to_keep=1)
 
         calls = {system: (lambda s=system: prefill(s)) for system in models}
         seconds = interleaved(calls, turns=turns, burst=1, tick=work.part)

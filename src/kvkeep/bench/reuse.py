@@ -21,6 +21,7 @@ from kvkeep.bench.environment import environment
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.blocks import prefill
 from kvkeep.hf.attach import attach
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
 from kvkeep.host import ModelCache, host_of
 from kvkeep.host.progress import Progress, Work, silent
@@ -144,7 +145,7 @@ class _Reader:
         """Seconds until the logits after the question."""
         start = time.perf_counter()
         cache = self._documents(mode)
-        self._model(self._rest(cache)[None], past_key_values=cache, logits_to_keep=1)
+        self._model(self._rest(cache)[None], **as_cache(self._model, cache), logits_to_keep=1)
         return time.perf_counter() - start
 
     def answer(self, count: int) -> Tensor:
@@ -152,7 +153,7 @@ class _Reader:
         cache = self._documents("cold")
         fed, said = self._rest(cache)[None], list[Tensor]()
         for _ in range(count):
-            logits = self._model(fed, past_key_values=cache, logits_to_keep=1).logits
+            logits = self._model(fed, **as_cache(self._model, cache), logits_to_keep=1).logits
             fed = logits[:, -1:].argmax(dim=-1)
             said.append(fed[0])
         return torch.cat(said)
@@ -161,7 +162,7 @@ class _Reader:
         """Log-probabilities (n, V) at the n tokens of an answer."""
         cache = self._documents(mode)
         fed = torch.cat([self._rest(cache), answer[:-1]])
-        logits = self._model(fed[None], past_key_values=cache).logits[0, -len(answer) :]
+        logits = self._model(fed[None], **as_cache(self._model, cache)).logits[0, -len(answer) :]
         found: Tensor = logits.double().log_softmax(dim=-1)
         return found
 

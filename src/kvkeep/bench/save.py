@@ -18,6 +18,7 @@ from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.load import load
 from kvkeep.hf.models import load as load_model
 from kvkeep.host.progress import Progress, Work, silent
@@ -68,12 +69,12 @@ def _row(
 ) -> dict[str, float]:
     cache = Cache(model, spec)
     start = time.perf_counter()
-    model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    model(ids[:, :-1], **as_cache(model, cache), logits_to_keep=1)
     prefill = time.perf_counter() - start
     path = Path(folder) / "cache.kv"
 
     def load_and_step() -> None:
-        model(ids[:, -1:], past_key_values=load(path, model))
+        model(ids[:, -1:], **as_cache(model, load(path, model)))
 
     cache.save(path)
     writing: dict[str, Callable[[], object]] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.bench.decode_loop import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
 from kvkeep.bench.random_model import fill
 from kvkeep.hf.attach import attach
+from kvkeep.hf.cache_argument import as_cache
 
 Feed = Callable[[Tensor], Tensor | None]
 """Feeds one token (1, 1) and returns the logits (1, V), or None if the system does not expose
@@ -131,7 +132,7 @@ class Systems:
             cache.restore(self._whole().snapshot())
             return cache
         with torch.inference_mode():
-            self.kvkeep(self._ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+            self.kvkeep(self._ids[:, :-1], **as_cache(self.kvkeep, cache), logits_to_keep=1)
         return cache
 
     def _whole(self) -> Any:
@@ -163,7 +164,7 @@ def _fed(model: Callable[..., Any], cache: Any) -> Feed:
     def feed(token: Tensor) -> Tensor:
         begin_step()
         with torch.inference_mode():
-            out = model(token, past_key_values=cache, logits_to_keep=1)
+            out = model(token, **as_cache(model, cache), logits_to_keep=1)
         logits: Tensor = out.logits[:, -1]
         return logits
 

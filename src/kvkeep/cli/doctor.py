@@ -13,6 +13,7 @@ def doctor(json: JsonFlag = False) -> None:
     with Working("looking at this machine"):
         from kvkeep.attention import backends
         from kvkeep.bench.environment import environment
+        from kvkeep.version import TESTED
 
         machine = environment()
         rows = [
@@ -20,10 +21,11 @@ def doctor(json: JsonFlag = False) -> None:
             for b in backends()
         ]
     if json:
-        print_json({**machine, "backends": rows})
+        print_json({**machine, "tested": TESTED, "backends": rows})
         return
     for name, value in machine.items():
         say(f"{name:>14}  {value}")
+    say(f"{'tested with':>14}  " + ", ".join(f"{name} {range_}" for name, range_ in TESTED.items()))
     idle = (os.cpu_count() or 1) - machine["load"]
     if idle < machine["threads"] - 0.5:
         say(

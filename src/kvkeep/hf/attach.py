@@ -10,24 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import GenerationMixin, PreTrainedModel
 
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
-from kvkeep.hf.attention import attention_over
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.config import (
     ATTACHMENT,
-    ATTENTION_PREFIX,
     decoder_config,
     decoder_of,
-    is_routed,
     layer_kinds,
     require_plain_steps,
 )
@@ -39,15 +31,14 @@ from kvkeep.hf.generate_hook import (
     prepare_cache,
     prepare_inputs,
     refuse_batching,
-    require_supplied,
 )
 from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
-from kvkeep.hf.masks import mask_over
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
+from kvkeep.hf.routing import registered, route_attention, unroute_attention
 from kvkeep.hf.unattached import require_exact
-from kvkeep.hf.unserved import not_served
+from kvkeep.hf.unserved import not_served, require_supplied
 from kvkeep.hf.weights import ask_for_weights
 from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
@@ -178,11 +169,6 @@ def attach(
             raise StateError(
                 f"this {type(part).__name__} is attached already; call kvkeep.detach(model) first"
             )
-    if is_routed(text):
-        raise StateError(
-            f"this {type(model).__name__} shares its config with an attached model; give each "
-            "model a config of its own, copy.deepcopy(config)"
-        )
     if compile:
         require_plain_steps(text, "a compiled graph", "attach the model without compile=True")
     empty = Cache(model, spec)
@@ -205,7 +191,7 @@ def attach(
         )
     by_token = route_tokens(decoder) if recurrent else []
     if implementation is not None:
-        _set_attention(model, implementation)
+        route_attention(model, implementation)
     hooks = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -262,7 +248,7 @@ def detach(model: PreTrainedModel) -> None:
     for hook in attachment._hooks:
         hook.remove()
     unroute_tokens(attachment._by_token)
-    _set_attention(model, attachment.original)
+    unroute_attention(model)
     if attachment.linears:
         unroute(model)
     if attachment.compiled:
@@ -327,10 +313,7 @@ def _routing(model: PreTrainedModel, original: str, *, unknown: bool) -> tuple[s
     decoder = decoder_of(model)
     why = "its attention does not go through transformers' AttentionInterface"
     if model._can_set_attn_implementation():
-        # transformers treats a name that contains "flash" as a kernel to import.
-        name = ATTENTION_PREFIX + original.replace("flash", "fa")
-        AttentionInterface.register(name, attention_over(original))
-        AttentionMaskInterface.register(name, mask_over(original))
+        name = registered(original)
         fault = rehearse(decoder, name)
         if fault == "" or (fault is None and unknown and decoder._supports_attention_backend):
             return name, ""
@@ -360,13 +343,6 @@ def attach_routed(model: PreTrainedModel, purpose: str) -> Attachment:
             f"itself, because {attachment.own}; use it without kvkeep for this"
         )
     return attachment
-
-
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation in the decoder's config, and in no other part's."""
-    text = decoder_config(model.config)
-    parts = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
-    model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 def _supply_cache(
@@ -417,6 +393,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
     compiling = torch.compiler.is_compiling()
     if not compiling:
         attachment: Attachment = getattr(decoder, ATTACHMENT)
+        cache.follow(decoder_config(decoder.config))
         if attachment.own:
             require_exact(cache, attachment.own)
         check_fed(decoder, given, cache.fed)

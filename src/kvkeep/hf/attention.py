@@ -12,9 +12,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.attention import Attend
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.hf.config import own_implementation
 from kvkeep.hf.handover import AttendedLayer, Handed
 from kvkeep.hf.latent import begun_step
 from kvkeep.hf.masks import MaskRequest
+from kvkeep.hf.unserved import require_hooked
 from kvkeep.hf.weights import explicit_step
 from kvkeep.layer.step import StepInputs
 
@@ -22,10 +24,11 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def attention_over(original: str) -> AttentionFunction:
-    """An attention function for models whose attention was `original` before they were attached.
+    """An attention function for models whose attention was `original` when they were attached.
 
     For keys from a kvkeep cache it runs a step of their layer. All other keys, such as those of a
-    training forward or of another cache, go to the original function.
+    training forward or of another cache, go to the model's own implementation: `original`, or the
+    one that was set since.
     """
 
     def attention(
@@ -44,12 +47,15 @@ def attention_over(original: str) -> AttentionFunction:
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         step = begun_step(attention_mask)
+        now = own_implementation(getattr(module, "config", None), original)
         if handed is None and with_values is None and not _is_positions(attention_mask):
+            if not torch.compiler.is_compiling():
+                require_hooked(module)
             if softcap is not None:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
                 kwargs["s_aux"] = s_aux
-            return _original(original, module)(
+            return _original(now, module)(
                 module,
                 query,
                 key,
@@ -61,7 +67,7 @@ def attention_over(original: str) -> AttentionFunction:
             )
         if step is None:
             _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
-        if query.shape[2] > 1 and not _is_causal(original, module, kwargs):
+        if query.shape[2] > 1 and not _is_causal(now, module, kwargs):
             raise UnsupportedError(
                 f"{type(module).__name__} lets tokens attend to later ones; use the cache with "
                 "kvkeep.detach(model)"

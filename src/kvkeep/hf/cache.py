@@ -117,6 +117,12 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
         return f"kvkeep.Cache({specs!r}, layers={len(self)}, seen={self.seen.tolist()})"
 
+    def follow(self, config: PreTrainedConfig) -> None:
+        """Use the config of a model in a forward, if it is another view of this cache's config: the
+        model may have been attached after the cache was built."""
+        if config is not self.config and config.__dict__ is self.config.__dict__:
+            self.config = config
+
     # -- the forward ------------------------------------------------------------------------
 
     def update(

@@ -275,7 +275,7 @@ class _Graph:
         if changing_ropes(model.config) or set(out) - {"logits", *NAMES}:
             return None
         graph = cls(model, ran, type(out))
-        graph._cache_field = next(name for name in NAMES if name in out.keys())
+        graph._cache_field = next(name for name in NAMES if name in [*out])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(cache.tickets)}
         owned = {
             id(x): (owner, name)

@@ -202,6 +202,17 @@ def is_routed(config: PreTrainedConfig) -> bool:
     return str(config._attn_implementation).startswith(ATTENTION_PREFIX)
 
 
+def own_implementation(config: Any, otherwise: str) -> str:
+    """The attention implementation of an attached model for attention without a kvkeep cache.
+
+    Args:
+        config: the config of a module; see `kvkeep.hf.routing`.
+        otherwise: the name for a config that is not routed.
+    """
+    routing = getattr(config, "_kvkeep_routing", None)
+    return otherwise if routing is None else routing.original
+
+
 def _refused(config: PreTrainedConfig, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"kvkeep cannot cache {config.model_type}: {reason}; use transformers' own cache for it"

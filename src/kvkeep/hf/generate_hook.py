@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.blocks.recompute_option import Recompute
@@ -28,7 +28,7 @@ from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, 
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.multimodal import holds_tensors, resume
-from kvkeep.hf.unserved import not_served
+from kvkeep.hf.unserved import require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
@@ -109,17 +109,14 @@ class Settings:
 @dataclass
 class _Call:
     """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the prompt with blocks if there is one, the token ids of all rows (B, n), whether kvkeep
-    supplies the cache, whether the decoder's hook has run, the cache from a store or blocks, if
-    any, and the cache that records drafts, if any."""
+    row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
+    store or blocks, if any, and the cache that records drafts, if any."""
 
     model: PreTrainedModel
     columns: int
     ids: Tensor | None
     blocks: BlockPrompt | None
     rows: Tensor | None
-    supplies: bool
-    reached: bool = False
     cache: Cache | None = None
     recording: Cache | None = None
 
@@ -166,13 +163,12 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     columns = 0 if ids is None else ids.shape[1]
     given_cache = rename_cache(kwargs, OF_GENERATE)
     one = ids if ids is not None and len(ids) == 1 else None
-    supplies = given_cache is None and _leaves_the_cache_to_kvkeep(model, args, kwargs)
-    call = _Call(model, columns, one, blocks, ids, supplies)
+    call = _Call(model, columns, one, blocks, ids)
     token = _CALL.set(call)
     if isinstance(given_cache, Cache) and given_cache.fed:
         resume(model, given_cache)
     try:
-        with _rows_restored(given_cache):
+        with supplying(model, args, kwargs), _rows_restored(given_cache):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
@@ -291,7 +287,8 @@ def prepare_cache(
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
     """In place of the model's own `prepare_inputs_for_generation`: the first forward of a call with
     drafts, for which transformers gives the whole text, feeds what the cache does not hold."""
-    owner: Any = type(model).prepare_inputs_for_generation
+    owner: Any = type(model)
+    owner = owner.prepare_inputs_for_generation
     call, cache = _CALL.get(), rename_cache(options, name_in(owner) or OF_GENERATE)
     if call is not None and call.recording is not None and call.recording is cache and cache.fed:
         options["next_sequence_length"] = (
@@ -300,47 +297,6 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
     inputs: dict[str, Any] = owner(model, input_ids, **options)
     rename_cache(inputs, cache_name(model))
     return inputs
-
-
-def _leaves_the_cache_to_kvkeep(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether a call of `generate()` without a cache asks for one of transformers' choice."""
-    given = [x for x in (*args, kwargs.get("generation_config")) if isinstance(x, GenerationConfig)]
-
-    def option(name: str) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        chosen = (getattr(config, name, None) for config in (*given, model.generation_config))
-        return next((x for x in chosen if x is not None), None)
-
-    return option("cache_implementation") is None and option("use_cache") is not False
-
-
-def require_supplied(model: PreTrainedModel, cache: Any) -> None:
-    """Note that a forward of the current call of `generate()` reached an attached decoder.
-
-    Raises:
-        UnsupportedError: kvkeep supplies this call's cache, and the forward was given another one.
-    """
-    call = _CALL.get()
-    if call is None or call.model is not model:
-        return
-    call.reached = True
-    if call.supplies and cache is not None and not isinstance(cache, Cache):
-        raise not_served(model, f"generate() gave it a {type(cache).__name__}")
-
-
-def require_hooked(module: torch.nn.Module) -> None:
-    """Called where attention is not kvkeep's.
-
-    Raises:
-        UnsupportedError: kvkeep supplies the cache of the current call of `generate()`, and the
-            decoder's hooks have not run.
-    """
-    call = _CALL.get()
-    if call is not None and call.supplies and not call.reached:
-        raise not_served(call.model, f"{type(module).__name__} was called without its hooks")
 
 
 def _require_whole_text(model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
@@ -66,10 +66,14 @@ class TransformersHost(Host):
 
     library = "transformers"
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self._config = base_config(model)
-        self._text = decoder_config(self._config)
+    @property
+    def _config(self) -> PreTrainedConfig:
+        """The model's config, which `attach` replaces by a view."""
+        return base_config(self.model)
+
+    @property
+    def _text(self) -> PreTrainedConfig:
+        return decoder_config(self._config)
 
     # -- what the model is like -------------------------------------------------------------
 

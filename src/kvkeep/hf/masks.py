@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 
 from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.hf.config import own_implementation
 from kvkeep.hf.handover import MaskedLayer, MaskLength
 
 _AT_ONCE = 1 << 22
@@ -47,12 +48,12 @@ def as_mask(position: Tensor, window: int | None, until: Tensor | None = None) -
 
 
 def mask_over(original: str) -> Callable[..., Tensor | None]:
-    """A mask function for models whose attention was `original` before they were attached.
+    """A mask function for models whose attention was `original` when they were attached.
 
     With a kvkeep cache it returns the positions of the chunk's tokens, int32 (1, 1, 1, n) if all
     rows have the same, otherwise (B, 1, 1, n) with -1 for padding; together with the slots'
-    positions they replace a mask. With any other cache, or none, it calls the original's mask
-    function.
+    positions they replace a mask. With any other cache, or none, it calls the mask function of
+    the model's own implementation: `original`, or the one that was set since.
     """
 
     def mask(
@@ -67,7 +68,8 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         **request: Any,
     ) -> Tensor | None:
         if not isinstance(kv_length, MaskLength):
-            passed_on: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[original](
+            now = own_implementation(request.get("config"), original)
+            passed_on: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[now](
                 q_length=q_length,
                 kv_length=kv_length,
                 attention_mask=attention_mask,

@@ -1,12 +1,87 @@
-"""The error for an attached model that ran without the cache that kvkeep supplied."""
+"""Attached models that run without the cache that kvkeep supplies: an error at the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
 import transformers
 from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import cache_in
 from kvkeep.version import TESTED
+
+
+@dataclass
+class _Supplied:
+    """A call of `generate()` whose cache kvkeep supplies, and whether the decoder's hook has run in
+    it."""
+
+    model: PreTrainedModel
+    hooked: bool = False
+
+
+_SUPPLIED: ContextVar[_Supplied | None] = ContextVar("supplied", default=None)
+
+
+@contextmanager
+def supplying(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Within this context, a call of an attached model's `generate()` with these arguments, steps
+    without kvkeep's cache are errors, unless the call brings a cache or asks for one of
+    transformers' kinds."""
+    own = cache_in(kwargs) is None and _leaves_the_cache_to_kvkeep(model, args, kwargs)
+    token = _SUPPLIED.set(_Supplied(model) if own else None)
+    try:
+        yield
+    finally:
+        _SUPPLIED.reset(token)
+
+
+def _leaves_the_cache_to_kvkeep(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    given = [x for x in (*args, kwargs.get("generation_config")) if isinstance(x, GenerationConfig)]
+
+    def option(name: str) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        chosen = (getattr(config, name, None) for config in (*given, model.generation_config))
+        return next((x for x in chosen if x is not None), None)
+
+    return option("cache_implementation") is None and option("use_cache") is not False
+
+
+def require_supplied(model: PreTrainedModel, cache: Any) -> None:
+    """Check the cache of a forward of an attached model, or the one that `generate()` built for it.
+
+    Raises:
+        UnsupportedError: it is another one where kvkeep supplies it.
+    """
+    call = _SUPPLIED.get()
+    if call is None or call.model is not model:
+        return
+    call.hooked = True
+    if cache is not None and not isinstance(cache, Cache):
+        raise not_served(model, f"generate() gave it a {type(cache).__name__}")
+
+
+def require_hooked(module: nn.Module) -> None:
+    """Called where an attached model's attention gets keys that are not from kvkeep's cache.
+
+    Raises:
+        UnsupportedError: kvkeep supplies the cache, and the decoder's hook has not run.
+    """
+    call = _SUPPLIED.get()
+    if call is not None and not call.hooked:
+        raise not_served(call.model, f"{type(module).__name__} ran without the decoder's hooks")
 
 
 def not_served(model: nn.Module, seen: str) -> UnsupportedError:

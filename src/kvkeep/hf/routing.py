@@ -1,0 +1,136 @@
+"""Routes the attention of one model to kvkeep.
+
+transformers chooses the attention and the masks of a module by `module.config`, and several models
+may share a config. So the modules of an attached model have a view of their config: it has the same
+attributes, in the same dictionary, except for the name of the attention implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from kvkeep.hf.attention import attention_over
+from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config
+from kvkeep.hf.masks import mask_over
+
+_ROUTING, _IMPLEMENTATION = "_kvkeep_routing", "_attn_implementation_internal"
+
+
+class Routing:
+    """What a view changes in a config.
+
+    Args:
+        config: the config that the model had.
+        name: the attention implementation by which kvkeep computes attention; None: the config's
+            own, in the config of a model around the decoder.
+        text: the view of the decoder's config, in the config of a model around it.
+    """
+
+    def __init__(self, config: PreTrainedConfig, name: str | None, text: Any = None) -> None:
+        self.config, self.name, self.text = config, name, text
+        self.original: str = config._attn_implementation
+        """The implementation for attention without a kvkeep cache."""
+
+
+def registered(original: str) -> str:
+    """The name of the implementation that uses kvkeep's caches, and `original` for all else."""
+    # transformers treats a name that contains "flash" as a kernel to import.
+    name = ATTENTION_PREFIX + original.replace("flash", "fa")
+    AttentionInterface.register(name, attention_over(original))
+    AttentionMaskInterface.register(name, mask_over(original))
+    return name
+
+
+def route_attention(model: PreTrainedModel, name: str) -> None:
+    """Give the modules of a model views of their configs, by which the decoder's attention is the
+    implementation of this name."""
+    text, outer = decoder_config(model.config), model.config
+    views = {id(text): _view(text, Routing(text, name))}
+    if outer is not text:
+        views[id(outer)] = _view(outer, Routing(outer, None, views[id(text)]))
+    for module, config in _configs(model):
+        if id(config) in views:
+            module.config = views[id(config)]
+
+
+def unroute_attention(model: PreTrainedModel) -> None:
+    """Undo `route_attention`. Whoever still holds a view finds the config's own implementation."""
+    for module, config in _configs(model):
+        routing: Routing | None = getattr(config, _ROUTING, None)
+        if routing is not None:
+            module.config = cast(Any, routing.config)
+            routing.name = routing.text = None
+
+
+def _configs(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Any]]:
+    found = ((module, module.__dict__.get("config")) for module in model.modules())
+    return (pair for pair in found if isinstance(pair[1], PreTrainedConfig))
+
+
+def _view(config: PreTrainedConfig, routing: Routing) -> Any:
+    text = routing.config.get_text_config(decoder=True)
+    keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    view: Any = object.__new__(_view_class(type(config), *keys))
+    view.__dict__ = config.__dict__
+    setattr(view, _ROUTING, routing)
+    return view
+
+
+@cache
+def _view_class(base: Any, *keys: str) -> Any:
+    """The class of views of configs of a class, whose attributes `keys` are the decoder's."""
+
+    def implementation(view: Any) -> Any:
+        routing = view._kvkeep_routing
+        return routing.original if routing.name is None else routing.name
+
+    def set_implementation(view: Any, value: Any) -> None:
+        routing = view._kvkeep_routing
+        if value != routing.name:  # which somebody may have read and now puts back
+            routing.original = value
+            view.__dict__[_IMPLEMENTATION] = value
+
+    def text_at(key: str) -> property:
+        def text(view: Any) -> Any:
+            routed = view._kvkeep_routing.text
+            return view.__dict__[key] if routed is None else routed
+
+        def set_text(view: Any, value: Any) -> None:
+            view.__dict__[key] = value
+
+        return property(text, set_text)
+
+    def reduce(view: Any, _: Any) -> tuple[Any, ...]:
+        return _copied, (base, keys, dict(view.__dict__), view._kvkeep_routing)
+
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members: dict[str, Any] = names | {key: text_at(key) for key in keys}
+    members |= {
+        "__slots__": (_ROUTING,),
+        "__init__": base.__init__,
+        "__reduce_ex__": reduce,
+        _IMPLEMENTATION: property(implementation, set_implementation),
+    }
+    return type(base.__name__, (base,), members)
+
+
+def _copied(
+    base: type[PreTrainedConfig], keys: tuple[str, ...], values: dict[str, Any], routing: Routing
+) -> Any:
+    """A copy of a view, with attributes of its own."""
+    if routing.name is not None:
+        registered(routing.original)  # another process may read a pickle
+    view: Any = object.__new__(_view_class(base, *keys))
+    view.__dict__ = values
+    setattr(view, _ROUTING, routing)
+    return view
