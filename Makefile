@@ -6,7 +6,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 # Compiled modules are kept: each worker and each process that a test starts would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check slow docs notebooks sanitize emulate wheel programs
+.PHONY: demo test test-versions check slow docs notebooks sanitize emulate wheel programs
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -16,6 +16,11 @@ test: .venv/installed programs
 
 slow: .venv/installed programs
 	$(BIN)/pytest -q $(WORKERS) -m slow
+
+# The model libraries' tests and the documents' examples, with the oldest, the pinned and the newest versions of torch
+# and transformers; an environment of some GB for each.
+test-versions: .venv/installed
+	$(BIN)/python tools/versions.py
 
 check: .venv/installed docs
 	$(BIN)/ruff check

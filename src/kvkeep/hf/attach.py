@@ -398,8 +398,8 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
             require_exact(cache, attachment.own)
         check_fed(decoder, given, cache.fed)
         require_placed(cache, given)
-        tokens = fed_by(given)
-        cache.awaited = None if tokens is None or cache.lent else cache.fed + tokens.shape[1]
+        tokens, on_device = fed_by(given), cache.tickets[0].on_device
+        cache.awaited = None if tokens is None or on_device else cache.fed + tokens.shape[1]
     ask_for_weights(decoder, cache, given)
     _require_no_keys_given(given)
     if cache.recurrent is not None and not compiling:

@@ -7,7 +7,7 @@ attributes, in the same dictionary, except for the name of the attention impleme
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, cast
 
@@ -80,8 +80,12 @@ def _configs(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Any]]:
 def _view(config: PreTrainedConfig, routing: Routing) -> Any:
     text = routing.config.get_text_config(decoder=True)
     keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
-    view: Any = object.__new__(_view_class(type(config), *keys))
-    view.__dict__ = config.__dict__
+    return _with(type(config), keys, config.__dict__, routing)
+
+
+def _with(base: Any, keys: Iterable[str], values: dict[str, Any], routing: Routing) -> Any:
+    view: Any = object.__new__(_view_class(base, *keys))
+    view.__dict__ = values
     setattr(view, _ROUTING, routing)
     return view
 
@@ -124,13 +128,8 @@ def _view_class(base: Any, *keys: str) -> Any:
     return type(base.__name__, (base,), members)
 
 
-def _copied(
-    base: type[PreTrainedConfig], keys: tuple[str, ...], values: dict[str, Any], routing: Routing
-) -> Any:
+def _copied(base: Any, keys: Iterable[str], values: dict[str, Any], routing: Routing) -> Any:
     """A copy of a view, with attributes of its own."""
     if routing.name is not None:
         registered(routing.original)  # another process may read a pickle
-    view: Any = object.__new__(_view_class(base, *keys))
-    view.__dict__ = values
-    setattr(view, _ROUTING, routing)
-    return view
+    return _with(base, keys, values, routing)
