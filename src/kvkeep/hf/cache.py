@@ -525,7 +525,8 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     def is_croppable(self) -> bool:
         decides = is_routed(self.config) and not self._latent
         decided = decides or not any(layer.by_token for layer in self.layers)
-        return self.recurrent is None and decided
+        # Recurrent states return to marks, which are made while drafts are recorded.
+        return decided and (self.recurrent is None or self.layers[0].record_past)
 
     @property
     def is_sliding(self) -> list[bool]:
