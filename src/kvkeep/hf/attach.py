@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from kvkeep.arguments import suggests
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.attention import attention_over
@@ -39,7 +40,7 @@ from kvkeep.hf.generate_hook import (
     prepare_inputs,
     refuse_batching,
 )
-from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
+from kvkeep.hf.inputs import arguments_of, check_fed, check_rows, fed_by
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
@@ -106,6 +107,7 @@ class Attachment:
         detach(self.model)
 
 
+@suggests(Cache)
 def attach(
     model: PreTrainedModel,
     spec: Specs = DEFAULT_SPEC,
@@ -372,6 +374,7 @@ def _supply_cache(
     if not torch.compiler.is_compiling():
         reach_decoder()
         args, kwargs = (), arguments_of(decoder, args, kwargs)
+        check_rows(kwargs)
         _activate(decoder, kwargs)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache):
