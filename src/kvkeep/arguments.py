@@ -22,7 +22,7 @@ def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Calla
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = {name: "" for name in inspect.signature(function).parameters}
+        own = dict.fromkeys(inspect.signature(function).parameters, "")
         name = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
