@@ -105,11 +105,29 @@ def test_parse_and_print_are_inverse(policy, storage):
         ("keep_all@fixed,64", "write fixed:64$"),
         ("keep_all,sinks=4", "takes no options.*write keep_all$"),
         ("adakv,x=1(h2o:64)", "write adakv:x=1$"),
+        ("int8", r"int8 is a codec: write keep_all\+int8$"),
+        ("kivi:2", r"kivi is a codec: write keep_all\+kivi:2$"),
+        ("int8/int4", r"write keep_all\+int8/int4$"),
+        ("fixed:64", "fixed is a storage: write keep_all@fixed:64$"),
+        ("h2o:8+host", "host is a storage: write h2o:8@host$"),
+        ("h2o:8@int8", r"int8 is a codec: write h2o:8\+int8$"),
+        ("keep_all+h2o:8", "h2o is a policy: write h2o:8$"),
+        ("streming:8", "did you mean 'streaming'"),
+        ("zzz:64", "there is keep_all, window.*streaming"),
+        ("streaming", "policy streaming in 'streaming' lacks 'size'; write streaming:1024$"),
+        ("h2o:0", "^h2o of 0 tokens, 0 recent, 0 sinks and positions 0 to 0: tokens must be"),
+        ("adakv(knorm:9,sinks=-1)", "^knorm of 9 tokens, 5 recent, -1 sinks and positions 0 to 0"),
     ],
 )
 def test_wrong(text, message):
     with pytest.raises(SpecError, match=message):
         CacheSpec.parse(text)
+
+
+def test_streaming_is_a_window_with_four_sinks():
+    assert CacheSpec.parse("streaming:64") == CacheSpec.parse("window:64,sinks=4")
+    assert CacheSpec.parse("window:64,sinks=4").policy.budget == 68
+    assert CacheSpec.parse("h2o:64,sinks=4").policy.budget == 64
 
 
 def test_fixed_takes_its_capacity_from_the_budget_or_the_caller():

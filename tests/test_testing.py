@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 
-from kvkeep.errors import SpecError
+from kvkeep.codec import base
+from kvkeep.errors import PrecisionWarning, SpecError
 from kvkeep.policy import POLICIES, Scored
+from kvkeep.spec import CacheSpec
 from kvkeep.testing import check_policy
 
 
@@ -59,6 +62,16 @@ def test_a_wrong_policy_does_not(monkeypatch, wrong):
     monkeypatch.setitem(POLICIES, "mine", wrong)
     with pytest.raises(AssertionError):
         check_policy("mine:8,recent=2")
+
+
+def test_codecs_that_nobody_chose_give_no_warning(monkeypatch):
+    monkeypatch.setitem(POLICIES, "mine", Mine)
+    base._warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_policy("mine:8,recent=2")
+    with pytest.warns(PrecisionWarning):  # it was not used up
+        CacheSpec.parse("mine:8+int4").layer()
 
 
 def test_no_policy():

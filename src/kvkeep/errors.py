@@ -28,6 +28,10 @@ class SpecError(KVKeepError, ValueError):
     """A cache spec, as text or as objects, names something that does not exist or cannot work."""
 
 
+class ArgumentError(KVKeepError, TypeError):
+    """A function has no argument of this name."""
+
+
 class StateError(KVKeepError, RuntimeError):
     """The call is not possible in the current state of the object."""
 

@@ -15,6 +15,7 @@ from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import POLICIES, Policy, Share
+from kvkeep.policy.installed import installed, load
 from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Concat, Growing, Storage
 
@@ -237,7 +238,8 @@ def _component(
     head, comma, _ = name.partition(",")
     name, preset = ALIASES.get(head, (head, {}))
     if name not in registry:
-        raise SpecError(f"no {kind} {name!r} in {whole!r}; {_nearest(name, registry)}")
+        hint = _elsewhere(kind, text.strip(), whole) or _nearest(name, _names(kind))
+        raise SpecError(f"no {kind} {name!r} in {whole!r}; {hint}")
     parameters = _parameters(registry[name])
     if (colon or comma) and not parameters:
         raise SpecError(f"{kind} {name} takes no options in {whole!r}; write {name}")
@@ -271,7 +273,7 @@ def _component(
         needed = ((key, one) for key, one in parameters.items() if one.default is one.empty)
         example = ",".join(f"{key}={kinds.get(one.annotation, 1024)}" for key, one in needed)
         example = example.removeprefix(f"{next(iter(parameters))}=")
-        raise SpecError(f"{kind} {name} in {whole!r} lacks {missing[0]!r}; write {name}:{example}")
+        raise SpecError(f"{kind} {head} in {whole!r} lacks {missing[0]!r}; write {head}:{example}")
     return name, tuple((preset | options).items())
 
 
@@ -297,6 +299,8 @@ def _policy(text: str, whole: str) -> Policy:
     """Parse a policy, or `name:options(other)` for one that wraps another."""
     outer, bracket, inner = text.strip().partition("(")
     name = outer.partition(":")[0].partition(",")[0].strip()
+    if name not in POLICIES and name in installed():
+        load(name)
     if not bracket or name not in POLICIES or not POLICIES[name].wraps:
         if name in POLICIES and POLICIES[name].wraps:
             raise SpecError(f"policy {name} in {whole!r} wraps no other; write {name}(h2o:1024)")
@@ -342,6 +346,31 @@ def _value(value: str, kind: Any, what: str, whole: str) -> int | float | str:
         either = " or a percentage, such as 25%" if Share in kinds[1:] else ""
         noun = nouns.get(kind, "a whole number") + either
         raise SpecError(f"{what} is {value!r} in {whole!r}; give {noun}") from None
+
+
+_PARTS: dict[str, tuple[Mapping[str, type], str]] = {
+    "policy": (POLICIES, ""),
+    "codec": (CODECS, "+"),
+    "storage": (STORAGES, "@"),
+}
+"""Each part of a spec: its registry, and the sign before it."""
+
+
+def _names(kind: str) -> list[str]:
+    """The names of all policies, codecs or storages."""
+    names = list(_PARTS[kind][0])
+    return [*names, *ALIASES, *installed()] if kind == "policy" else names
+
+
+def _elsewhere(kind: str, text: str, whole: str) -> str:
+    """What to write if `text`, which stands where a `kind` belongs, names another part of a spec;
+    empty if it does not."""
+    name = re.split("[:,/]", text, maxsplit=1)[0]
+    for other, (_, sign) in _PARTS.items():
+        if other != kind and name in _names(other):
+            before = "keep_all" if kind == "policy" else re.split("[+@]", whole.strip())[0]
+            return f"{name} is a {other}: write {before + sign + text if sign else text}"
+    return ""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

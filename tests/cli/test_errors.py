@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from kvkeep.__main__ import _quiet
 from kvkeep.cli import app
 from kvkeep.cli.generate import given_prompt
+from kvkeep.policy import POLICIES
 
 READING = "reading stdin ...\n"
 
@@ -38,6 +39,9 @@ def run(*arguments, **options):
         (("generate", "hi", "--system", "\udce9"), "error: --system is not UTF-8 text: "),
         (("generate", "hi", "--cache", "h20:9"), "error: no policy 'h20' in 'h20:9'; did you mean"),
         (("generate", "--model", "./smolm2-135m"), "no model './smolm2-135m'"),
+        (("generate", "hi", "--cache", "kivi"), "kivi is a codec: write keep_all+kivi"),
+        (("--import", "no.py", "doctor"), "'--import': file 'no.py' does not exist; see"),
+        (("doctor", "--import", "/dev/null"), "error: --import /dev/null: not a Python file"),
         (("bench", "op", "--heads", "5"), "error: --heads 5 must be a multiple of --kv-heads 8"),
     ],
 )
@@ -69,6 +73,66 @@ def test_checks_that_need_no_model_come_first(arguments, line, tmp_path, monkeyp
     result = run(*arguments, "--model", "./nowhere")
     assert result.exit_code == 2
     assert line in result.stderr
+
+
+POLICY = """
+from dataclasses import dataclass
+from typing import ClassVar
+from kvkeep.policy import POLICIES, Scored
+
+@dataclass(frozen=True)
+class Mine(Scored):
+    name: ClassVar[str] = "mine"
+
+    def score(self, planes, seen):
+        return planes["score"]
+
+POLICIES["mine"] = Mine
+"""
+
+
+@pytest.mark.parametrize("place", ["first", "last", "joined"])
+def test_a_file_that_adds_a_policy(place, tmp_path):
+    """The spec is known when the command reads it; the missing model comes after."""
+    file = tmp_path / "mine.py"
+    file.write_text(POLICY)
+    command = ("generate", "hi", "--cache", "mine:8", "--model", "./nowhere")
+    given = {
+        "first": ("--import", str(file), *command),
+        "last": (*command, "--import", str(file)),
+        "joined": (*command, f"--import={file}"),
+    }
+    try:
+        assert "no policy 'mine'" in run(*command).stderr
+        assert "no model './nowhere'" in run(*given[place]).stderr
+    finally:
+        POLICIES.pop("mine", None)
+
+
+def test_after_two_dashes_nothing_is_imported():
+    """Nor of a prompt."""
+    assert (
+        "no model './nowhere'" in run("generate", "--model", "./nowhere", "--", "--import").stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", "1 / 0", "a.py: ZeroDivisionError: division by zero; correct the file"),
+        ("a.py", "(", "a.py: SyntaxError: "),
+        ("a.txt", "", "a.txt: not a Python file; its name must end in .py"),
+    ],
+)
+def test_files_that_cannot_be_imported(name, text, message, tmp_path):
+    file = tmp_path / name
+    file.write_text(text)
+    result = run("--import", str(file), "doctor")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (said,) = result.stderr.splitlines()
+    assert said.startswith("error: --import ")
+    assert message in said
 
 
 def test_no_command_shows_the_help():

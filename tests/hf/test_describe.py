@@ -90,14 +90,20 @@ def test_adapters_files_and_errors(saved, tmp_path, monkeypatch):
     assert refused["no_cache"]
     with pytest.raises(SpecError, match="did you mean 'window'"):
         describe(str(saved), "windw:3")
-    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    with pytest.raises(ModelError, match="run `kvkeep models fetch smollm2-135m`"):
-        describe("smollm2-135m")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "nothing"}')
     (tmp_path / "odd" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot read"):
         describe(str(tmp_path / "odd"))
+
+
+def test_a_known_model_is_fetched(saved, tmp_path, monkeypatch):
+    """As `kvkeep generate` does."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(models, "fetch", lambda name, _: asked.append(name) or saved)
+    assert describe("smollm2-135m")["context"] == describe(str(saved))["context"]
+    assert asked == ["smollm2-135m"]
 
 
 @pytest.fixture

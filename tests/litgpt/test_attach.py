@@ -179,6 +179,8 @@ def test_bad_input():
             host_of(gpt).forward(ids(129), host_of(gpt).new_cache())
         with pytest.raises(ShapeError, match="does not follow"):
             gpt(prompt[:, :2], torch.tensor([20, 22]))
+        with pytest.raises(ShapeError, match=r"of one text ids\[None\]"):
+            gpt(prompt[0, :2], torch.tensor([20, 21]))
         with pytest.raises(kvkeep.RollbackError):
             gpt(prompt[:, :1], torch.tensor([3]))
         assert attachment.cache.fed == 20

@@ -99,6 +99,15 @@ def test_the_page_shows_each_chunk(opened):
     assert tab.run(wide) == 0
 
 
+def test_more_than_a_full_cache_is_the_scores(opened):
+    (whole,) = pictures("h2o:200", None)[0]
+    assert whole["live_bytes"] > whole["full_bytes"]
+    tab = opened([whole])
+    assert "more than a full cache, for the policy's scores" in tab.text("#summary")
+    tab = opened(pictures("window:200", None)[0])
+    assert "for a full cache (100 %)" in tab.text("#summary")
+
+
 def test_a_map_with_more_columns_than_pixels_tells_all_from_most_and_few_from_none(opened):
     quarter, group = 45 * 85, 15  # a column of pixels stands for at least three of the picture
     kept = [

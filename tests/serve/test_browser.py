@@ -114,6 +114,7 @@ def test_cells_tell_their_tokens(tab, evicting):
     field = tab.find(".map-field")
     texts = [word.text for word in tab.all(".map-text span")]
     assert texts[0] == "<|im_start|>"
+    assert tab.text("#spec") == "h2o:24+plain@growing"
     tab.point(field, 40, 5)  # the first column, right of the layers' numbers
     assert tab.text(".map-detail").startswith("<|im_start|> layer 0, head 0, token 0: ")
     tab.point(tab.find("h1"), 1, 1)

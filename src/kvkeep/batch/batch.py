@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import suggests
 from kvkeep.batch.answer import LENGTH, STOP, Answer, Prompt, Settings
 from kvkeep.batch.reuse import Reuse
 from kvkeep.cache import Snapshot
@@ -26,7 +27,7 @@ from kvkeep.errors import (
 )
 from kvkeep.files.offload import Kept, Offload
 from kvkeep.geometry import Geometry
-from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Specs, host_of
+from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Sampling, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.host.keep_until import Marker
 from kvkeep.host.keep_until import keep_until as spec_keeping
@@ -76,6 +77,7 @@ class Batch:
             the spec's policy is `kvzip`.
     """
 
+    @suggests(Settings, Sampling)
     def __init__(
         self,
         model: Any,
@@ -120,6 +122,7 @@ class Batch:
 
     # -- answers ----------------------------------------------------------------------------
 
+    @suggests(Settings, Sampling)
     def add(
         self,
         prompt: str | Tensor | Sequence[int],

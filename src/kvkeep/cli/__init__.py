@@ -3,6 +3,7 @@ imports what it needs when it runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from kvkeep.extras import needed_by
@@ -20,6 +21,7 @@ from kvkeep.cli.eval import evaluate
 from kvkeep.cli.export import export
 from kvkeep.cli.finetune import finetune
 from kvkeep.cli.generate import generate
+from kvkeep.cli.imports import import_file
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
 from kvkeep.cli.output import examples
@@ -56,8 +58,21 @@ def main(
         bool,
         typer.Option("--debug", help="Show the traceback of an error; may stand anywhere."),
     ] = False,
+    imports: Annotated[
+        list[Path],
+        typer.Option(
+            "--import",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Run a Python file first, e.g. one that adds a policy; may stand anywhere, and be "
+            "repeated.",
+        ),
+    ] = [],  # noqa: B006 (typer needs a list here)
 ) -> None:
     """The KV cache for PyTorch language models."""
+    for file in imports:
+        import_file(file)
 
 
 def _add(command: Any, *lines: str, name: str | None = None) -> None:

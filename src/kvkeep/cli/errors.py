@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import typer
@@ -21,7 +22,7 @@ OWN, OTHER = 2, 1
 """Exit codes of kvkeep's own errors and wrong usage, and of any other error."""
 
 _INTERRUPTED, _NOT_READ = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
-_DEBUG = "--debug"
+_DEBUG, _IMPORT = "--debug", "--import"
 
 # click's, or that of the copy of click inside typer
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -42,8 +43,8 @@ def summary(command: Any) -> str:
 
 
 class Commands(Group):
-    """The command `kvkeep`: all of its commands end as this module says, and take --debug anywhere
-    before "--"."""
+    """The command `kvkeep`: all of its commands end as this module says, and take --debug and
+    --import anywhere before "--"."""
 
     def main(
         self,
@@ -55,7 +56,7 @@ class Commands(Group):
         **more: Any,
     ) -> Any:
         """See click's `Command.main`."""
-        given = _with_debug_first(sys.argv[1:] if args is None else args)
+        given = _with_globals_first(sys.argv[1:] if args is None else args)
         run = partial(super().main, given, prog_name, complete_var, standalone_mode=False, **more)
         if not standalone_mode:
             return run()
@@ -132,13 +133,23 @@ def _with_value(usage: Any) -> str:
     return re.sub(r"^Input\b", lambda _: repr(found[0]["input"]), usage.message)
 
 
-def _with_debug_first(args: Sequence[str]) -> list[str]:
-    """The arguments, with --debug at the beginning if it is among the options."""
+def _with_globals_first(args: Sequence[str]) -> list[str]:
+    """The arguments, with --debug and each --import at the beginning if they are among the
+    options, --debug first."""
     args = list(args)
     end = args.index("--") if "--" in args else len(args)
-    if _DEBUG not in args[:end]:
-        return args
-    return [_DEBUG, *(one for one in args[:end] if one != _DEBUG), *args[end:]]
+    debug, imports, others = list[str](), list[str](), list[str]()
+    given = iter(args[:end])
+    for one in given:
+        if one == _DEBUG:
+            debug = [one]
+        elif one.startswith(f"{_IMPORT}="):
+            imports.append(one)
+        elif one == _IMPORT:
+            imports += [one, *islice(given, 1)]
+        else:
+            others.append(one)
+    return [*debug, *imports, *others, *args[end:]]
 
 
 def _discard_output() -> None:

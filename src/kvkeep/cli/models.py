@@ -100,7 +100,8 @@ def show(
 ) -> None:
     """Show what a model is, whether kvkeep can serve it, and what a cache of it takes.
 
-    No weights are loaded.
+    A known model is fetched first, as `kvkeep generate` does it; of a hub name the config is
+    downloaded. No weights are loaded.
     """
     with Working(f"reading {name}") as working:
         from kvkeep.hf.describe import describe

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
@@ -101,10 +104,23 @@ def left_plain(*codecs: Codec) -> int:
     return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
 
 
+_CAUTIONS: ContextVar[bool] = ContextVar("cautions", default=True)
+
+
 def caution(codec: Codec) -> None:
     """Issue the PrecisionWarning of a codec that will encode keys, if it has one."""
-    if codec.caution is not None:
+    if codec.caution is not None and _CAUTIONS.get():
         _warn_once(codec.caution)
+
+
+@contextmanager
+def without_cautions() -> Iterator[None]:
+    """Within this context, codecs issue no PrecisionWarning, because nobody chose them."""
+    token = _CAUTIONS.set(False)
+    try:
+        yield
+    finally:
+        _CAUTIONS.reset(token)
 
 
 @cache  # once per process, not once per layer

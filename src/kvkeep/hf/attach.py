@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 
+from kvkeep.arguments import suggests
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
@@ -32,7 +33,7 @@ from kvkeep.hf.generate_hook import (
     prepare_inputs,
     refuse_batching,
 )
-from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
+from kvkeep.hf.inputs import arguments_of, check_fed, check_rows, fed_by
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
@@ -101,6 +102,7 @@ class Attachment:
         detach(self.model)
 
 
+@suggests(Cache)
 def attach(
     model: PreTrainedModel,
     spec: Specs = DEFAULT_SPEC,
@@ -355,6 +357,7 @@ def _supply_cache(
     if not compiling:
         reach_decoder()
         args, kwargs = (), arguments_of(decoder, args, kwargs)
+        check_rows(kwargs)
     cache = rename_cache(kwargs, attachment.cache_name)
     if not compiling:
         require_supplied(attachment.model, cache)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep import cache as core
+from kvkeep.arguments import suggests
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
@@ -78,6 +79,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
 
+    @suggests()
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,

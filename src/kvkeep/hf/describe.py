@@ -15,7 +15,7 @@ from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, layer_kinds
 from kvkeep.hf.hub import hub_error
-from kvkeep.hf.models import KNOWN, ModelError, dtype_on, is_fetched, located, resolve
+from kvkeep.hf.models import ModelError, dtype_on, located, resolve
 from kvkeep.host.progress import Progress, silent
 from kvkeep.spec import parse_specs
 
@@ -30,7 +30,8 @@ def describe(
     """Describe a model. `attach` is tried on one of the same class and config without weights.
 
     Args:
-        name: see `kvkeep.hf.models.load`. Of a hub name the config is downloaded, and no more.
+        name: see `kvkeep.hf.models.load`. A known model is fetched; of a hub name the config is
+            downloaded, and no more.
         spec: the spec of a cache, whose bytes are told.
         dtype, device: of that cache; see `kvkeep.hf.models.load`.
 
@@ -43,17 +44,13 @@ def describe(
         `cache_dtype`. Where the config does not tell, None.
 
     Raises:
-        ModelError, AdapterError: see `kvkeep.hf.models.load`; or a known model was not fetched.
+        ModelError, AdapterError: see `kvkeep.hf.models.load`.
         HubError: the config cannot be downloaded.
         SpecError: the spec does not exist.
     """
     parsed, (kind, _) = parse_specs(spec), dtype_on(device, dtype)
     base = adapter_files.base_of(name) if adapter_files.is_adapter(name) else None
     progress(f"reading the config of {name}", None)
-    if (base or name) in KNOWN and not is_fetched(base or name):
-        raise ModelError(
-            f"{base or name} is not here yet; run `kvkeep models fetch {base or name}`"
-        )
     where, options = located(resolve(base or name, progress))
     try:
         config: Any = AutoConfig.from_pretrained(where, **options)

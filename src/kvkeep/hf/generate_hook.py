@@ -27,6 +27,7 @@ from kvkeep.hf.cache_argument import (
 from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
+from kvkeep.hf.inputs import check_rows
 from kvkeep.hf.multimodal import holds_tensors, resume
 from kvkeep.hf.unserved import require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
@@ -152,6 +153,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
     blocks = asked if isinstance(asked, BlockPrompt) else None
+    check_rows({**kwargs, "inputs": args[0]} if args else kwargs)
     if blocks is not None:
         given = [name for name in _OF_A_PROMPT if kwargs.get(name) is not None]
         if given:

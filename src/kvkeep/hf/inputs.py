@@ -38,6 +38,29 @@ def fed_by(given: Mapping[str, Any]) -> Tensor | None:
     return given.get("inputs_embeds") if ids is None else ids
 
 
+_DIMENSIONS = {"inputs": 2, "input_ids": 2, "attention_mask": 2, "inputs_embeds": 3}
+"""The fewest dimensions of a tensor that has rows, by its name among the arguments."""
+
+
+def check_rows(given: Mapping[str, Any]) -> None:
+    """Check that the tensors among the arguments of a forward, or of `generate`, have rows.
+
+    Raises:
+        ShapeError: one is a list, or has no dimension of rows.
+    """
+    for name, least in _DIMENSIONS.items():
+        x = given.get(name)
+        if isinstance(x, list):
+            raise ShapeError(f"{name} is a list; give a tensor (B, n), such as torch.tensor([ids])")
+        if isinstance(x, Tensor) and x.dim() < least:
+            one, shape = ("ids", "(B, n)") if least == 2 else ("embeds", "(B, n, width)")
+            one = "mask" if name == "attention_mask" else one
+            raise ShapeError(
+                f"{name} has the shape {tuple(x.shape)}, without rows; give {shape}, of one text "
+                f"{one}[None]"
+            )
+
+
 def check_fed(decoder: PreTrainedModel, given: Mapping[str, Any], columns: int) -> None:
     """Check a decoder's arguments by name, for a cache that was fed `columns` columns. Warns once
     per model of positions past the model's limit.

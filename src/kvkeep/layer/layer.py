@@ -506,11 +506,17 @@ class LayerCache(Readable, Settling, InOneCall):
     def check_gradients(self, *tensors: Tensor) -> None:
         """Raise StateError if gradients are required that storage or a codec cannot propagate."""
         if wants_gradients(*tensors):
-            for part in (self.storage, self.key_codec, self.value_codec):
+            parts: dict[str, Storage | Codec] = {
+                "storage": self.storage,
+                "codec of keys": self.key_codec,
+                "codec of values": self.value_codec,
+            }
+            for kind, part in parts.items():
                 if not part.differentiable:
                     raise StateError(
-                        f"{part.name} does not propagate gradients; use kvkeep.train, "
-                        "+plain@concat, or torch.no_grad()"
+                        f"this cache does not propagate gradients: its {kind} is {part.name!r}; "
+                        "run the forward in torch.no_grad(), train with kvkeep.train, or end the "
+                        "spec with +plain@concat"
                     )
 
     def own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:

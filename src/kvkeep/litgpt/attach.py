@@ -165,9 +165,10 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
         StateError: the cache lacks tokens before the first of them.
         RollbackError: the cache cannot remove the tokens from the first of them on.
     """
-    if at.shape not in (ids.shape[1:], ids.shape):
+    if ids.dim() != 2 or at.shape not in (ids.shape[1:], ids.shape):
         raise ShapeError(
-            f"input_pos {tuple(at.shape)} for token ids {tuple(ids.shape)}; give (n,) or (B, n)"
+            f"input_pos {tuple(at.shape)} for token ids {tuple(ids.shape)}; give (n,) or (B, n), "
+            "and token ids (B, n), of one text ids[None]"
         )
     require_positions(attachment.model, int(at.max()) + 1)
     if at.dim() == 2 and bool((at >= 0).all()) and bool((at == at[:1]).all()):

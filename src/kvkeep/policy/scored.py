@@ -55,8 +55,10 @@ class Scored(Policy):
         values = (self.sinks, self.keep_from, self.keep_to - self.keep_from, self.protected_recent)
         if min(values) < 0 or not 1 <= self.tokens < 2**31 or self.keep_to >= 2**31:
             raise SpecError(
-                f"{self}: tokens must be at least 1 and below 2**31, recent and sinks at least 0, "
-                f"keep_from at most keep_to; write {self.name}:1024"
+                f"{self.name} of {self.tokens} tokens, {self.protected_recent} recent, "
+                f"{self.sinks} sinks and positions {self.keep_from} to {self.keep_to}: tokens must "
+                "be at least 1 and below 2**31, recent and sinks at least 0, keep_from at most "
+                f"keep_to; write {self.name}:1024"
             )
         if self.step is not None and self.step < 1:
             raise SpecError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import suggests
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
@@ -73,6 +74,7 @@ class PrefixStore:
         SpecError: a budget or a block size below 1.
     """
 
+    @suggests()
     def __init__(
         self, budget: int | None = None, *, backend: Backend | None = None, block: int = 256
     ) -> None:

@@ -173,6 +173,15 @@
 
   let shown = null; // the newest picture, until it is drawn
 
+  /** The specs of a picture's layers, with the number of layers of each if they differ. */
+  const specsOf = (picture) => {
+    const counts = new Map();
+    for (const { spec } of picture.layers) counts.set(spec, (counts.get(spec) || 0) + 1);
+    const all = [...counts];
+    if (all.length === 1) return all[0][0];
+    return all.map(([spec, count]) => `${number(count)} layers: ${spec}`).join("; ");
+  };
+
   const picture = (cache) => {
     if (!shown) {
       requestAnimationFrame(() => {
@@ -180,6 +189,7 @@
         shown = null;
         if (!newest) return;
         bars.update(newest);
+        at("spec").textContent = specsOf(newest);
         map.update(newest);
         tree.update(newest.prefixes);
       });
@@ -328,6 +338,7 @@
     complain(null);
     map.clear();
     bars.clear();
+    at("spec").textContent = "";
     tree.clear();
     question.focus();
   });

@@ -265,6 +265,7 @@
   };
 
   $("title").textContent = data.title;
+  $("above").hidden = !rows.some((row) => shareOf(row) > 1);
   buildTable();
   buildControls();
   buildRuns();

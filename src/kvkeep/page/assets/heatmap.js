@@ -191,8 +191,9 @@
     element.replaceChildren(held.row, found.row);
     const update = (picture) => {
       const { live_bytes: live, full_bytes: full } = picture;
-      const all = `${bytes(live)} of ${bytes(full)} for a full cache (${percent(live, full)})`;
-      held.update(live, full, all);
+      const more = `, ${bytes(live - full)} more than a full cache, for the policy's scores`;
+      const less = ` of ${bytes(full)} for a full cache (${percent(live, full)})`;
+      held.update(live, full, bytes(live) + (live > full ? more : less));
       const text = `${number(picture.found)} of ${number(picture.prompt)} tokens`;
       found.update(picture.found, picture.prompt, text);
     };

@@ -1,0 +1,45 @@
+"""Keyword arguments that a function does not have: an error that names the nearest one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from kvkeep.errors import ArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: an argument that it does not have raises `ArgumentError`.
+
+    Args:
+        others: functions and classes whose arguments the error may suggest too.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        own = dict.fromkeys(inspect.signature(function).parameters, "")
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for given in kwargs.keys() - own.keys():
+                raise ArgumentError(f"{name}() has no argument {given!r}; {hint(given)}")
+            return function(*args, **kwargs)
+
+        def hint(given: str) -> str:
+            homes = dict(own)
+            for other in others:
+                for one in inspect.signature(other).parameters:
+                    homes.setdefault(one, f" of {other.__qualname__}()")
+            for close in difflib.get_close_matches(given, homes, n=1):
+                return f"did you mean {close!r}{homes[close]}?"
+            return f"there is {', '.join(one for one in own if one != 'self')}"
+
+        return checked
+
+    return decorate
