@@ -54,7 +54,7 @@ def test_what_it_says_is_what_comes(saved, spec):
     ("kind", "attention", "why"),
     [
         ("Bloom", "its own", "AttentionInterface"),
-        ("XLM", None, "gives no keys to its cache"),
+        ("XLM", None, "with its own attention"),
         ("T5", None, ""),
     ],
 )
