@@ -15,8 +15,6 @@ def _usable(name: str) -> bool:
 
 
 BEST = native_library.instructions()
-SETS = [
-    name for name in ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable") if _usable(name)
-]
+SETS = [name for name in native_library.INSTRUCTION_SETS if _usable(name)]
 if native_library.available:
     native_library.use_instructions(BEST)
