@@ -34,9 +34,7 @@ def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Op
         if any(plane is not segment.planes[name] for name, plane in planes.items()):
             segments[index] = segment._replace(planes=planes)
     bounds = view.bounds if view.bounds is None else resolved(view.bounds)
-    view = view._replace(
-        segments=tuple(segments), position=resolved(view.position), bounds=bounds
-    )
+    view = view._replace(segments=tuple(segments), position=resolved(view.position), bounds=bounds)
     return q, view, options._replace(sinks=sinks if sinks is None else resolved(sinks))
 
 
