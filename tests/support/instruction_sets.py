@@ -18,3 +18,6 @@ BEST = native_library.instructions()
 SETS = [name for name in native_library.INSTRUCTION_SETS if _usable(name)]
 if native_library.available:
     native_library.use_instructions(BEST)
+
+if __name__ == "__main__":
+    print(*SETS, sep="\n")
