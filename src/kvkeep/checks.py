@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.geometry import Geometry
-from kvkeep.planes import LAST
 
+_LAST = torch.iinfo(torch.int32).max
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -54,7 +54,7 @@ def check_places(what: str, x: Tensor, rows: int, n: int, *front: int) -> None:
     fitting = ((*front, n), (rows, *front, n))
     if tuple(x.shape) not in fitting or x.dtype not in _INTEGERS:
         raise ShapeError(
-            f"{what} {tuple(x.shape)} {x.dtype} for {rows} rows of {n} tokens; give int32 or int64 "
+            f"{what} {tuple(x.shape)} {x.dtype} for {rows} rows of {n} tokens; give integers "
             f"{fitting[0]} or {fitting[1]}"
         )
 
@@ -72,9 +72,9 @@ def check_range(what: str, x: Tensor) -> None:
         low, high = (int(end) for end in x.aminmax())
     except RuntimeError:
         return  # of a tensor that is traced, or one of torch.func
-    if low < -LAST or high > LAST:
+    if low < -_LAST or high > _LAST:
         raise ShapeError(
-            f"{what} from {low} to {high} do not fit 32 bits; give at most {LAST}, and -1 for "
+            f"{what} from {low} to {high} do not fit 32 bits; give at most {_LAST}, and -1 for "
             "padding"
         )
 

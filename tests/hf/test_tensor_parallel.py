@@ -18,9 +18,9 @@ def assert_close(found, expected, rounding=1e-5):
 
 
 def rounding_of(spec):
-    """By which share of the largest one the results may differ: sums in another order, and worths of
-    16 bits. Where one process rounds a code up and the other rounds it down, an element of a key or
-    value differs by a step, which moves these models' logits by up to 3e-3."""
+    """By which share of the largest one results may differ: sums are in another order, and worths
+    have 16 bits. Where one process rounds a code up and the other rounds it down, an element of a
+    key or value differs by a step, which moves these models' logits by up to 3e-3."""
     return 1e-2 if "int" in spec or "kivi" in spec else 3e-5
 
 

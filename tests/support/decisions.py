@@ -19,6 +19,7 @@ from kvkeep.policy import Policy
 Decisions = Sequence[Sequence[Tensor]]
 """The positions that each layer evicted, (B, H, count) for each time."""
 
+
 def recorded(cache: kvkeep.Cache) -> Decisions:
     """Lists that will hold what layers evict, except where the positions alone decide."""
     kept: list[list[Tensor]] = [[] for _ in cache.layers]

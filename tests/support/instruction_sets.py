@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvkeep import native_library
 from kvkeep.errors import UnsupportedError
 
@@ -20,4 +22,4 @@ if native_library.available:
     native_library.use_instructions(BEST)
 
 if __name__ == "__main__":
-    print(*SETS, sep="\n")
+    sys.stdout.writelines(f"{name}\n" for name in SETS)
