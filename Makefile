@@ -6,13 +6,22 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 # Compiled modules are kept: each worker and each process that a test starts would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-versions check slow docs notebooks sanitize emulate wheel programs
+.PHONY: demo test test-versions test-instructions check slow docs notebooks sanitize emulate wheel programs
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
 
 test: .venv/installed programs
 	$(BIN)/pytest -q $(WORKERS)
+
+# The suite as other processors run it: with each further instruction set of the native library that this processor
+# has, and with older ones of torch and oneDNN. `make test` uses the best. Sums are rounded differently in each.
+test-instructions: .venv/installed programs
+	@failed=; for setting in \
+	  $$(PYTHONPATH=tests $(BIN)/python -m support.instruction_sets | tail -n +2 | sed s/^/KVKEEP_INSTRUCTIONS=/) \
+	  ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE; do \
+	  echo "with $$setting"; env $$setting $(BIN)/python -m pytest -q $(WORKERS) || failed="$$failed $$setting"; \
+	done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
 
 slow: .venv/installed programs
 	$(BIN)/pytest -q $(WORKERS) -m slow

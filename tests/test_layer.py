@@ -311,7 +311,7 @@ def test_stats():
 
 BAD = {
     "three dimensions": (lambda k, v: (k[0], v[0]), "give \\(B, H, n, Dk\\)"),
-    "no tokens": (lambda k, v: (k[:, :, :0], v[:, :, :0]), "n of at least 1"),
+    "no tokens": (lambda k, v: (k[:, :, :0], v[:, :, :0]), "each at least 1"),
     "keys and values of other lengths": (lambda k, v: (k, v[:, :, :1]), "give"),
     "mixed dtypes": (lambda k, v: (k, v.double()), "use one dtype and device"),
     "mixed devices": (lambda k, v: (k, v.to("meta")), "use one dtype and device"),

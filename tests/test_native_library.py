@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes.util
+import os
 import subprocess
 import sys
 
 import pytest
-from support.instruction_sets import BEST
+from support.instruction_sets import BEST, SETS
 
 from kvkeep import native_library
 
@@ -29,3 +30,24 @@ def test_a_torch_that_shows_no_openmp(tmp_path):
     command = [sys.executable, "-c", WITHOUT_TORCH, str(torch)]
     told = subprocess.run(command, check=True, capture_output=True, text=True)
     assert told.stdout.splitlines() == [BEST, BEST]
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+def test_the_environment_chooses_the_instruction_set():
+    code = "from kvkeep import native_library; print(native_library.instructions())"
+
+    def told(chosen):
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "KVKEEP_INSTRUCTIONS": chosen},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    for chosen in {SETS[0], SETS[-1]}:
+        assert told(chosen).stdout.strip() == chosen
+    refused = told("avx1024")
+    assert refused.returncode == 1
+    assert "KVKEEP_INSTRUCTIONS=avx1024" in refused.stderr
+    assert "portable" in refused.stderr

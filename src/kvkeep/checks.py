@@ -1,12 +1,17 @@
-"""Checks the shapes, dtypes and devices of a chunk's tensors before anything is changed."""
+"""Checks what a caller gives, tensors and numbers, before anything is changed or computed."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.geometry import Geometry
+
+_LAST = torch.iinfo(torch.int32).max
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | None) -> None:
@@ -20,10 +25,11 @@ def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | 
     Raises:
         ShapeError: they do not fit.
     """
-    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or 0 in k.shape:
+    empty = 0 in k.shape or 0 in v.shape
+    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or empty:
         raise ShapeError(
             f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give (B, H, n, Dk) and "
-            "(B, H, n, Dv) with n of at least 1"
+            "(B, H, n, Dv), each at least 1"
         )
     if k.dtype != v.dtype or k.device != v.device:
         raise ShapeError(
@@ -36,27 +42,83 @@ def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | 
         _check_alike("keys", k, held, held.key_width)
         _check_alike("values", v, held, held.value_width)
     if position is not None:
-        fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
-        if position.is_floating_point() or tuple(position.shape) not in fitting:
-            raise ShapeError(
-                f"positions {tuple(position.shape)} {position.dtype} for {k.shape[2]} tokens in "
-                f"{k.shape[0]} rows; give integers (n,) or (B, n)"
-            )
+        check_places("positions", position, k.shape[0], k.shape[2])
 
 
-def check_until(until: Tensor, k: Tensor) -> None:
-    """Check that there is a newest visible position for each token of keys (B, H, n, Dk).
+def check_places(what: str, x: Tensor, rows: int, n: int, *front: int) -> None:
+    """Check that x holds positions, (*front, n) or (B, *front, n).
 
     Raises:
-        ShapeError: they do not fit.
+        ShapeError: it has another shape or no integers.
     """
-    fitting = ((k.shape[2],), (k.shape[0], k.shape[2]))
-    whole = not (until.is_floating_point() or until.dtype == torch.bool)
-    if not whole or tuple(until.shape) not in fitting:
+    fitting = ((*front, n), (rows, *front, n))
+    if tuple(x.shape) not in fitting or x.dtype not in _INTEGERS:
         raise ShapeError(
-            f"until is {tuple(until.shape)} {until.dtype}, but there are {k.shape[2]} tokens in "
-            f"{k.shape[0]} rows; give integers (n,) or (B, n)"
+            f"{what} {tuple(x.shape)} {x.dtype} for {rows} rows of {n} tokens; give integers "
+            f"{fitting[0]} or {fitting[1]}"
         )
+
+
+def check_range(what: str, x: Tensor) -> None:
+    """Check that positions fit the 32 bits in which slots and kernels hold them. Those of fewer
+    bits are not read.
+
+    Raises:
+        ShapeError: they do not.
+    """
+    if x.dtype != torch.int64 or not x.numel() or x.is_meta or torch.compiler.is_compiling():
+        return
+    try:
+        low, high = (int(end) for end in x.aminmax())
+    except RuntimeError:
+        return  # of a tensor that is traced, or one of torch.func
+    if low < -_LAST or high > _LAST:
+        raise ShapeError(
+            f"{what} from {low} to {high} do not fit 32 bits; give at most {_LAST}, and -1 for "
+            "padding"
+        )
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Check that a softcap can be divided by.
+
+    Raises:
+        ShapeError: it is zero, negative or not finite.
+    """
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ShapeError(f"softcap {softcap}; give a finite number above 0, or None for no cap")
+
+
+def check_memory(what: str, x: Tensor, device: torch.device) -> None:
+    """Check that a kernel which is given the address of x finds all of it there.
+
+    Raises:
+        ShapeError: it is on another device, not strided, or longer than its memory.
+    """
+    if x.device != device:
+        raise ShapeError(f"{what} on {x.device}, the queries on {device}; move one")
+    if x.layout != torch.strided:
+        raise ShapeError(f"{what} in layout {x.layout}; give a strided tensor, as of to_dense()")
+    if type(x.numel()) is not int or not x.numel() or torch.compiler.is_compiling():
+        return
+    try:
+        held = x.untyped_storage().nbytes()
+    except RuntimeError:
+        return  # of torch.func, whose tensors have no memory of their own
+    last = x.storage_offset() + sum((a - 1) * b for a, b in zip(x.shape, x.stride(), strict=True))
+    if (last + 1) * x.element_size() > held:
+        raise ShapeError(
+            f"{what} {tuple(x.shape)} {x.dtype} need {(last + 1) * x.element_size()} bytes of a "
+            f"storage that holds {held}: it was resized under them; give a tensor that owns its "
+            "memory"
+        )
+
+
+def resolved(x: Tensor) -> Tensor:
+    """x with its values in memory, where a kernel reads them: torch negates the imaginary part of a
+    conjugate only when its own operations read it, and zeros of forward gradients have no memory.
+    The same tensor, if that is so already."""
+    return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
 def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
@@ -67,10 +129,10 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
         ShapeError: they do not fit.
     """
     fits = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
-    if not fits or q.shape[1] % max(1, k.shape[1]):
+    if not fits or 0 in q.shape or q.shape[1] % max(1, k.shape[1]):
         raise ShapeError(
             f"queries {tuple(q.shape)} with keys {tuple(k.shape)}: give (B, Hq, n, Dk) and "
-            "(B, H, n, Dk), Hq a multiple of H"
+            "(B, H, n, Dk), Hq a multiple of H, each at least 1"
         )
     if q.dtype != k.dtype or q.device != k.device:
         raise ShapeError(
@@ -82,7 +144,7 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
 
 class Checks:
     """The checks of one layer. While shapes, dtypes and devices are the same as in the last call,
-    which passed, nothing is checked again."""
+    which passed, only positions of 64 bits are checked again."""
 
     def __init__(self) -> None:
         self._chunk: tuple[object, ...] = ()
@@ -96,13 +158,18 @@ class Checks:
         if held is not self._held or chunk != self._chunk:
             check_chunk(k, v, position, held)
             self._chunk, self._held = chunk, held
+        if position is not None and position.dtype is torch.int64:
+            check_range("positions", position)
 
-    def queries(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
-        """See `check_queries`."""
+    def queries(
+        self, q: Tensor, k: Tensor, sinks: Tensor | None, softcap: float | None = None
+    ) -> None:
+        """See `check_queries` and `check_softcap`."""
         logits = None if sinks is None else sinks.shape
-        queries = (q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, logits)
+        queries = (q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, logits, softcap)
         if queries != self._queries:
             check_queries(q, k, sinks)
+            check_softcap(softcap)
             self._queries = queries
 
 
@@ -110,11 +177,12 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     """Check that there is one sink logit for each query head of q (B, Hq, n, Dk).
 
     Raises:
-        ShapeError: there are more or fewer.
+        ShapeError: there are more or fewer, or they are no real numbers.
     """
-    if sinks is not None and sinks.shape != (q.shape[1],):
+    if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.is_complex()):
         raise ShapeError(
-            f"sinks {tuple(sinks.shape)}; give one logit per query head, ({q.shape[1]},)"
+            f"sinks {tuple(sinks.shape)} {sinks.dtype}; give one logit per query head, "
+            f"({q.shape[1]},)"
         )
 
 

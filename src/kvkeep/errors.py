@@ -8,7 +8,8 @@ class KVKeepError(Exception):
 
 
 class ShapeError(KVKeepError, ValueError):
-    """A tensor's shape, dtype or device does not fit the cache it was given to."""
+    """A tensor's shape, dtype, device or values do not fit the cache it was given to, or a number
+    does not fit the call."""
 
 
 class CapacityError(KVKeepError, ValueError):

@@ -71,7 +71,19 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"cannot be loaded: {error}"
     except AttributeError:
         return None, f"{path} was built for another version of kvkeep: install kvkeep again"
+    chosen = os.environ.get("KVKEEP_INSTRUCTIONS")
+    if chosen and library.kv_use_instructions(chosen.encode()):
+        best = library.kv_instructions().decode()
+        raise UnsupportedError(
+            f"KVKEEP_INSTRUCTIONS={chosen}: this processor or this build lacks that instruction "
+            f"set; unset the variable to use {best}, or give one of {', '.join(INSTRUCTION_SETS)}"
+        )
     return library, library.kv_instructions().decode()
+
+
+INSTRUCTION_SETS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
+"""The instruction sets that the library may have code for, the best first. KVKEEP_INSTRUCTIONS
+names the one to use instead of the processor's best."""
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -96,7 +108,7 @@ def use_instructions(name: str) -> None:
     """Use the instruction set `name` from now on, for tests and benchmarks.
 
     Args:
-        name: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
+        name: one of `INSTRUCTION_SETS`.
 
     Raises:
         UnsupportedError: this processor or this build does not have it.

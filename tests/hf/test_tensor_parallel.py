@@ -11,30 +11,65 @@ from support.tiny_models import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def assert_close(found, expected):
+def assert_close(found, expected, rounding=1e-5):
     """Equal up to rounding in float32, of sums in another order."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    atol = rounding * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def assert_as_in_one_process(found, whole):
-    """What both processes found with their heads is what one finds with all of them."""
+def rounding_of(spec):
+    """By which share of the largest one results may differ: sums are in another order, and worths
+    have 16 bits. Where one process rounds a code up and the other rounds it down, an element of a
+    key or value differs by a step, which moves these models' logits by up to 3e-3."""
+    return 1e-2 if "int" in spec or "kivi" in spec else 3e-5
+
+
+def evicted_by_all(found, heads):
+    """What the processes evict, as each one says it: of all heads, where each has only some."""
+
+    def joined(*decisions):
+        apart = decisions[0].shape[1] < heads
+        return [torch.cat(decisions, dim=1)] * len(decisions) if apart else decisions
+
+    runs = []
+    for run in zip(*(one["evicted"] for one in found), strict=True):
+        layers = [
+            [joined(*decisions) for decisions in zip(*layer, strict=True)]
+            for layer in zip(*run, strict=True)
+        ]
+        runs.append(layers)
+    return [
+        [[[decisions[rank] for decisions in layer] for layer in run] for run in runs]
+        for rank in range(len(found))
+    ]
+
+
+def assert_as_in_one_process(found, model, spec):
+    """What both processes found with their heads is what one finds with all of them, that evicts
+    and says the same and could have chosen to. Returns what that one found."""
+    assert found[0]["said"].equal(found[1]["said"])
+    rounding = rounding_of(spec)
+    evicted = evicted_by_all(found, model.config.num_key_value_heads)
     for rank, one in enumerate(found):
-        assert_close(one["logits"], whole["logits"])
-        assert one["said"].equal(whole["said"])
+        whole = tp.fed_alike(model, spec, one | {"evicted": evicted[rank]}, rounding)
+        assert_close(one["logits"], whole["logits"], rounding)
+        said = one["said"][:, tp.TOKENS :, None]
+        last = whole["logits"][:, -said.shape[1] :]
+        assert_close(last.gather(2, said), last.amax(dim=2, keepdim=True), rounding)
         for own, every in zip(one["kept"], whole["kept"], strict=True):
             first = rank * len(own) if len(own) < len(every) else 0
             assert own == every[first : first + len(own)]
         assert one["promised"] in (None, one["bytes"])
+    return whole
 
 
 def test_two_processes(tmp_path):
-    specs = ["keep_all", "h2o:16+int8"]
+    specs = ["keep_all", "h2o:16", "h2o:16+int8"]
     model = tiny("llama")
     jobs = [*(("fed", {"spec": spec}) for spec in specs), ("trained", {}), ("saved", {})]
     (*fed, trained, saved), (*others, _, saved_too) = tp.run(model, str(tmp_path), *jobs)
     for spec, *found in zip(specs, fed, others, strict=True):
-        whole = tp.fed(model, spec)
-        assert_as_in_one_process(found, whole)
+        whole = assert_as_in_one_process(found, model, spec)
         assert len(found[0]["kept"][0]) < len(whole["kept"][0]) or spec == "keep_all"
         shared = 4 * tp.TOKENS * 2 if spec == "keep_all" else 0  # positions, in both layers
         assert 2 * found[0]["bytes"] == whole["bytes"] + shared
@@ -67,7 +102,7 @@ def test_families(family, tmp_path):
     specs = ["keep_all"] if family == "deepseek-v3" else ["keep_all", "h2o:16+int8", "window:12"]
     first, second = tp.run(model, str(tmp_path), *(("fed", {"spec": spec}) for spec in specs))
     for spec, *found in zip(specs, first, second, strict=True):
-        assert_as_in_one_process(found, tp.fed(model, spec))
+        assert_as_in_one_process(found, model, spec)
 
 
 @pytest.mark.slow
@@ -79,7 +114,7 @@ def test_policies_that_decide_for_each_head(tmp_path):
     model = tiny("llama")
     first, second = tp.run(model, str(tmp_path), *(("fed", {"spec": spec}) for spec in specs))
     for spec, *found in zip(specs, first, second, strict=True):
-        assert_as_in_one_process(found, tp.fed(model, spec))
+        assert_as_in_one_process(found, model, spec)
 
 
 @pytest.mark.slow
@@ -89,7 +124,7 @@ def test_split_by_torch(tmp_path):
     found = tp.run(model, str(tmp_path), *jobs, by="torch")
     for one, _ in found:
         one["promised"] = one["bytes"]  # it is not known what arrives
-    assert_as_in_one_process([one for one, _ in found], tp.fed(model, spec))
+    assert_as_in_one_process([one for one, _ in found], model, spec)
     expected = tp.trained(model)["gradients"]
     for name, gradient in found[0][1]["gradients"].items():
         assert error(gradient, expected[name]) < 1e-5, name
@@ -97,9 +132,9 @@ def test_split_by_torch(tmp_path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path):
-    options = {"spec": "h2o:16", "compile": True, "linears": True}
-    found = tp.run(tiny("llama"), str(tmp_path), ("fed", options))
-    assert_as_in_one_process([one for (one,) in found], tp.fed(tiny("llama"), "h2o:16"))
+    model, options = tiny("llama"), {"spec": "h2o:16", "compile": True, "linears": True}
+    found = tp.run(model, str(tmp_path), ("fed", options))
+    assert_as_in_one_process([one for (one,) in found], model, "h2o:16")
 
 
 @pytest.mark.slow

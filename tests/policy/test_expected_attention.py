@@ -45,7 +45,7 @@ def expected_scores(queries, keys, values, newest, rotary, scale):
         centred = stacked[:, g] - stacked[:, g].mean(dim=0)
         spread = ahead @ (centred.T @ centred / len(centred)) @ ahead.T
         logits = {p: scale * (k @ mean) + scale**2 / 2 * (k @ spread @ k) for p, k in keys.items()}
-        total = sum(math.exp(x) for x in logits.values())
+        total = sum(math.exp(x) for p, x in logits.items() if p >= SINKS)
         for p in keys:
             scores[p] += math.exp(logits[p]) / total / GROUP * float(values[p].norm())
     return scores
@@ -91,6 +91,27 @@ def test_decisions(rotary, chunks):
                 free = sorted((p for p in kept if p >= SINKS), key=lambda p: (scores[p], p))
                 kept -= set(free[: len(kept) - 8])
             assert {p for p in place[b, h].tolist() if p >= 0} == kept
+
+
+def test_what_the_sinks_receive_does_not_weigh_the_heads_of_a_group():
+    """Nearly all that is expected of the first head goes to the sink. Among the other tokens it
+    prefers the odd ones more than the second head prefers the even ones."""
+    n = 12
+    k = torch.zeros(1, 1, n, DIM)
+    k[..., 0, 0], k[..., 1::2, 1], k[..., 2::2, 2] = 1, 1, 1
+    q = torch.zeros(1, 2, n, DIM)
+    q[:, 0, :, 0], q[:, 0, :, 1], q[:, 1, :, 2] = 20, 3, 2
+    layer = CacheSpec.parse("expected_attention:6,recent=0,sinks=1").layer()
+    layer.step(q, k, torch.ones(1, 1, n, DIM), scale=1.0)
+    assert sorted(layer.positions()[0, 0].tolist()) == [0, 3, 5, 7, 9, 11]
+
+
+def test_a_chunk_of_sinks_only():
+    layer = CacheSpec.parse("expected_attention:6,recent=2,sinks=4").layer()
+    for n in (3, 6):
+        layer.step(torch.randn(1, 2, n, DIM), *torch.randn(2, 1, 1, n, DIM), scale=1.0)
+    kept = sorted(layer.positions()[0, 0].tolist())
+    assert kept == [0, 1, 2, 3, 7, 8]
 
 
 def test_rotary_turns_as_the_matrix_does():

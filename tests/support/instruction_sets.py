@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvkeep import native_library
 from kvkeep.errors import UnsupportedError
 
@@ -15,8 +17,9 @@ def _usable(name: str) -> bool:
 
 
 BEST = native_library.instructions()
-SETS = [
-    name for name in ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable") if _usable(name)
-]
+SETS = [name for name in native_library.INSTRUCTION_SETS if _usable(name)]
 if native_library.available:
     native_library.use_instructions(BEST)
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f"{name}\n" for name in SETS)

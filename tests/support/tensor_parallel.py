@@ -28,6 +28,7 @@ from kvkeep.policy.scorer import LEVELS, HeadNetworks, LayerScorer, Scorer
 from kvkeep.store import Disk
 from kvkeep.train import backward
 from support.autograd_gradients import texts
+from support.decisions import follow, recorded
 from support.process_group import join, start
 
 PROCESSES = 2
@@ -42,17 +43,47 @@ def prompt():
 
 
 def fed(model: PreTrainedModel, spec: str, **options: Any) -> dict[str, Any]:
-    """A prompt fed in chunks, and what `generate` says after it."""
+    """A prompt fed in chunks; what `generate` says after it, fed at once; what both evict."""
     ids = prompt()
     with kvkeep.attach(model, spec, **options), torch.inference_mode():
-        cache = kvkeep.Cache(model, spec)
+        cache, other = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec)
+        evicted = [recorded(cache), recorded(other)]
         promised = None if is_latent(model.config) else cache.bytes_for(TOKENS)
         chunks = [model(part, past_key_values=cache).logits for part in ids.split(CHUNK, dim=1)]
+        generated = model.generate(
+            ids,
+            past_key_values=other,
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         return {
-            "logits": torch.cat(chunks, dim=1),
-            "said": model.generate(ids, max_new_tokens=NEW, do_sample=False),
+            "logits": torch.cat([*chunks, torch.stack(generated.logits, dim=1)], dim=1),
+            "said": generated.sequences,
+            "evicted": evicted,
             "bytes": cache.live_bytes,
             "promised": promised,
+            "kept": [kept(layer) for layer in cache.layers],
+        }
+
+
+def fed_alike(
+    model: PreTrainedModel, spec: str, found: dict[str, Any], rounding: float
+) -> dict[str, Any]:
+    """The same of one process with the whole model, which says and evicts what was `found`, and
+    checks that by its own worths it may."""
+    ids, said = prompt(), found["said"]
+    with kvkeep.attach(model, spec), torch.inference_mode():
+        cache, other = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec)
+        for one, evicted in zip((cache, other), found["evicted"], strict=True):
+            follow(one, evicted, rounding)
+        chunks = [model(part, past_key_values=cache).logits for part in ids.split(CHUNK, dim=1)]
+        steps = [said[:, :TOKENS], *said[:, TOKENS:-1].split(1, dim=1)]
+        steps = [model(part, past_key_values=other).logits[:, -1:] for part in steps]
+        return {
+            "logits": torch.cat([*chunks, *steps], dim=1),
+            "bytes": cache.live_bytes,
             "kept": [kept(layer) for layer in cache.layers],
         }
 

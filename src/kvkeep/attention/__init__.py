@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep import native_library
 from kvkeep.attention import explicit, native, reference, sdpa, triton, triton_packed
-from kvkeep.attention.fitting import check_call
+from kvkeep.attention.fitting import check_call, in_memory
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Held, Segment, View, joined_parts, unbounded
@@ -141,7 +141,7 @@ def attend(
         causal: a query sees no slot after its own position. False: it sees the later ones too, as
             in an encoder, and the view need not hold slots of the queries' own, as in cross
             attention. A query at position -1 sees nothing in either case.
-        softcap: scores x become softcap * tanh(x / softcap).
+        softcap: scores x become softcap * tanh(x / softcap); above 0, or None.
         sinks: logits (Hq,) that are added to the softmax's denominator and have no value.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
@@ -156,15 +156,16 @@ def attend(
         group, or its `peak`; or None.
 
     Raises:
-        ShapeError: q does not fit the view, or a segment is malformed.
+        ShapeError: q does not fit the view, a segment is malformed, or a number is out of range.
         UnsupportedError: the named backend cannot do this call.
     """
     if not causal:
         view = view._replace(bounds=unbounded(view.position))
-    check_call(q, view, sinks)
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    return dispatch(q, view, Options(scale, softcap, sinks, need_mass, observed, peak), backend)
+    options = Options(scale, softcap, sinks, need_mass, observed, peak)
+    check_call(q, view, options)
+    return dispatch(*in_memory(q, view, options), backend)
 
 
 def dispatch(

@@ -1,8 +1,8 @@
-"""Checks that queries fit a view, before anything is computed.
+"""Checks that queries fit a view, before a backend is chosen.
 
-Kernels take addresses and strides without further checks, so malformed input must not reach them.
-`attend` checks every call. The views of a `LayerCache` need no check: they consist of tensors that
-were checked when they were written.
+Kernels take addresses and strides without further checks, so malformed input must not reach them,
+and no backend may make something else of it than the others. `attend` checks every call. The views
+of a `LayerCache` need no check: they consist of tensors that were checked when they were written.
 """
 
 from __future__ import annotations
@@ -10,38 +10,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
-from kvkeep.checks import check_sinks
+from kvkeep.checks import (
+    check_memory,
+    check_places,
+    check_range,
+    check_sinks,
+    check_softcap,
+    resolved,
+)
 from kvkeep.errors import ShapeError
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, joined, part
+from kvkeep.planes import LAST, POSITION, Reach, joined, part
 
 
-def check_call(q: Tensor, view: View, sinks: Tensor | None) -> None:
-    """Check that queries (B, Hq, n, Dk) fit a view, and that each of its segments is well formed.
+def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Options]:
+    """The same call, with all values where kernels read them; see `checks.resolved`."""
+    q, sinks = resolved(q), options.sinks
+    segments = list(view.segments)
+    for index, segment in enumerate(segments):
+        planes = {name: resolved(plane) for name, plane in segment.planes.items()}
+        if any(plane is not segment.planes[name] for name, plane in planes.items()):
+            segments[index] = segment._replace(planes=planes)
+    bounds = view.bounds if view.bounds is None else resolved(view.bounds)
+    view = view._replace(segments=tuple(segments), position=resolved(view.position), bounds=bounds)
+    return q, view, options._replace(sinks=sinks if sinks is None else resolved(sinks))
+
+
+def check_call(q: Tensor, view: View, options: Options) -> None:
+    """Check that queries (B, Hq, n, Dk) fit a view, that each of its segments is well formed, and
+    that the options are numbers that every backend takes alike.
 
     Raises:
         ShapeError: they do not; names the tensor, its shape and the expected one.
     """
     if q.dim() != 4 or 0 in q.shape or not q.is_floating_point():
         raise ShapeError(f"queries {tuple(q.shape)} {q.dtype}; give floats (B, Hq, n, Dk)")
-    check_sinks(q, sinks)
+    check_memory("queries", q, q.device)
+    check_softcap(options.softcap)
+    check_sinks(q, options.sinks)
+    if options.sinks is not None:
+        check_memory("sinks", options.sinks, q.device)
+    for reach in view.reaches:
+        _check_reach(reach)
     if not view.segments:
         raise ShapeError("a view without segments; give one that holds the chunk's own slots")
     rows, query_heads, n, width = q.shape
     in_parts = view.in_parts
     _check_parts(view, rows)
-    _check_position(view, rows, n)
+    check_places("positions of queries", view.position, rows, n)
+    _check_values("positions of queries", view.position, q)
+    if view.bounds is not None:
+        check_places("bounds of queries", view.bounds, rows, n, 2)
+        _check_values("bounds of queries", view.bounds, q)
     first = view.segments[0]
     own_heads = len({segment.head for segment in view.segments}) if in_parts else 1
     heads = _tensor(first, "k").shape[1]
     _tensor(first, "v")
-    if query_heads % (own_heads * heads):
+    if heads < 1 or query_heads % (own_heads * heads):
         raise ShapeError(
             f"{query_heads} query heads on {own_heads * heads} kv heads: give a multiple of the kv "
-            "heads"
+            "heads, of which there is at least one"
         )
     value_width = first.value_codec.width(part(first.planes, "v"))
+    if value_width < 1:
+        raise ShapeError(f"values {tuple(first.planes['v'].shape)}; give a width of at least 1")
     for index, segment in enumerate(view.segments):
         last = view.bounds is None and (in_parts or index == len(view.segments) - 1)
         own = rows if segment.rows is None else len(segment.rows)
@@ -55,6 +89,10 @@ def _check_parts(view: View, rows: int) -> None:
     segments = view.segments
     held: dict[int | None, list[int]] = {}
     for segment in segments:
+        if (segment.head or 0) < 0:
+            raise ShapeError(f"a segment of head {segment.head}; heads are counted from 0")
+        if segment.rows is not None and segment.rows.dtype not in (torch.int32, torch.int64):
+            raise ShapeError(f"a segment of rows {segment.rows}; give integers (b,)")
         own = range(rows) if segment.rows is None else segment.rows.tolist()
         held.setdefault(segment.head, []).extend(own)
     heads = sorted(-1 if head is None else head for head in held)
@@ -69,21 +107,17 @@ def _check_parts(view: View, rows: int) -> None:
         )
 
 
-def _check_position(view: View, rows: int, n: int) -> None:
-    position, bounds = view.position, view.bounds
-    fitting = ((n,), (rows, n))
-    if tuple(position.shape) not in fitting or _fractional(position):
+def _check_reach(reach: Reach) -> None:
+    """Check that a limit of what queries see consists of positions."""
+    if not all(hasattr(x, "__index__") and 0 <= x <= LAST for x in reach):
         raise ShapeError(
-            f"positions of queries {tuple(position.shape)} {position.dtype} for {rows} rows of {n} "
-            f"queries; give integers {fitting[0]} or {fitting[1]}"
+            f"a window with {reach}: give whole numbers from 0 to {LAST}, or no window"
         )
-    if bounds is not None:
-        limits = ((2, n), (rows, 2, n))
-        if tuple(bounds.shape) not in limits or _fractional(bounds):
-            raise ShapeError(
-                f"bounds of queries {tuple(bounds.shape)} {bounds.dtype} for {rows} rows of {n} "
-                f"queries; give integers {limits[0]} or {limits[1]}"
-            )
+
+
+def _check_values(what: str, x: Tensor, q: Tensor) -> None:
+    check_memory(what, x, q.device)
+    check_range(what, x)
 
 
 def _check_segment(
@@ -122,15 +156,20 @@ def _check_segment(
                     f"{what}: plane {plane!r} is {tuple(found.shape)} {found.dtype}, but queries "
                     f"{tuple(q.shape)} and the other planes need {shape} {kind}"
                 )
-            _check_device(what, plane, found, q)
+            check_memory(f"{what}: plane {plane!r}", found, q.device)
     _check_places(what, segment, rows, heads, slots, q)
     if segment.slots < own:
         raise ShapeError(
             f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk, with which "
             "the last segment must end"
         )
-    if segment.used is not None and segment.used.numel() != 1:
-        raise ShapeError(f"{what}: used is {tuple(segment.used.shape)}; give one number, int32 ()")
+    if segment.used is not None:
+        if segment.used.numel() != 1 or segment.used.dtype != torch.int32:
+            raise ShapeError(
+                f"{what}: used is {tuple(segment.used.shape)} {segment.used.dtype}; give one "
+                "number, int32 ()"
+            )
+        check_memory(f"{what}: used", segment.used, q.device)
     rotation = segment.rotation
     if rotation is not None and 2 * len(rotation.inv_freq) > width:
         raise ShapeError(
@@ -150,7 +189,7 @@ def _check_places(
             f"{what}: positions are {tuple(place.shape)} {place.dtype}; give int32 "
             f"{(rows, 1, slots, *rest)} or {(rows, heads, slots, *rest)}"
         )
-    _check_device(what, POSITION, place, q)
+    check_memory(f"{what}: positions", place, q.device)
 
 
 def _tensor(segment: Segment, name: str) -> Tensor:
@@ -160,14 +199,3 @@ def _tensor(segment: Segment, name: str) -> Tensor:
         there = {n: tuple(segment.planes[n].shape) for n in segment.planes}
         raise ShapeError(f"a segment needs a plane {name!r} (B, H, S, ...); it has {there}")
     return found
-
-
-def _check_device(what: str, name: str, plane: Tensor, q: Tensor) -> None:
-    if plane.device != q.device:
-        raise ShapeError(
-            f"{what}: plane {name!r} is on {plane.device}, the queries on {q.device}; move one"
-        )
-
-
-def _fractional(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex() or x.dtype == torch.bool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, View
-from kvkeep.checks import Checks, check_until, wants_gradients
+from kvkeep.checks import Checks, check_places, check_range, resolved, wants_gradients
 from kvkeep.codec import Codec, caution
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
@@ -136,7 +136,7 @@ class LayerCache(Readable, Settling, InOneCall):
                 `record_past` is set, and the policy decides after each.
         """
         with self.turn:
-            return self._extend(k, v, position, until)
+            return self._extend(resolved(k), resolved(v), position, until)
 
     def _extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
@@ -145,7 +145,8 @@ class LayerCache(Readable, Settling, InOneCall):
         self._mend()
         self._checks.chunk(k, v, position, self._history.geometry)
         if until is not None:
-            check_until(until, k)
+            check_places("until", until, k.shape[0], k.shape[2])
+            check_range("until", until)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
@@ -248,7 +249,8 @@ class LayerCache(Readable, Settling, InOneCall):
     def _undone(self, inputs: StepInputs, *, packs: bool) -> Phases:
         """A step of any kind, which is undone if it fails."""
         try:
-            self._checks.queries(inputs.q, inputs.k, inputs.sinks)
+            self._checks.queries(inputs.q, inputs.k, inputs.sinks, inputs.softcap)
+            inputs = inputs.resolved()
             self.check_gradients(*inputs[:3])
             most = self.policy.step
             # Tokens that see later ones are one step: those must be there.

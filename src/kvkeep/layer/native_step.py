@@ -230,7 +230,9 @@ def _possible(slots: LayerSlots, inputs: StepInputs) -> bool:
     if slots.storage.described() is None or slots.frozen.hides:
         return False
     q, k, v = inputs[:3]
-    plain = all(x.is_cpu and x.stride(3) == 1 and type(x) is Tensor for x in (q, k, v))
+    plain = all(
+        x.is_cpu and x.stride(3) == 1 and type(x) is Tensor and not x.is_neg() for x in (q, k, v)
+    )
     if not plain or inputs.sinks is not None:
         return False
     for segment in slots.segments():

@@ -69,7 +69,7 @@ class ReadAgain(Step):
                     f"a layer attends to the slots of another, which {self.readers} may do after "
                     "each of its steps; feed that layer first"
                 )
-            self._checks.queries(q, k[:, :, -q.shape[2] :], inputs.sinks)
+            self._checks.queries(q, k[:, :, -q.shape[2] :], inputs.sinks, inputs.softcap)
             self.check_gradients(q)
             view = self._view(*(self._queries or (None, None)))
             # All of the view's limits hold for some of its queries too.

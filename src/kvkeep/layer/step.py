@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Options, Segment, View, dispatch
+from kvkeep.checks import resolved
 from kvkeep.errors import UnsupportedError
 from kvkeep.planes import chunk_start, hides_chunks, limits
 from kvkeep.policy import Need, Observation, Policy
@@ -32,6 +33,13 @@ class StepInputs(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     until: Tensor | None = None
+
+    def resolved(self) -> StepInputs:
+        """The inputs with all values in memory, see `checks.resolved`."""
+        q, k, v = self.q, self.k, self.v
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            return self._replace(q=resolved(q), k=resolved(k), v=resolved(v))
+        return self
 
     def part(self, first: int, count: int) -> StepInputs:
         """The inputs of `count` of the tokens."""

@@ -18,10 +18,10 @@ from kvkeep.policy.scored import Scored
 @final
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
-    """Score: the attention expected from queries at the next `future` positions, times the norm of
-    the value. Unrotated queries are modelled as normally distributed, with the mean and covariance
-    of those seen so far after the sinks. Every eviction reads all keys and values. Source: Expected
-    Attention (arXiv 2510.00636).
+    """Score: the attention expected from queries at the next `future` positions among the slots
+    after the sinks, times the norm of the value. Unrotated queries are modelled as normally
+    distributed, with the mean and covariance of those seen so far after the sinks. Every eviction
+    reads all keys and values. Source: Expected Attention (arXiv 2510.00636).
     """
 
     sinks: int = 4
@@ -76,12 +76,12 @@ class ExpectedAttention(Scored):
         return f"policy {self.name} keeps the state {expected}, not {found}"
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
-        state, live = seen.state, planes[POSITION] >= 0
+        state, place = seen.state, planes[POSITION]
         assert state is not None
         assert seen.keys is not None
         assert seen.values is not None
         if not state:
-            return torch.zeros(live.shape, device=live.device)
+            return torch.zeros(place.shape, device=place.device)
         keys, values = seen.keys(planes), seen.values(planes)
         count = state["count"].clamp(min=1)
         mean = state["sum"] / count  # (B, Hq, 1, D)
@@ -95,9 +95,11 @@ class ExpectedAttention(Scored):
         scale = width**-0.5 if seen.scale is None else seen.scale
         logits = scale * (grouped * mean).sum(dim=-1)
         logits = logits + scale**2 / 2 * ((grouped @ spread) * grouped).sum(dim=-1)
-        logits = logits.masked_fill(~live[:, :, None], -torch.inf)
+        # A sink's share differs from head to head, and would weigh the heads of a group by it.
+        ranked = place >= self.sinks
+        logits = logits.masked_fill(~ranked[:, :, None], -torch.inf)
         expected = torch.softmax(logits, dim=-1).mean(dim=2)
-        return torch.where(live, expected * norms(values), 0)
+        return torch.where(ranked, expected * norms(values), 0)
 
     def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
         """x (B, Hq, m, D), rotated by the average of the rotations of the next positions."""
