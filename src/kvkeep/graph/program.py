@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
-from kvkeep.files.atomic import opened, whole_file, write_all
+from kvkeep.files.atomic import whole_file, write_all
 from kvkeep.files.headers import typed
 from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
 from kvkeep.graph.vetting import why_refused
+from kvkeep.reading import opened
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
