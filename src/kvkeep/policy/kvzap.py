@@ -16,7 +16,6 @@ from kvkeep.policy.scorer import LayerScorer, Scorer
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
 
-
 _MARKS = ",:;+@"
 """What separates the parts of a spec."""
 
