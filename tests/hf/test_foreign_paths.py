@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -10,12 +11,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import finetune_inputs, tiny_scorer
+from support import finetune_inputs, tiny_gguf, tiny_scorer
 
 import kvkeep
 from kvkeep.errors import SavedCacheError, SpecError
 from kvkeep.files import snapshot
+from kvkeep.finetune import checkpoint
+from kvkeep.hf import models
 from kvkeep.hf import session as sessions
+from kvkeep.hf.adapter_files import AdapterError, with_adapter
 from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.session import Session, info
 from kvkeep.policy import scorer as module
@@ -168,3 +172,100 @@ def test_a_damaged_scorer_is_noticed(place, tmp_path):
     (tmp_path / "s").write_bytes(data)
     with pytest.raises(SpecError, match="its checksum does not match"):
         Scorer.read(str(tmp_path / "s"))
+
+
+def test_a_session_whose_spec_is_none(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions, "home", lambda: tmp_path)
+    with kvkeep.attach(model), torch.no_grad():
+        cache = kvkeep.Cache(model)
+        model(torch.arange(3, 9)[None], past_key_values=cache)
+    (tmp_path / "sessions").mkdir()
+    for spec in ("no_such", "window:-1", "other_attention=keep_all", "keep_all@fixed:" + "9" * 17):
+        snapshot.save(
+            cache,
+            sessions.path_of("a"),
+            specs=["keep_all"] * len(cache.layers),
+            fingerprint=fingerprint(model),
+            tokens=torch.arange(6)[None],
+            notes={"messages": "[]", "cache": spec},
+        )
+        with pytest.raises(SavedCacheError, match=r"a\.kv"):
+            Session(model, finetune_inputs.tokenizer(), name="a")
+
+
+def test_a_checkpoint_is_made_of_regular_files(odd, tmp_path):
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    (place / checkpoint.STATE).symlink_to(odd)
+    with no_wait(), pytest.raises(checkpoint.CheckpointError, match="is damaged"):
+        checkpoint._read(place)
+    with no_wait(), pytest.raises(OSError, match=r"regular file|No such file"):
+        checkpoint._checksum(place / checkpoint.STATE)
+
+
+@pytest.fixture
+def adapter(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_is_made_of_regular_files(model, adapter, odd, name):
+    (adapter / name).unlink()
+    (adapter / name).symlink_to(odd)
+    with no_wait(), pytest.raises(AdapterError):
+        with_adapter(copy.deepcopy(model), str(adapter))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"r": 1 << 30}, "size mismatch|can't allocate"),
+        ({"peft_type": "XLORA", "hidden_size": 8, "adapters": {"a": "/dev/zero"}}, "more than"),
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 1 << 40}, "more than the model's"),
+    ],
+    ids=["rank", "adapters of an adapter", "prompt"],
+)
+def test_an_adapter_names_no_sizes_and_no_paths(model, adapter, change, reason):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    if "peft_type" in change:
+        config = {"base_model_name_or_path": ""}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+    with no_wait(), pytest.raises(AdapterError, match=reason):
+        with_adapter(copy.deepcopy(model), str(adapter))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", "lacks 1 weights"),  # else random ones
+        (b"llama.block_count\4\0\0\0\2", b"llama.block_count\4\0\0\0\3", "of 2 layers"),
+        (
+            b"embedding_length\4\0\0\0\x20\0\0\0",
+            b"embedding_length\4\0\0\0\0\0\0\1",
+            "of a model of",
+        ),
+        (b"tokens\t\0\0\0\x08\0\0\0", b"tokens\t\0\0\0\x09\0\0\0", "unknown type 9"),
+    ],
+    ids=["tensor", "layers", "width", "arrays of arrays"],
+)
+def test_a_gguf_file_agrees_with_itself(tmp_path, old, new, reason):
+    pytest.importorskip("gguf")
+    path = tiny_gguf.write(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    with no_wait(), pytest.raises(models.ModelError, match=reason):
+        models.load(str(path), "float32", "cpu")
+
+
+def test_lengths_in_a_gguf_file_end_within_it(tmp_path):
+    pytest.importorskip("gguf")
+    path = tiny_gguf.write(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    for place in (8, 16):  # the numbers of tensors and of pairs of its metadata
+        path.write_bytes(data[:place] + (1 << 40).to_bytes(8, "little") + data[place + 8 :])
+        with no_wait(), pytest.raises(models.ModelError, match="would have 1099511627776 items"):
+            models.load(str(path), "float32", "cpu")

@@ -99,12 +99,13 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
                     "model's layers; use it with PEFT"
                 )
             weights = load(bytes(whole(place / _WEIGHTS, _MOST_WEIGHTS)))
-            # On the meta device, so that no number in its config decides how much is allocated.
+            # On the meta device, so that no number in its config decides how much memory is used.
             adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
             missing = sorted(known.keys() - weights.keys())
             weights = {n: x.to(known[n].dtype) if n in known else x for n, x in weights.items()}
             read: Any = set_peft_model_state_dict(adapted, weights, low_cpu_mem_usage=True)
+            missing = missing or [n for n, x in adapted.named_parameters() if x.is_meta]
     except AdapterError:
         raise
     except Exception as error:  # PEFT may raise any exception on an invalid config

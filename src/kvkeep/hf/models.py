@@ -398,9 +398,10 @@ def _read(
     tokenizer = _tokenizer(where, options)
     model: Any
     if labels is None:
-        model, read = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             where, config=config, dtype=dtype, output_loading_info=True, **options
         )
+        model, read = found
         if odd := [*read["missing_keys"], *read["mismatched_keys"]]:
             raise ModelError(
                 f"{where} lacks {len(odd)} weights of its model, such as {odd[0]}; save it again, "
