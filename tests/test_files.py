@@ -13,10 +13,11 @@ from support.two_layer_caches import cache_of, filled
 
 from kvkeep.errors import SavedCacheError
 from kvkeep.files import atomic, snapshot
-from kvkeep.files.atomic import PARTIAL, NoFileError, opened, read_into, whole_file
+from kvkeep.files.atomic import PARTIAL, whole_file
 from kvkeep.files.headers import typed
 from kvkeep.files.snapshot import Saved
 from kvkeep.files.tensor_file import Layout
+from kvkeep.reading import NoFileError, opened, read_into
 
 
 def write(path, data=b"new", **options):

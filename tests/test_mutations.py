@@ -3,8 +3,6 @@ miss; and what is served is right."""
 
 from __future__ import annotations
 
-import copy
-import json
 import random
 import shutil
 from contextlib import suppress
@@ -12,94 +10,19 @@ from contextlib import suppress
 import pytest
 import torch
 from safetensors.torch import load, save
+from support.foreign_formats import FORMATS, bounded
+from support.mutations import bytes_changed, changed
 from support.store_places import blocks_of, found, put
 from support.two_layer_caches import cache_of, filled, held
 
 from kvkeep.errors import KVKeepError
 from kvkeep.files import snapshot
-from kvkeep.files.headers import sealed
 from kvkeep.files.snapshot import Saved
 from kvkeep.store import Disk, Label, Redis, StoredBlock, remote
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = list(range(24))
-ABSURD = [
-    *(None, True, False, -1, 0, 1, 2, 3, 7, 8, 16, 10**7, 2**31, 2**53, 2**63, 2**70, 1.5, 1e308),
-    *(float("nan"), float("inf"), "", "x", "torch.int8", "torch.float64", "keep_all", "\ud800"),
-    *("window:99999999999", "adakv(" * 80, "h2o:8@fixed:2000000000", "[" * 3000, [], [[]], {}),
-    *({"a": 1}, [1, 2], [2**62, 2**62], [0, 0], [None] * 4, "F32", "I64", "BF16", "a\0b"),
-]
-
-
-def bytes_changed(data, draw):
-    """Some bits, a part that is missing, doubled, moved or another, or another end."""
-    data = bytearray(data)
-    for _ in range(draw.choice([1, 1, 1, 3, 20])):
-        place, length = draw.randrange(len(data) + 1), draw.choice([1, 2, 8, 64, 500])
-        kind = draw.randrange(6)
-        if kind == 0 and place < len(data):
-            data[place] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            del data[place : place + length]
-        elif kind == 2:
-            data[place:place] = data[: draw.randrange(length + 1)]
-        elif kind == 3:
-            data[place : place + length] = draw.randbytes(length)
-        elif kind == 4:
-            del data[place:]
-        else:
-            data[:8] = draw.choice([0, 1, 2**20, 2**62, 2**64 - 1, len(data)]).to_bytes(8, "little")
-    return bytes(data)
-
-
-def json_changed(part, draw):
-    """One or a few parts of nested lists and objects, replaced, removed, doubled or swapped."""
-    part = copy.deepcopy(part)
-    for _ in range(draw.choice([1, 1, 2, 5])):
-        place = part
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
-            key = draw.choice(keys)
-            inner = place[key]
-            if isinstance(inner, (dict, list)) and inner and draw.random() < 0.75:
-                place = inner
-                continue
-            kind = draw.randrange(5)
-            if kind == 0:
-                del place[key]
-            elif kind == 1:
-                other = draw.choice(keys)
-                place[key], place[other] = place[other], place[key]
-            elif kind == 2 and isinstance(place, list):
-                place.append(inner)
-            elif kind == 2:
-                place[str(draw.choice(ABSURD))] = inner
-            elif type(inner) is int and draw.random() < 0.5:
-                place[key] = inner + draw.choice([-8, -1, 1, 8, 2**32])
-            else:
-                place[key] = copy.deepcopy(draw.choice(ABSURD))
-            break
-    return part
-
-
-def changed(data, name, draw):
-    """A file of tensors whose bytes, header or sealed header is another."""
-    if draw.random() < 0.4:
-        return bytes_changed(data, draw)
-    size = 8 + int.from_bytes(data[:8], "little")
-    outer, body = json.loads(data[8:size]), data[size:]
-    if draw.random() < 0.3:
-        outer = json_changed(outer, draw)
-    else:
-        inner = json_changed(json.loads(outer["__metadata__"][name]), draw)
-        with suppress(UnicodeEncodeError):
-            outer["__metadata__"] = sealed(name, inner)
-    start = json.dumps(outer).encode()
-    start += b" " * (-len(start) % 8)
-    return len(start).to_bytes(8, "little") + start + body
 
 
 def counts(few, many):
@@ -212,6 +135,45 @@ def test_values_in_redis(monkeypatch, count):
         assert found(backend, TOKENS) in (0, 8, 16, 24)
     assert backend.damaged > wrong // 2
     assert len(aside) == backend.damaged
+
+
+def same(one, other):
+    """Whether two nested lists hold the same, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.equal(other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_foreign_formats(tmp_path, monkeypatch, name, few):
+    """Each changed file is refused by kvkeep's own error, or holds what was written."""
+    pytest.importorskip({"gguf": "gguf", "adapter": "peft"}.get(name, "torch"))
+    make, count = FORMATS[name]
+    draw, found = random.Random(count + few), make(tmp_path, monkeypatch)
+    whole, right = found.path.read_bytes(), found.read()
+    refused = 0
+    count = 16 if few else count
+    for turn in range(count):
+        resealed = draw.random() < found.resealed
+        data = (found.reseal if resealed else found.damage)(whole, draw)
+        found.path.write_bytes(data)
+        try:
+            with bounded():
+                held = found.read()
+        except KVKeepError:
+            refused += 1
+            continue
+        except BaseException as error:
+            error.add_note(f"change {turn} of {name}, resealed: {resealed}")
+            raise
+        if found.sealed and not resealed:
+            assert same(held, right), f"change {turn} of {name}"
+    assert refused > count // 8
+    found.path.write_bytes(whole)
+    assert same(found.read(), right)
 
 
 def test_the_changes_are_such_as_are_meant():

@@ -202,6 +202,18 @@ def test_headers_that_do_not_fit_change_nothing(tmp_path, change):
     assert held(cache) == before
 
 
+def test_widths_that_a_codec_refuses(tmp_path):
+    """int4 has no codes of 3 elements."""
+    path = tmp_path / "a.kv"
+    cache = filled("keep_all+int4", 2, ragged=False)
+    save(cache, path)
+    rewritten(path, layers=layers_with(path, key_width=3))
+    before = held(cache)
+    with pytest.raises(SavedCacheError, match=r"a\.kv, layer 0: .*save it again"):
+        Saved(path).restore_to(cache)
+    assert held(cache) == before
+
+
 def test_tensors_that_do_not_fit_change_nothing(tmp_path):
     path = tmp_path / "a.kv"
     cache = filled("h2o:12,recent=3+int8", 2, ragged=False)

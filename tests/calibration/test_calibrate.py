@@ -140,7 +140,7 @@ def test_a_snapshot_a_fork_and_a_batch_go_on(attached, scorer, tmp_path):
     spec = f"kvzap:50%,scorer={scorer[0]},recent=4+int8"
     cache = fed(attached, spec)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = kvkeep.load(tmp_path / "cache.safetensors", attached)
+    loaded = kvkeep.load(tmp_path / "cache.safetensors", attached, scorer=scorer[0])
     fork = cache.freeze().fork()
     with torch.inference_mode():
         logits = [attached(IDS[:, :3], past_key_values=x).logits for x in (cache, loaded, fork)]

@@ -131,7 +131,7 @@ def test_directories_without_a_model(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json, no GGUF file and no adapter_config"):
         models.load(str(tmp_path))
     (tmp_path / "a.gguf").write_bytes(b"GGUF but not more")
-    with pytest.raises(ModelError, match=r"cannot load .*a\.gguf"):
+    with pytest.raises(ModelError, match=r"a\.gguf is not a GGUF file: it is of version"):
         models.load(str(tmp_path / "a.gguf"))
     (tmp_path / "a.gguf").write_text("version https://git-lfs")
     with pytest.raises(ModelError, match=r"not a GGUF file: it begins with b'vers'"):

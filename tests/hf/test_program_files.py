@@ -344,3 +344,86 @@ def test_pickles_and_other_headers(saved):
             kvkeep.Program.load(other)
     shutil.copy(saved, saved.with_name("whole.pt2"))
     kvkeep.Program.load(saved.with_name("whole.pt2"))
+
+
+def _first(target):
+    """A change of the first operator of this name in a model's JSON, by `edit`."""
+
+    def changed(edit):
+        def change(member, data):
+            if member != MODEL:
+                return data
+            model = json.loads(data)
+            nodes = model["graph_module"]["graph"]["nodes"]
+            edit(next(node for node in nodes if node["target"].startswith(target)))
+            return json.dumps(model).encode()
+
+        return change
+
+    return changed
+
+
+def _described_as(**fields):
+    """A change of the text from which the first layer is built."""
+
+    def edit(node):
+        part = next(one["arg"] for one in node["inputs"] if one["name"] == "text")
+        part["as_string"] = json.dumps(json.loads(part["as_string"]) | fields)
+
+    return _first("torch.ops.kvkeep.step_in")(edit)
+
+
+def _with_counts(*counts):
+    """A change of the numbers of a layer's tokens, floor and slots."""
+
+    def change(member, data):
+        if "weights/weight_" in member and len(data) == 24:
+            return struct.pack("<3q", *counts)
+        return data
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_described_as(spec="keep_all@fixed:32"), "k of a layer"),
+        (_described_as(spec="keep_all+int8@fixed:16"), "planes"),
+        (_described_as(spec="kvzap:25%,scorer=/dev/zero@fixed:16"), "cannot be exported"),
+        (_described_as(spec="pyramid(kvzap:25%,scorer=/dev/zero)@fixed:16"), "fixed"),
+        (_described_as(spec="window:9@fixed:16"), "other specs"),
+        (_described_as(capacity="16"), "capacity is '16'"),
+        (_described_as(more=1), "more"),
+        (_with_counts(5, 0, 17), "holds 17 slots"),
+        (_with_counts(-1, 0, 0), "was fed -1 tokens"),
+        (_with_counts(2, 3, 1), "floor of 3"),
+        (_first("torch.ops.aten.transpose")(lambda n: n["inputs"][1]["arg"].update(as_int=0)), ""),
+        (_first("torch.ops.aten.unsqueeze")(lambda n: n["inputs"][1]["arg"].update(as_int=9)), ""),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(saved, monkeypatch, change, reason):
+    """Under right checksums; before, most of these were errors of torch's when it was run."""
+    monkeypatch.setattr("kvkeep.policy.scorer._read", None)
+    with pytest.raises(SavedCacheError, match=f"(?s)other.pt2.*{reason}"):
+        kvkeep.Program.load(rewritten(saved, change))
+
+
+def test_operators_of_live_caches_are_refused(saved):
+    def edit(node):
+        node["target"] = "torch.ops.kvkeep.step.default"
+
+    with pytest.raises(SavedCacheError, match="which torch would make code"):
+        kvkeep.Program.load(rewritten(saved, _first("torch.ops.aten.add")(edit)))
+
+
+def test_an_operator_that_fails_names_the_file(saved):
+    def change(member, data):
+        if member.endswith("kvkeep.json"):
+            return json.dumps(json.loads(data) | {"vocabulary": 10**6}).encode()
+        return data
+
+    program = kvkeep.Program.load(rewritten(saved, change))
+    with pytest.raises(SavedCacheError, match=r"other.pt2 cannot be run: index out of range"):
+        program(torch.tensor([[5000]]))
+    program.reset()
+    program(torch.tensor([[5]]))

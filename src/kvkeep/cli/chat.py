@@ -73,14 +73,14 @@ def chat(
     """Chat with a model. A named session continues from its saved cache without a new prefill."""
     with Working("starting") as working:
         from kvkeep.hf.models import load
-        from kvkeep.hf.session import Session, info, path_of
+        from kvkeep.hf.session import Session, has_spec, info, path_of
         from kvkeep.spec import parse_specs
 
         given = None if cache is None else str(parse_specs(cache))
         known = None
         if session is not None and path_of(session).exists():
             known = info(session)
-        if known is not None and given not in (None, known.spec):
+        if known is not None and given is not None and not has_spec(known, given):
             raise typer.BadParameter(
                 f"session {session} has the cache {known.spec}, not {given}; leave out --cache "
                 "or use another name"

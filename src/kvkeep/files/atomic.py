@@ -1,8 +1,7 @@
-"""Atomic writing of files, and reading that tolerates anything at the path."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -12,6 +11,8 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+from kvkeep.reading import opened
+
 PARTIAL = ".kvkeep-partial"
 """The suffix of files that are still being written."""
 
@@ -19,14 +20,6 @@ PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
 """The modes of files and directories that only their owner may read."""
 
 _WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second over larger writes to new files
-
-
-class NoFileError(OSError):
-    """The path is not a regular file, but a link, a directory or a FIFO."""
-
-
-class CutShortError(ValueError):
-    """A file is shorter than expected."""
 
 
 @contextmanager
@@ -70,48 +63,6 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a regular file for reading; returns its descriptor. Anything else is refused without
-    blocking, such as a FIFO without a writer.
-
-    Args:
-        follow: whether the path may be a symbolic link.
-
-    Raises:
-        OSError: it cannot be opened.
-        NoFileError: it is not a regular file.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    try:
-        handle = os.open(path, flags)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise NoFileError(error.errno, "it is not a regular file", str(path)) from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise NoFileError(errno.EINVAL, "it is not a regular file", str(path))
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> None:
-    """Fill a buffer with the bytes of a file from `offset` on.
-
-    Raises:
-        CutShortError: the file ends too early.
-        OSError: it cannot be read.
-    """
-    view = memoryview(data)
-    while view:
-        count = os.preadv(handle, [view[: 1 << 30]], offset)
-        if not count:
-            raise CutShortError(f"it ends at {offset}, {len(view)} bytes too early")
-        view, offset = view[count:], offset + count
 
 
 def _new_partial(path: Path, private: bool) -> tuple[int, Path]:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.codec import Plain
-from kvkeep.errors import CapacityError, SavedCacheError, StateError
+from kvkeep.errors import KVKeepError, SavedCacheError, StateError
 from kvkeep.files import tensor_file
-from kvkeep.files.atomic import opened, read_into
 from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
 from kvkeep.files.headers import DTYPES, sealed
 from kvkeep.files.tensor_file import MOST_HEADER, Layout
@@ -31,6 +30,7 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
+from kvkeep.reading import opened, read_into
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
@@ -180,12 +180,16 @@ class Saved:
             )
         of_layers = _by_layer(tensors, len(cache.layers))
         del tensors
-        states = [
-            self._state(index, layer, header, of_layers.pop(0))
-            for index, (layer, header) in enumerate(
-                zip(cache.layers, self.header.layers, strict=True)
-            )
-        ]
+        states = []
+        for index, (layer, header) in enumerate(zip(cache.layers, self.header.layers, strict=True)):
+            try:
+                states.append(self._state(index, layer, header, of_layers.pop(0)))
+            except SavedCacheError:
+                raise
+            except KVKeepError as error:  # a codec or a policy refuses what its header says
+                raise SavedCacheError(
+                    f"{self.path}, layer {index}: {error}; save it again"
+                ) from error
         for layer, device in zip(
             cache.layers, devices or [torch.device("cpu")] * len(states), strict=True
         ):
@@ -274,8 +278,8 @@ class Saved:
         """Build a layer's state from tensors, after checking that they fit the layer."""
         if header.kind != layer.kind:
             raise SavedCacheError(
-                f"{self.path}, layer {index}: saved as {header.kind}, but the cache has "
-                f"{layer.kind}; load it with the same specs"
+                f"{self.path}, layer {index}: saved as {header.kind:.1000}, but the cache has "
+                f"{layer.kind}; load it with the same specs, and the same scorer if they name one"
             )
         dtype = DTYPES.get(header.dtype)
         if dtype is None:
@@ -338,10 +342,7 @@ class Saved:
                 f"does not fit {layer.kind}"
             )
         state = LayerState(history, parts)
-        try:
-            layer.require_room(state)
-        except CapacityError as error:
-            raise SavedCacheError(f"{self.path}, layer {index}: {error}") from error
+        layer.require_room(state)
         return state
 
     def _check(

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from kvkeep.files.headers import typed
 from kvkeep.finetune.processes import Processes, fill
 from kvkeep.finetune.trained import Trained
 from kvkeep.host.fingerprint import differences
+from kvkeep.reading import opened, whole
 
 VERSION = 2
 OPTIMIZER = "optimizer.safetensors"
+_MOST_STATE = 1 << 26  # bytes
 STATE = "kvkeep_finetune.json"
 
 MODEL = "model's "
@@ -293,7 +296,7 @@ def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
 def _read(path: Path) -> State:
     """The state of a checkpoint; its files are not verified yet."""
     try:
-        fields = json.loads((path / STATE).read_bytes())
+        fields = json.loads(whole(path / STATE, _MOST_STATE))
         checksum = fields.pop("checksum")
         version = fields["version"]
         if version != VERSION:
@@ -348,7 +351,7 @@ def _seal(fields: dict[str, Any]) -> str:
 
 def _checksum(path: Path) -> str:
     found = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with opened(path) as handle, FileIO(handle, closefd=False) as file:
         while piece := file.read(1 << 20):
             found.update(piece)
     digest: str = found.hexdigest()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.files.headers import typed
 from kvkeep.geometry import Geometry
 from kvkeep.graph.custom_ops import INPUTS, ON_HOST, run
 from kvkeep.layer.history import History
@@ -65,7 +66,8 @@ def require_exportable(spec: CacheSpec) -> None:
     Raises:
         UnsupportedError: it does not.
     """
-    if not spec.storage.limited or Need.ROTARY in spec.policy.needs:
+    named = spec.policy.file is not None  # a program names no file to open
+    if not spec.storage.limited or Need.ROTARY in spec.policy.needs or named:
         raise UnsupportedError(
             f"{spec} cannot be exported: its slots or its policy's state grow; use fixed storage, "
             "such as keep_all@fixed:4096, and no expected_attention"
@@ -119,10 +121,15 @@ class LayerTensors(nn.Module):
 
 
 @lru_cache(maxsize=1024)
-def _described(text: str) -> tuple[Description, list[str]]:
+def described(text: str) -> tuple[Description, list[str]]:
+    """A layer's description, and the names of its planes, from their JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: they are malformed.
+    """
     fields = json.loads(text)
     names = fields.pop("planes")
-    return Description(**fields), names
+    return typed(Description, fields), names
 
 
 @torch.library.custom_op(
@@ -133,7 +140,7 @@ def _described(text: str) -> tuple[Description, list[str]]:
 )
 def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.run`: `state` are its buffers in order, `text` is its description as JSON."""
-    description, names = _described(text)
+    description, names = described(text)
     asked, (*planes, counts, pads) = StepInputs(*inputs), state
     if len(planes) != len(names):
         raise StateError(

@@ -21,11 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from kvkeep.errors import CapacityError, SavedCacheError, ShapeError, StateError
-from kvkeep.files.atomic import opened, whole_file, write_all
+from kvkeep.errors import (
+    CapacityError,
+    KVKeepError,
+    SavedCacheError,
+    ShapeError,
+    StateError,
+    reason_of,
+)
+from kvkeep.files.atomic import whole_file, write_all
 from kvkeep.files.headers import typed
+from kvkeep.graph.consistency import require_consistent
 from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
 from kvkeep.graph.vetting import why_refused
+from kvkeep.reading import opened
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
@@ -85,6 +94,7 @@ class Program:
     def __init__(self, traced: ExportedProgram, header: Header) -> None:
         self.header = header
         self._traced = traced
+        self._path: Path | None = None  # of the file that it was loaded from
         self._step: nn.Module = traced.module()
         self._single: Callable[..., Any] = self._step
         self._state = {
@@ -129,6 +139,7 @@ class Program:
             ShapeError: the tensors do not fit the program; nothing was fed.
             CapacityError: the tokens do not fit its cache; nothing was fed.
             StateError: a step was interrupted; `reset` the program.
+            SavedCacheError: an operator of a program that was loaded from a file fails.
         """
         rows, room = self.header.rows, self.header.room
         if not all(isinstance(x, Tensor) for x in (input_ids, attention_mask) if x is not None):
@@ -162,8 +173,15 @@ class Program:
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         step = self._single if input_ids.shape[1] == 1 else self._step
-        with torch.inference_mode():
-            return cast(Tensor, step(input_ids.long(), mask.bool()))
+        try:
+            with torch.inference_mode():
+                return cast(Tensor, step(input_ids.long(), mask.bool()))
+        except (KVKeepError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what a file's operators raise
+            if self._path is None or step is not self._step:
+                raise
+            raise _unusable(self._path, "run", error) from error
 
     def compile(self, **options: Any) -> None:
         """Compile the step of a single token with `torch.compile(**options)`, for speed. The first
@@ -212,15 +230,21 @@ class Program:
         Raises:
             SavedCacheError: the file is not a program, is incomplete, has another format, or
                 contains pickles, or expressions, operators or names that no export of kvkeep
-                writes.
+                writes; or its parts do not fit each other.
         """
         header, archive = _checked(named(path))
         try:
             traced = torch.export.load(archive)
-            return cls(traced, header)
+            require_consistent(traced, header.specs, header.rows, header.room, header.vocabulary)
+            program = cls(traced, header)
         except Exception as error:  # torch raises errors of many kinds for malformed files
-            reason = " ".join(str(error).split())[:200]
-            raise SavedCacheError(f"{path} cannot be loaded: {reason}; export it again") from error
+            raise _unusable(path, "loaded", error) from error
+        program._path = Path(path)
+        return program
+
+
+def _unusable(path: str | os.PathLike[str], how: str, error: Exception) -> SavedCacheError:
+    return SavedCacheError(f"{path} cannot be {how}: {reason_of(error)[:200]}; export it again")
 
 
 class _Whole(RawIOBase):

@@ -7,12 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load
 from transformers import PreTrainedModel
 
 from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.extras import needed_by
+from kvkeep.reading import whole
 
+_MOST_CONFIG, _MOST_WEIGHTS = 1 << 20, 1 << 36
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -41,7 +43,7 @@ def base_of(directory: str) -> str | None:
 
 def _config(directory: Path) -> dict[str, Any]:
     try:
-        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(whole(directory / _CONFIG, _MOST_CONFIG))
     except FileNotFoundError as error:
         raise AdapterError(
             f"no adapter in {directory}: it has no {_CONFIG}; give a directory that `kvkeep "
@@ -80,6 +82,7 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             get_peft_model_state_dict,
             set_peft_model_state_dict,
         )
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING  # noqa: PLC0415
         from peft.tuners.tuners_utils import BaseTuner  # noqa: PLC0415
     place = Path(directory)
     _config(place)
@@ -88,11 +91,23 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             warnings.simplefilter("ignore", FutureWarning)  # raised by PEFT's use of transformers
             config = PeftConfig.from_pretrained(directory)
             config.inference_mode = True
-            adapted: Any = PeftModel(model, config)
-            weights = load_file(place / _WEIGHTS)
+            tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+            # Before it is made: other kinds make tensors of any size, or load what they name.
+            if not issubclass(tuner or object, BaseTuner) or tuner.forward is not BaseTuner.forward:
+                raise AdapterError(
+                    f"{directory} is of type {config.peft_type}, which changes more than the "
+                    "model's layers; use it with PEFT"
+                )
+            weights = load(bytes(whole(place / _WEIGHTS, _MOST_WEIGHTS)))
+            # On the meta device, so that no number in its config decides how much memory is used.
+            adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
             missing = sorted(known.keys() - weights.keys())
-            read: Any = set_peft_model_state_dict(adapted, weights)
+            weights = {n: x.to(known[n].dtype) if n in known else x for n, x in weights.items()}
+            read: Any = set_peft_model_state_dict(adapted, weights, low_cpu_mem_usage=True)
+            missing = missing or [n for n, x in adapted.named_parameters() if x.is_meta]
+    except AdapterError:
+        raise
     except Exception as error:  # PEFT may raise any exception on an invalid config
         raise AdapterError(
             f"cannot load {directory} into {model.name_or_path}: {reason_of(error)}; give the "
@@ -104,12 +119,6 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             f"{directory} does not fit {model.name_or_path}: {len(missing)} weights are missing, "
             f"{len(odd)} belong to no layer, such as {(missing + odd)[0]}; give the model it was "
             "made for"
-        )
-    tuner = adapted.base_model
-    if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
-        raise AdapterError(
-            f"{directory} is of type {config.peft_type}, which changes more than the model's "
-            "layers; use it with PEFT"
         )
     found: PreTrainedModel = adapted.get_base_model()
     return found

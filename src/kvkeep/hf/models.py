@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from kvkeep.errors import KVKeepError, UnsupportedError, reason_of
 from kvkeep.extras import needed_by
 from kvkeep.hf import adapter_files
+from kvkeep.hf.gguf_files import config_in, elements_in
 from kvkeep.hf.hub import download, weights_in
 from kvkeep.home import home
 from kvkeep.host.progress import Progress, silent
@@ -215,15 +216,13 @@ def located(path: str) -> tuple[str, dict[str, Any]]:
     if gguf is not None:
         _require_gguf()
         try:
-            with gguf.open("rb") as file:
-                begin = file.read(4)
+            elements_in(gguf)
         except OSError as error:
             raise ModelError(f"cannot read {gguf}: {error.strerror}; check its access") from error
-        if begin != b"GGUF":
+        except (ValueError, KeyError) as error:
             raise ModelError(
-                f"{gguf} is not a GGUF file: it begins with {begin!r}, not b'GGUF'; download it "
-                "again"
-            )
+                f"{gguf} is not a GGUF file: {reason_of(error)}; download it again"
+            ) from error
         return str(gguf.parent), {"gguf_file": gguf.name}
     if Path(path).is_dir() and not Path(path, "config.json").exists():
         raise ModelError(
@@ -390,12 +389,24 @@ def _read(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model and its tokenizer with transformers. A model from a GGUF file gets ordinary
     weights and no trace of its quantization."""
-    if not options:
-        AutoConfig.from_pretrained(where)  # so that its error does not look like the tokenizer's
+    # Read first, so that its error does not look like the tokenizer's.
+    config: Any = (
+        config_in(Path(where, options["gguf_file"]))
+        if options
+        else AutoConfig.from_pretrained(where)
+    )
     tokenizer = _tokenizer(where, options)
     model: Any
     if labels is None:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, output_loading_info=True, **options
+        )
+        model, read = found
+        if odd := [*read["missing_keys"], *read["mismatched_keys"]]:
+            raise ModelError(
+                f"{where} lacks {len(odd)} weights of its model, such as {odd[0]}; save it again, "
+                "or download it again"
+            )
     else:
         model = _classifier(where, dtype, labels, **options)
         if model.config.pad_token_id is None:  # by which it finds the last token of a text

@@ -17,7 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache import Frozen
-from kvkeep.errors import KVKeepError, RollbackError, SavedCacheError, StateError
+from kvkeep.errors import (
+    CapacityError,
+    KVKeepError,
+    RollbackError,
+    SavedCacheError,
+    SpecError,
+    StateError,
+)
 from kvkeep.extras import needed_by
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.files.cache_header import Header
@@ -31,6 +38,7 @@ from kvkeep.hf.notes import Message, marks_in, messages_in
 from kvkeep.home import home
 from kvkeep.host import Generation, GenerationOptions, Specs
 from kvkeep.host.generation import OnStart
+from kvkeep.host.specs import file_in, from_saved
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 with needed_by("A session", "cli"):
@@ -93,7 +101,7 @@ def info(name: str) -> SessionInfo:
         name,
         header.notes.get("model", ""),
         header.notes.get("adapter", ""),
-        _spec(header),
+        _spec(header, path),
         messages_in(header, path),
         header.layers[0].columns,
         saved.nbytes,
@@ -146,9 +154,19 @@ def _name_taken(name: str) -> StateError:
     return StateError(f"session {name!r} exists already; delete it, or use another name")
 
 
-def _spec(header: Header) -> str:
+def _spec(header: Header, path: Path) -> str:
     """The cache spec of a session; the text in its notes, or else the specs of its layers."""
-    return header.notes.get("cache") or _text(header.specs)
+    try:
+        return _text(header.notes.get("cache") or header.specs)
+    except SpecError as error:
+        raise SavedCacheError(f"{path} has no valid spec: {error}") from error
+
+
+def has_spec(session: SessionInfo, spec: str) -> bool:
+    """Whether a session has this spec, which may name another path of its scorer."""
+    with suppress(SpecError, SavedCacheError):  # the specs of single layers have no common text
+        return spec == _text(from_saved(session.spec, file_in(spec), session.name))
+    return False
 
 
 def _text(specs: Specs) -> str:
@@ -177,7 +195,8 @@ class Session:
 
     Args:
         model, tokenizer: the model and its tokenizer; the model is attached until `close`.
-        cache: the cache's spec for a new conversation; see `kvkeep.Cache`.
+        cache: the cache's spec for a new conversation; see `kvkeep.Cache`. Of a saved one with the
+            policy kvzap, only the path of the scorer is used: no path in a file is opened.
         name: name of the session to save to or continue; None: the conversation is not saved.
         model_name, adapter: names to load the model and the adapter by; stored in the session's
             file. See `kvkeep.hf.models.load`.
@@ -223,16 +242,26 @@ class Session:
         kept = None if name is None or not path_of(name).exists() else path_of(name)
         if kept is not None:
             header = Saved(kept, verify=False).header
-            self.messages, self.spec = messages_in(header, kept), _spec(header)
-            self._specs = header.notes.get("cache") or header.specs
+            self.messages = messages_in(header, kept)
         elif system is not None:
             self.messages = [{"role": "system", "content": system}]
-        self._attached = attach(self.model, self._specs, linears=True)
-        self.cache = Cache(self.model, self._specs)
+        scorer = file_in(self._specs)
+        try:
+            if kept is not None:
+                self._specs = from_saved(header.notes.get("cache") or header.specs, scorer, kept)
+                self.spec = _text(self._specs)
+            self._attached = attach(self.model, self._specs, linears=True)
+            self.cache = Cache(self.model, self._specs)
+        except (SpecError, CapacityError) as error:
+            if kept is None:
+                raise
+            raise SavedCacheError(f"{kept} cannot be loaded: {error}") from error
         if kept is None or reread:
             return
         given: list[Tensor | None] = []
-        self.cache = load(kept, self.model, tokenizer=self.tokenizer, tokens=given.append)
+        self.cache = load(
+            kept, self.model, tokenizer=self.tokenizer, scorer=scorer, tokens=given.append
+        )
         if given[0] is None:
             raise SavedCacheError(f"{kept} has no token ids; open the session with reread=True")
         self._ids = given[0][0].tolist()

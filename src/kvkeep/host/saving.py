@@ -15,6 +15,7 @@ from kvkeep.host.cache import ModelCache
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
+from kvkeep.host.specs import from_saved
 from kvkeep.host.translation import translated
 from kvkeep.storage.allocate import SHORTAGE
 
@@ -63,6 +64,7 @@ def load(
     model: Any,
     *,
     tokenizer: Any = None,
+    scorer: str | os.PathLike[str] | None = None,
     force: bool = False,
     verify: bool = True,
     tokens: Callable[[Tensor | None], None] = lambda _: None,
@@ -78,13 +80,15 @@ def load(
     layers, expected = len(saved.header.specs), len(host.kinds)
     if layers != expected:
         raise SavedCacheError(f"{path} holds {layers} layers, the model has {expected}")
+    specs = from_saved(saved.header.specs, scorer, path)
     try:
-        cache = host.new_cache(saved.header.specs, capacity=saved.header.capacity)
+        cache = host.new_cache(specs, capacity=saved.header.capacity)
         saved.restore_to(cache, host.devices(), host.recurrent_specs())
     except SavedCacheError:
         raise
     except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
-        raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
+        remedy = "save it again" if scorer is None else "give the scorer it was made with"
+        raise SavedCacheError(f"{path} cannot be loaded: {error}; {remedy}") from error
     tokens(saved.tokens)
     return cache
 

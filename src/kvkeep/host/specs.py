@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvkeep.errors import SpecError
-from kvkeep.spec import CacheSpec, as_spec, parse_specs
+from kvkeep.errors import SavedCacheError, SpecError
+from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
 Specs = str | CacheSpec | Sequence[str | CacheSpec] | Mapping[str, str | CacheSpec]
 """One spec for all layers, one per layer, or one per layer type of the model, as a mapping or as
@@ -73,3 +74,50 @@ def per_layer(spec: Specs, kinds: Sequence[LayerKind]) -> list[CacheSpec]:
     if len(spec) != len(kinds):
         raise SpecError(f"{len(spec)} specs for {len(kinds)} layers; give one each, or one for all")
     return [as_spec(one) for one in spec]
+
+
+def file_in(spec: Specs) -> str | None:
+    """The path of the file that a policy of these specs reads; None: they read none.
+
+    Raises:
+        SpecError: the text is not a spec.
+    """
+    return next((one.policy.file for one in _each(spec) if one.policy.file), None)
+
+
+def from_saved(
+    spec: Specs, scorer: str | os.PathLike[str] | None, path: str | os.PathLike[str]
+) -> Specs:
+    """The specs in the file `path`. A path in them is data, and never opened: `scorer`, which the
+    caller gave, takes its place.
+
+    Raises:
+        SavedCacheError: the text is not a spec; or a policy reads a file, and `scorer` is None.
+        SpecError: no spec can hold the path `scorer`.
+    """
+    try:
+        named = file_in(spec)
+    except SpecError as error:
+        raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
+    if named is None:
+        return spec
+    if scorer is None:
+        raise SavedCacheError(
+            f"{path} was made with a scorer, then at {named[:100]!r}, and kvkeep opens no path "
+            "that a file names; give the scorer: load(..., scorer=FILE), or for a session the "
+            "cache kvzap:25%,scorer=FILE"
+        )
+    read = [replace(x, policy=x.policy.reading(os.fspath(scorer))) for x in _each(spec)]
+    if isinstance(spec, str):
+        spec = parse_specs(spec)
+    if isinstance(spec, Mapping):
+        return PerType(dict(zip(spec, read, strict=True)))
+    return read[0] if isinstance(spec, CacheSpec) else read
+
+
+def _each(spec: Specs) -> list[CacheSpec]:
+    if isinstance(spec, str):
+        spec = parse_specs(spec)
+    if isinstance(spec, CacheSpec):
+        return [spec]
+    return [as_spec(one) for one in (spec.values() if isinstance(spec, Mapping) else spec)]

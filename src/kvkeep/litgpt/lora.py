@@ -18,12 +18,14 @@ from litgpt import Config, lora
 from litgpt.model import GPT
 from litgpt.utils import save_config
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.reading import whole
 
 ADAPTER = "lit_model.lora.safetensors"
+_MOST_SETTINGS, _MOST_WEIGHTS = 1 << 20, 1 << 36  # bytes
 CONFIG, PICKLE, SETTINGS = "model_config.yaml", "lit_model.pth.lora", "hyperparameters.yaml"
 TOKENIZER = (
     "config.json",
@@ -113,9 +115,9 @@ def read_adapter(directory: Path) -> Adapter:
         UnsupportedError: they are missing or damaged.
     """
     try:
-        given = json.loads((directory / SETTINGS).read_text())
+        given = json.loads(whole(directory / SETTINGS, _MOST_SETTINGS))
         settings = {name: given[name] for name in _SETTINGS}
-        weights = load_file(directory / ADAPTER)
+        weights = load(bytes(whole(directory / ADAPTER, _MOST_WEIGHTS)))
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise UnsupportedError(
             f"cannot read the adapter in {directory}: {' '.join(str(error).split())[:200]}"

@@ -134,6 +134,17 @@ class Policy(ABC):
         return None
 
     @property
+    def file(self) -> str | None:
+        """The path of the file that it reads; None: it reads none. A policy that reads a file opens
+        it in `in_layer` or `calibrated_for`, never when its spec is parsed: a spec may come from a
+        saved cache, whose paths are replaced by `reading`."""
+        return None
+
+    def reading(self, file: str) -> Policy:
+        """Itself with another path for `file`."""
+        return self
+
+    @property
     def evicts(self) -> bool:
         """Whether steps evict slots."""
         return self.budget is not None or self.share is not None

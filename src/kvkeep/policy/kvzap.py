@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -15,6 +15,9 @@ from kvkeep.policy.scored import SCORE, Scored
 from kvkeep.policy.scorer import LayerScorer, Scorer
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
+
+_MARKS = ",:;+@"
+"""What separates the parts of a spec."""
 
 
 @final
@@ -48,6 +51,11 @@ class KVzap(Policy):
                 f"kvzap recent {self.recent}, sinks {self.sinks}: at least 0, and together at "
                 "least 1; use recent=128,sinks=4"
             )
+        if set(self.scorer) & set(_MARKS):
+            raise SpecError(
+                f"scorer {self.scorer!r}: a spec cannot hold a path with any of {_MARKS}; give the "
+                "file another name"
+            )
 
     @property
     def share(self) -> Share:
@@ -56,6 +64,13 @@ class KVzap(Policy):
     @property
     def calibrated_for(self) -> str | None:
         return Scorer.read(self.scorer).model
+
+    @property
+    def file(self) -> str:
+        return self.scorer
+
+    def reading(self, file: str) -> Policy:
+        return replace(self, scorer=file)
 
     def at(self, fed: int) -> Policy:
         raise SpecError(

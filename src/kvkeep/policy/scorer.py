@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,10 +15,13 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from kvkeep.errors import ShapeError, SpecError
+from kvkeep.reading import whole
 from kvkeep.rotary import Rotary
 
-FORMAT = "kvkeep-scorer-1"
+FORMAT = "kvkeep-scorer-2"
+_UNSEALED = "kvkeep-scorer-1"  # the format of earlier versions, which has no checksum
 _MOST_BYTES = 1 << 30  # of a file
+_CHECKSUM = "checksum"
 LEVELS = 101
 """The shares of a model for which those of its layers are stored: 0, 1, ... 100 %."""
 
@@ -71,7 +75,7 @@ class LayerScorer:
     Args:
         networks: of its heads; they predict the logarithm of kvzip's score.
         shares: this layer's share of slots where the model's is 0, 1, ... 100 %.
-        name: identifies the scorer's content and the layer.
+        name: the hash of the scorer's file, and the layer.
     """
 
     networks: HeadNetworks
@@ -131,7 +135,7 @@ class Scorer:
                 tensors[f"{index}.{name}"] = x.to(torch.float16 if half else x.dtype).cpu()
             tensors[f"{index}.shares"] = torch.tensor(layer.shares)
         metadata = {"format": FORMAT, "model": self.model, "count": str(self.count)}
-        return tensors, metadata
+        return tensors, metadata | {_CHECKSUM: checksum(tensors, metadata)}
 
     @classmethod
     def read(cls, path: str) -> Scorer:
@@ -143,7 +147,7 @@ class Scorer:
         try:
             stat = Path(path).stat()
             return _read(path, stat.st_mtime_ns, stat.st_size)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, MemoryError, RecursionError, SafetensorError) as error:
             raise SpecError(
                 f"scorer {path!r}: {error}; make one with kvkeep calibrate --out {path}"
             ) from error
@@ -152,17 +156,20 @@ class Scorer:
 @lru_cache(maxsize=8)
 def _read(path: str, changed: int, size: int) -> Scorer:
     """Read the file of this size that was last changed then."""
-    if size > _MOST_BYTES:
-        raise ValueError(f"{size} bytes, but a scorer has at most {_MOST_BYTES}")
-    data = Path(path).read_bytes()
+    data = bytes(whole(Path(path), _MOST_BYTES))
     stop = 8 + int.from_bytes(data[:8], "little")
-    tensors = load(data)  # checks the header
+    tensors = load(data)  # checks the header: its tensors are the bytes that follow
     metadata = json.loads(data[8:stop]).get("__metadata__", {})
-    if metadata.get("format") != FORMAT or not {"model", "count"} <= metadata.keys():
+    known = metadata.get("format") in (FORMAT, _UNSEALED)
+    if not known or not {"model", "count"} <= metadata.keys():
         raise ValueError("it is not a kvkeep scorer")
+    if metadata["format"] == FORMAT and metadata.get(_CHECKSUM) != checksum(tensors, metadata):
+        raise ValueError("it is damaged: its checksum does not match")
     count, digest = int(metadata["count"]), xxhash.xxh3_64_hexdigest(data)
     layers = {}
     for index in sorted({name.partition(".")[0] for name in tensors}, key=int):
+        if index != str(int(index)):
+            raise ValueError(f"there is no layer {index[:20]!r}")
         mine = {name: x for name, x in tensors.items() if name.startswith(f"{index}.")}
         layers[int(index)] = _layer(index, mine, f"{digest}.{index}")
     if not layers or not 0 <= min(layers) <= max(layers) < count:
@@ -170,11 +177,22 @@ def _read(path: str, changed: int, size: int) -> Scorer:
     return Scorer(layers, metadata["model"], count)
 
 
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The checksum of a scorer's file: of its tensors, its model and its number of layers."""
+    found = xxhash.xxh3_128(json.dumps([metadata["model"], metadata["count"]]).encode())
+    for name, x in sorted(tensors.items()):
+        found.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
+        found.update(x.contiguous().view(-1).view(torch.uint8).numpy().data)
+    digest: str = found.hexdigest()
+    return digest
+
+
 def _layer(index: str, tensors: dict[str, Tensor], name: str) -> LayerScorer:
     own = {name.partition(".")[2]: x.float() for name, x in tensors.items()}
     shares = own.pop("shares", torch.empty(0))
     first = own.get("first", torch.empty(0))
-    if shares.shape != (LEVELS,) or first.dim() != 3:
+    # Every other tensor of the networks is smaller than `first`, unless that is empty.
+    if shares.shape != (LEVELS,) or first.dim() != 3 or not first.numel():
         raise ValueError(f"layer {index} lacks shares or weights")
     if bool(((shares < 0) | (shares > 1)).any()) or bool((shares.diff() < 0).any()):
         raise ValueError(f"the shares of layer {index} are not ascending from 0 to 1")

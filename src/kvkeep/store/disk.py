@@ -16,8 +16,9 @@ from typing import ClassVar, TypeVar, cast, final
 
 from kvkeep.errors import SpecError
 from kvkeep.files import tensor_file
-from kvkeep.files.atomic import PRIVATE_DIRECTORY, NoFileError, opened, read_into
+from kvkeep.files.atomic import PRIVATE_DIRECTORY
 from kvkeep.files.tensor_file import Layout, header_bytes
+from kvkeep.reading import NoFileError, opened, read_into
 from kvkeep.store.backend import (
     ABANDONED_S,
     HEADER_BYTES,

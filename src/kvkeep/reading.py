@@ -1,0 +1,76 @@
+"""Reading of files that tolerates anything at the path."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class NoFileError(OSError):
+    """The path is not a regular file, but a link, a directory or a FIFO."""
+
+
+class CutShortError(ValueError):
+    """A file is shorter than expected."""
+
+
+@contextmanager
+def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
+    """Open a regular file for reading; returns its descriptor. Anything else is refused without
+    blocking, such as a FIFO without a writer.
+
+    Args:
+        follow: whether the path may be a symbolic link.
+
+    Raises:
+        OSError: it cannot be opened.
+        NoFileError: it is not a regular file.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        handle = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NoFileError(error.errno, "it is not a regular file", str(path)) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise NoFileError(errno.EINVAL, "it is not a regular file", str(path))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> None:
+    """Fill a buffer with the bytes of a file from `offset` on.
+
+    Raises:
+        CutShortError: the file ends too early.
+        OSError: it cannot be read.
+    """
+    view = memoryview(data)
+    while view:
+        count = os.preadv(handle, [view[: 1 << 30]], offset)
+        if not count:
+            raise CutShortError(f"it ends at {offset}, {len(view)} bytes too early")
+        view, offset = view[count:], offset + count
+
+
+def whole(path: Path, most: int) -> bytearray:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+        ValueError: it has more than `most` bytes, or is cut short meanwhile.
+    """
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > most:
+            raise ValueError(f"it has {size} bytes, at most {most} are read")
+        data = bytearray(size)
+        read_into(handle, data, 0)
+        return data
