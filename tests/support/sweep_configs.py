@@ -18,7 +18,7 @@ MOST_PARAMETERS = 20_000_000
 _WIDTH, _HEADS, _LAYERS = 32, 4, 4
 
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(["vocab_size", "pad_vocab_size", "text_vocab_size"], 96),
+    **dict.fromkeys(["vocab_size", "pad_vocab_size", "text_vocab_size", "unpadded_vocab_size"], 96),
     **dict.fromkeys(
         ["hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim", "word_embed_proj_dim"], _WIDTH
     ),
