@@ -45,6 +45,7 @@ from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
+from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.unserved import not_served
@@ -420,6 +421,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         if attachment.own:
             require_exact(cache, attachment.own)
         check_fed(decoder, given, cache.fed)
+        require_one_text(given)
         require_placed(cache, given)
         tokens = fed_by(given)
         cache.awaited = None if tokens is None or cache.lent else cache.fed + tokens.shape[1]

@@ -28,6 +28,7 @@ from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, 
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.multimodal import holds_tensors, resume
+from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.unserved import not_served
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
@@ -167,6 +168,8 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     given_cache = rename_cache(kwargs, OF_GENERATE)
     one = ids if ids is not None and len(ids) == 1 else None
     supplies = given_cache is None and _leaves_the_cache_to_kvkeep(model, args, kwargs)
+    if supplies or isinstance(given_cache, Cache):
+        require_one_text(kwargs)
     call = _Call(model, columns, one, blocks, ids, supplies)
     token = _CALL.set(call)
     if isinstance(given_cache, Cache) and given_cache.fed:
