@@ -339,6 +339,24 @@ class Cache:
         return self.layers[0].fed if self.layers else 0
 
     @property
+    def tokens(self) -> Tensor | None:
+        """The token ids of the first columns fed, int64 (B, n), as far as they are known; None:
+        none are."""
+        return self.layers[0].tokens if self.layers else None
+
+    def note_tokens(self, tokens: Tensor, after: int = 0) -> None:
+        """Record the token ids (B, n) that were fed after the first `after` columns, unless those
+        before them are unknown. Crops, forks and changes of rows keep the record right."""
+        if not self.layers or len(tokens) != self.rows:
+            return
+        known = self.tokens
+        if (0 if known is None else known.shape[1]) < after:
+            return
+        fed = tokens[:, : self.fed - after].to(torch.int64)
+        before = [] if known is None else [known[:, :after].to(fed.device)]
+        self.layers[0].tokens = torch.cat([*before, fed], dim=1)  # a copy: the caller's may change
+
+    @property
     def length(self) -> int:
         """Slots in use in the longest layer."""
         return max((layer.length for layer in self.layers), default=0)

@@ -85,7 +85,10 @@ def load(
         raise
     except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
         raise SavedCacheError(f"{path} cannot be loaded: {error}; save it again") from error
-    tokens(saved.tokens)
+    fed = saved.tokens
+    if fed is not None:
+        cache.note_tokens(fed)
+    tokens(fed)
     return cache
 
 

@@ -29,6 +29,7 @@ class History:
         "offset",
         "pads",
         "shown",
+        "tokens",
     )
 
     def __init__(self) -> None:
@@ -43,6 +44,8 @@ class History:
         # (B,) by how much the model's next rotary position exceeds `seen`, negative after most
         # images, whose tokens share positions; None: by nothing
         self.offset: Tensor | None = None
+        # (B, n) the token ids of the first n columns, as far as they are known; None: of none
+        self.tokens: Tensor | None = None
         self.geometry: Geometry | None = None  # None before the first token
         self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
 
@@ -83,7 +86,7 @@ class History:
         after.columns, after.geometry = self.columns + 1, self.geometry
         after.floor = self.floor if floor is None else floor
         after.pads, after.shown, after.joined = self.pads, self.shown, self.joined
-        after.embedded, after.offset = self.embedded, self.offset
+        after.embedded, after.offset, after.tokens = self.embedded, self.offset, self.tokens
         after.memory = self.memory
         return after
 
@@ -93,6 +96,8 @@ class History:
         before.columns -= newest.shape[1]
         if self.pads is not None:
             before.pads = self.pads - (newest < 0).sum(dim=1)
+        if self.tokens is not None:
+            before.tokens = self.tokens[:, : before.columns]
         return before
 
     def take_rows(self, index: Tensor) -> None:
@@ -103,6 +108,8 @@ class History:
             self.shown = self.shown.index_select(0, index)
         if self.offset is not None:
             self.offset = self.offset.index_select(0, index.to(self.offset.device))
+        if self.tokens is not None:
+            self.tokens = self.tokens.index_select(0, index.to(self.tokens.device))
         if self.geometry is not None:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}

@@ -367,6 +367,15 @@ class LayerCache(Readable, Settling, InOneCall):
         self._history.embedded, self._history.offset = True, offset
         self._history.floor = max(self._history.floor, floor)
 
+    @property
+    def tokens(self) -> Tensor | None:
+        """The token ids of the first columns fed, (B, n), as far as they are known."""
+        return self._history.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: Tensor) -> None:
+        self._history.tokens = tokens
+
     def state(self) -> LayerState:
         """The history and all slots; the planes are views, valid until the next change. Drafts that
         were not taken back are certain from now on; likewise in all changes of rows and freezes."""
