@@ -215,6 +215,28 @@ class Cache:
             index = index.nonzero().flatten()
         self._take_rows(index)
 
+    def hide(self, shown: Tensor) -> None:
+        """Empty the slots of columns that were fed as tokens, such as those that `generate` fed to
+        rows that had ended. No later query sees them. Later tokens have the positions that they
+        would have had, so windows reach as far back.
+
+        Args:
+            shown: which columns still hold tokens, bool (B, columns fed).
+
+        Raises:
+            ShapeError: some were padding, or hidden before; no layer is changed then.
+            UnsupportedError: a layer's policy has decided by these tokens what it keeps, or its
+                codec has encoded them together with others; likewise.
+        """
+        with self._turns():
+            self._between_forwards("hide")
+            for layer in self.layers:
+                layer.require_hiding(shown)
+            self._changing = True
+            for layer in self.layers:
+                layer.hide(shown)
+            self._changing = False
+
     def snapshot(self) -> Snapshot:
         """A copy of the current content, to `restore` later; spare slots are not copied.
 
