@@ -125,9 +125,9 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
             k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
                 are copied.
             position: the tokens' positions: (n,) if all rows have the same, or (B, n) with -1 for
-                padding, or `HOLE` for padding that counts. None continues every row. A padding query sees the kept tokens before it in
-                its row; slots beyond the policy's reach may already be gone. If the policy needs
-                the mass, a padding query sees nothing.
+                padding, or `HOLE` for padding that counts. None continues every row. A padding
+                query sees the kept tokens before it in its row; slots beyond the policy's reach may
+                already be gone. If the policy needs the mass, a padding query sees nothing.
             until: the newest position that each token's query sees, integers (n,) or (B, n), where
                 tokens see later ones, such as those of one image; None, or less than its own: its
                 own. What comes in a later call is not seen, and windows limit this as well.
