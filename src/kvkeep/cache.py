@@ -215,6 +215,28 @@ class Cache:
             index = index.nonzero().flatten()
         self._take_rows(index)
 
+    def hide(self, shown: Tensor) -> None:
+        """Empty the slots of columns that were fed as tokens, such as those that `generate` fed to
+        rows that had ended. No later query sees them. Later tokens have the positions that they
+        would have had, so windows reach as far back.
+
+        Args:
+            shown: which columns still hold tokens, bool (B, columns fed).
+
+        Raises:
+            ShapeError: some were padding, or hidden before; no layer is changed then.
+            UnsupportedError: a layer's policy has decided by these tokens what it keeps, or its
+                codec has encoded them together with others; likewise.
+        """
+        with self._turns():
+            self._between_forwards("hide")
+            for layer in self.layers:
+                layer.require_hiding(shown)
+            self._changing = True
+            for layer in self.layers:
+                layer.hide(shown)
+            self._changing = False
+
     def snapshot(self) -> Snapshot:
         """A copy of the current content, to `restore` later; spare slots are not copied.
 
@@ -337,6 +359,24 @@ class Cache:
     def fed(self) -> int:
         """Columns ever fed, padding included."""
         return self.layers[0].fed if self.layers else 0
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The token ids of the first columns fed, int64 (B, n), as far as they are known; None:
+        none are."""
+        return self.layers[0].tokens if self.layers else None
+
+    def note_tokens(self, tokens: Tensor, after: int = 0) -> None:
+        """Record the token ids (B, n) that were fed after the first `after` columns, unless those
+        before them are unknown. Crops, forks and changes of rows keep the record right."""
+        if not self.layers or len(tokens) != self.rows:
+            return
+        known = self.tokens
+        if (0 if known is None else known.shape[1]) < after:
+            return
+        fed = tokens[:, : self.fed - after].to(torch.int64)
+        before = [] if known is None else [known[:, :after].to(fed.device)]
+        self.layers[0].tokens = torch.cat([*before, fed], dim=1)  # a copy: the caller's may change
 
     @property
     def length(self) -> int:

@@ -22,7 +22,11 @@ Slots = slice | Tensor
 """A run of slots, or int64 indices (B|1, H|1, n) along axis 2."""
 
 POSITION = "position"
-"""The plane that every layer has: int32 (B, 1|H, S), where -1 marks an empty slot."""
+"""The plane that every layer has: int32 (B, 1|H, S), negative for an empty slot."""
+
+HOLE = -2
+"""The position of an empty slot whose column counts: tokens after it have the positions that they
+would have if it held a token."""
 
 LAST = 2**31 - 1
 """No position is larger."""

@@ -374,17 +374,6 @@ def test_mask_of_the_wrong_width(attached, cache):
     )
 
 
-def test_a_mask_that_hides_what_was_fed(attached, cache):
-    mask = torch.ones(2, 7, dtype=torch.long)
-    mask[1, :3] = 0
-    unchanged_by(
-        cache,
-        ShapeError,
-        r"shows \[6, 3\] tokens in the 6 columns.*\[6, 6\] that",
-        lambda: attached(ids(2, 1), attention_mask=mask, past_key_values=cache),
-    )
-
-
 def test_rows_changed_without_select(attached, cache):
     unchanged_by(cache, ShapeError, "select", lambda: attached(ids(3, 1), past_key_values=cache))
 

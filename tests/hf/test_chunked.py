@@ -119,14 +119,3 @@ def test_saved_and_forked(model, ids, tmp_path, length):
         ]
     assert torch.equal(*found[:2])
     assert torch.equal(found[0], found[2])
-
-
-@torch.no_grad()
-def test_padding_between_tokens(model, ids, mask):
-    """transformers counts its columns in a chunk, kvkeep tokens."""
-    between = mask.roll(3, dims=1)
-    with kvkeep.attach(model):
-        cache = kvkeep.Cache(model)
-        with pytest.raises(UnsupportedError, match="pad rows on the left"):
-            model(ids, attention_mask=between, past_key_values=cache)
-        assert cache.fed == 0

@@ -359,11 +359,11 @@ def test_what_follows_a_reset_is_whole_again():
 
 def test_columns_stay_known_when_rows_are_parted_again():
     layer = filled("keep_all", side="right", chunk=25)
-    shown = layer.history.shown
-    assert shown is not None
-    assert shown.equal((prompt("right") >= 0)[:, : shown.shape[1]])
+    kinds = layer.history.kinds
+    assert kinds is not None
+    assert (kinds == 0).equal(prompt("right") >= 0)
     layer.take_rows(torch.tensor([2, 0, 1]))
-    assert layer.history.shown.equal(shown[[2, 0, 1]])
+    assert layer.history.kinds.equal(kinds[[2, 0, 1]])
 
 
 def test_adakv_crops_padding_where_the_first_head_is_not_the_longest():

@@ -532,7 +532,7 @@ FAULTS = (
     Fault(
         "shown-columns-keep-their-rows",
         "layer/history.py",
-        "self.shown = self.shown.index_select(0, index)",
+        "self.kinds = self.kinds.index_select(0, index)",
         "pass",
         "storage/test_split.py",
     ),

@@ -178,6 +178,7 @@ def assemble(
         )
     elif len(computed):
         recomputation.recompute(host, cache, tokens, computed)
+    cache.note_tokens(tokens[None])
     repaired = int((kinds[computed] == _SPAN).sum())
     found = sum(other.found for other in others)
     return Assembled(cache, leading.found, found, repaired, deviation)

@@ -29,7 +29,7 @@ from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
-from kvkeep.planes import POSITION, Planes, PlaneSpec, slot_count
+from kvkeep.planes import HOLE, POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.reading import opened, read_into
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
@@ -298,6 +298,22 @@ class Saved:
                         f"{self.path}, layer {index}: padding counts {x.tolist()[:8]} do not fit "
                         f"{header.columns} columns"
                     )
+            elif name in ("holes", "kinds"):
+                shape = (header.rows,) if name == "holes" else (header.rows, *x.shape[1:2])
+                dtype_of = torch.int64 if name == "holes" else torch.int8
+                _require(x, shape, dtype_of, self.path, f"{index}.{name}")
+                least, most = (0, header.columns) if name == "holes" else (HOLE, 0)
+                if x.numel() and not least <= int(x.min()) <= int(x.max()) <= most:
+                    raise SavedCacheError(
+                        f"{self.path}, layer {index}: {name} are outside of {least} to {most}; "
+                        "save it again"
+                    )
+                if x.dim() == 2 and x.shape[1] > header.columns:
+                    raise SavedCacheError(
+                        f"{self.path}, layer {index}: {x.shape[1]} kinds of {header.columns} "
+                        "columns; save it again"
+                    )
+                setattr(history, name, x.clone())
             elif name == "offset":
                 history.offset = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")
@@ -362,7 +378,7 @@ class Saved:
         position = planes[POSITION]
         if (
             position.numel()
-            and not -1 <= int(position.min()) <= int(position.max()) < header.columns
+            and not HOLE <= int(position.min()) <= int(position.max()) < header.columns
         ):
             raise SavedCacheError(
                 f"{self.path}, {part}: positions beyond the {header.columns} tokens fed"
@@ -374,10 +390,10 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
         f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
     }
     found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
-    if state.history.pads is not None:
-        found["pads"] = state.history.pads.cpu()
-    if state.history.offset is not None:
-        found["offset"] = state.history.offset.cpu()
+    for name in ("pads", "holes", "kinds", "offset"):
+        held = getattr(state.history, name)
+        if held is not None:
+            found[name] = held.cpu()
     return found
 
 

@@ -51,13 +51,20 @@ class Description:
 
     def build(self) -> LayerCache:
         """Build an empty layer."""
-        return CacheSpec.parse(self.spec).layer(
+        layer = CacheSpec.parse(self.spec).layer(
             index=self.index,
             count=self.count,
             window=self.window,
             chunked=self.chunked,
             capacity=self.capacity,
         )
+        layer.holes_after = self.holes_after
+        return layer
+
+    @property
+    def holes_after(self) -> int | None:
+        """See `LayerCache.holes_after`."""
+        return None if self.window is None else 0
 
 
 def require_exportable(spec: CacheSpec) -> None:
@@ -113,7 +120,8 @@ class LayerTensors(nn.Module):
         history.columns, history.pads = self.fed(), self.pads
         if real is None:
             real = torch.ones(len(history.pads), n, dtype=torch.bool, device=device)
-        return cast(Tensor, history.next_positions(n, device, real))
+        holes_after = described(self.text)[0].holes_after
+        return cast(Tensor, history.next_positions(n, device, real, holes_after))
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, with position int32 (B, n)."""

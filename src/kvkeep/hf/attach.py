@@ -36,6 +36,7 @@ from kvkeep.hf.generate_hook import (
 from kvkeep.hf.inputs import arguments_of, check_fed, check_rows, fed_by
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
+from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
 from kvkeep.hf.unattached import require_exact
@@ -400,6 +401,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         if attachment.own:
             require_exact(cache, attachment.own)
         check_fed(decoder, given, cache.fed)
+        require_one_text(given)
         require_placed(cache, given)
         tokens, on_device = fed_by(given), cache.tickets[0].on_device
         cache.awaited = None if tokens is None or on_device else cache.fed + tokens.shape[1]

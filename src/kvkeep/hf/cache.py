@@ -423,6 +423,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self.is_compileable
         length.note = self._note if self._latent else None
+        length.hide = self.hide
         return length, fed - kept
 
     def _require_routed(self) -> None:
@@ -446,6 +447,9 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
 
     def _issue_tickets(self) -> None:
         """Create tickets for the current layers, and clear the state of a running forward."""
+        for layer in self.layers:
+            if layer.window is not None and layer.holes_after is None:
+                layer.holes_after = 0
         self._handed = self._feeding = None
         self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]

@@ -25,11 +25,18 @@ from kvkeep.hf.cache_argument import (
     rename_cache,
 )
 from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.hf.continuing import (
+    Fed,
+    feeds_last_again,
+    gives_whole_text,
+    require_same_beginning,
+)
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.inputs import check_rows
 from kvkeep.hf.multimodal import holds_tensors, resume
-from kvkeep.hf.unserved import require_supplied, supplying
+from kvkeep.hf.packed_rows import require_one_text
+from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
@@ -111,7 +118,9 @@ class Settings:
 class _Call:
     """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
     row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
-    store or blocks, if any, and the cache that records drafts, if any."""
+    store or blocks, if any, the cache that records drafts, if any, the cache whose columns are
+    others than those of the token ids, if any, and the cache whose last token is fed again, if any.
+    `fed` is what the call feeds, if that is known."""
 
     model: PreTrainedModel
     columns: int
@@ -120,6 +129,9 @@ class _Call:
     rows: Tensor | None
     cache: Cache | None = None
     recording: Cache | None = None
+    moved: Cache | None = None
+    again: Cache | None = None
+    fed: Fed | None = None
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
@@ -165,18 +177,23 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     columns = 0 if ids is None else ids.shape[1]
     given_cache = rename_cache(kwargs, OF_GENERATE)
     one = ids if ids is not None and len(ids) == 1 else None
+    supplies = given_cache is None and leaves_the_cache_to_kvkeep(model, args, kwargs)
+    if supplies or isinstance(given_cache, Cache):
+        require_one_text(kwargs)
     call = _Call(model, columns, one, blocks, ids)
     token = _CALL.set(call)
     if isinstance(given_cache, Cache) and given_cache.fed:
         resume(model, given_cache)
     try:
-        with supplying(model, args, kwargs), _rows_restored(given_cache):
+        with supplying(model if supplies else None), _rows_restored(given_cache):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
     if call.recording is not None:
         call.recording.end_recording()
     said = getattr(output, "sequences", output)
+    if call.fed is not None and call.rows is not None and kwargs.get("custom_generate") is None:
+        call.fed.note(call.rows, said)
     cache = call.cache
     if cache is None or cache.rows != 1:
         return output
@@ -228,8 +245,9 @@ def prepare_cache(
         demands.require(given)
         given.written_out = demands.weights or drops_weights(model)
     if isinstance(given, Cache) and given.fed:
+        all_given = _continue(model, generation_config, model_kwargs, given)
         if drafted:
-            _require_whole_text(model, model_kwargs, given)
+            _require_whole_text(given, all_given=all_given)
         _activate_later(model, given)
         if several > 1 and given.rows == batch_size:
             given.freeze()
@@ -238,6 +256,7 @@ def prepare_cache(
         _compress(model, model_kwargs, given, generation_config.prefill_chunk_size)
     if isinstance(given, Cache):
         _chunk_prompt(model, settings, generation_config, model_kwargs, given.specs, given.fed)
+        _expect_fed(model, given, generation_config, generation_mode, model_kwargs)
         if drafted:
             _record_after_prompt(model, given, generation_config.prefill_chunk_size)
     type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
@@ -284,14 +303,20 @@ def prepare_cache(
         cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
     model_kwargs[OF_GENERATE] = cache
+    _expect_fed(model, cache, generation_config, generation_mode, model_kwargs)
 
 
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
     """In place of the model's own `prepare_inputs_for_generation`: the first forward of a call with
-    drafts, for which transformers gives the whole text, feeds what the cache does not hold."""
+    drafts, for which transformers gives the whole text, feeds what the cache does not hold; and
+    that of a text which the cache holds already feeds the last token again."""
     owner: Any = type(model)
     owner = owner.prepare_inputs_for_generation
     call, cache = _CALL.get(), rename_cache(options, name_in(owner) or OF_GENERATE)
+    if call is not None and call.again is not None and call.again is cache:
+        call.again = None
+        cache.crop(-1)
+        options["next_sequence_length"] = None if call.recording is cache else 1
     if call is not None and call.recording is not None and call.recording is cache and cache.fed:
         options["next_sequence_length"] = (
             options.get("next_sequence_length") or input_ids.shape[1] - cache.fed
@@ -301,20 +326,58 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
     return inputs
 
 
-def _require_whole_text(model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache) -> None:
-    """Raise UnsupportedError unless a call gives all tokens of the text that a cache holds."""
+def _continue(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], cache: Cache
+) -> bool:
+    """Prepare a call whose cache holds tokens; whether its prompt is the whole text.
+
+    Raises:
+        StateError: the prompt does not continue what the cache holds.
+    """
+    call, embedded = _CALL.get(), model_kwargs.get("inputs_embeds")
+    if call is None or call.model is not model or learns_prompts(model):
+        return True
+    columns = call.columns if embedded is None else embedded.shape[1]
+    whole = gives_whole_text(model_kwargs, columns, generation_config)
+    if not (whole and columns):
+        return whole
+    if feeds_last_again(cache, columns):
+        call.again, generation_config.prefill_chunk_size = cache, None
+    if call.rows is not None and embedded is None:
+        require_same_beginning(cache, call.rows, model_kwargs.get("attention_mask"))
+    return True
+
+
+def _expect_fed(
+    model: PreTrainedModel,
+    cache: Cache,
+    generation_config: Any,
+    mode: Any,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Note what a call will feed to its cache, if its token ids tell."""
+    call = _CALL.get()
+    if call is None or call.model is not model or call.rows is None or learns_prompts(model):
+        return
+    if model_kwargs.get("inputs_embeds") is not None or cache is call.moved:
+        return
+    whole = not cache.fed or gives_whole_text(model_kwargs, call.columns, generation_config)
+    call.fed = Fed(cache, 0 if whole else cache.fed, mode)
+
+
+def _require_whole_text(cache: Cache, *, all_given: bool) -> None:
+    """Raise UnsupportedError if drafts could not be verified with a cache that holds tokens.
+    `all_given`: the call gives these tokens too."""
     if cache.recurrent is not None and any(layer.policy.evicts for layer in cache.layers):
         raise UnsupportedError(
             f"this cache holds {cache.fed} tokens, and recurrent layers could not return to that "
             "point after the first drafts if tokens were evicted since; use keep_all, give an "
             "empty cache, or do not draft"
         )
-    call, mask = _CALL.get(), model_kwargs.get("attention_mask")
-    columns = call.columns if call is not None and call.model is model else 0
-    if columns <= cache.fed or (mask is not None and mask.shape[1] != columns):
+    if not all_given:
         raise UnsupportedError(
             f"this cache holds {cache.fed} tokens, and drafts are found in the whole text, but "
-            f"{columns} token ids are given; give all of them, those that the cache holds included"
+            "only new token ids are given; give all of them, those that the cache holds included"
         )
 
 
@@ -488,6 +551,10 @@ def _begun_alike(
         return found
     if found.recurrent is not None:  # padding behind tokens would change its states
         return None
+    call.moved = found
+    for layer in found.layers:
+        if layer.holes_after is not None:
+            layer.holes_after = found.fed  # what follows stands for padding in front
     real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
     real = real.repeat_interleave(several, dim=0)
     model_kwargs["attention_mask"] = real.to(mask)

@@ -38,15 +38,8 @@ class MaskedLayer(Protocol):
     def seen(self) -> Tensor:
         """Tokens fed before this chunk, int64 (B,), padding not counted."""
 
-    @property
-    def padded(self) -> bool:
-        """Whether some row had padding."""
-
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the next n tokens; see `History.next_positions`."""
-
-    def positions(self) -> Tensor:
-        """Positions of the tokens held, int32 (B, H, S), -1 for an empty slot."""
 
 
 class AttendedLayer(Protocol):
@@ -84,6 +77,8 @@ class MaskLength(int):
     compileable: bool
     note: Callable[[Tensor], None] | None = None
     """Told the positions that the mask function returns, (n,) or (B, n); None: nobody is."""
+    hide: Callable[[Tensor], None] | None = None
+    """Hides columns that were fed, see `kvkeep.cache.Cache.hide`; None: none can be."""
 
 
 @dataclass(eq=False)

@@ -105,9 +105,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             found: Any = kv_length.traced.next_positions(q_length, real, place)[:, None, None]
             found.kvkeep = MaskRequest(local_size)
         else:
-            if layer.chunked and attention_mask is not None:
-                _require_padding_in_front(attention_mask, layer.window or 0)
-            position = _positions(layer, q_length, attention_mask, torch.device(device))
+            position = _positions(kv_length, q_length, attention_mask, torch.device(device))
             if kv_length.note is not None:
                 kv_length.note(position)
             until = None
@@ -212,23 +210,11 @@ def _own_mask(
     return chunked_causal_mask_function(window, left)
 
 
-def _require_padding_in_front(attention_mask: Tensor, size: int) -> None:
-    """Raise UnsupportedError if transformers would count padding between tokens as part of a
-    chunk, whose positions kvkeep counts without it."""
-    real = attention_mask.bool()
-    fed = real.cumsum(dim=1)
-    between = ~real & (fed > 0) & (fed < fed[:, -1:])
-    if real.shape[1] > size and bool(between.any()):
-        raise UnsupportedError(
-            f"padding between tokens in chunked attention of {size} tokens, which transformers "
-            "counts in its chunks; pad rows on the left only"
-        )
-
-
 def _positions(
-    layer: MaskedLayer, n: int, attention_mask: Tensor | None, device: torch.device
+    length: MaskLength, n: int, attention_mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Positions of the next n tokens, continuing each row."""
+    layer = length.layer
     if attention_mask is None:
         return layer.next_positions(n, device)
     if attention_mask.shape[-1] not in (n, layer.fed + n):
@@ -238,26 +224,16 @@ def _positions(
         )
     if layer.fed and attention_mask.shape[-1] != n:
         before = attention_mask[:, :-n].bool()
-        shown = before.sum(dim=1).cpu()
-        if not (shown.equal(layer.seen) and _was_fed(layer, before)):
-            raise ShapeError(
-                f"the attention mask shows {shown.tolist()} tokens in the {layer.fed} columns "
-                "before this call, which differ in number or place from the "
-                f"{layer.seen.tolist()} that the cache was fed; the mask of fed columns cannot "
-                "change: reset() the cache and feed the whole text"
-            )
+        if not _was_fed(layer, before):
+            assert length.hide is not None  # training and packed forwards begin at column 0
+            length.hide(before)
     real = attention_mask[:, -n:].to(device=device, dtype=torch.bool)
     return layer.next_positions(n, device, None if real.all() else real)
 
 
 def _was_fed(layer: MaskedLayer, real: Tensor) -> bool:
-    """Whether the columns fed so far were padding exactly where `real`, bool (B, fed), is False.
-    After an eviction, padding is known only for the columns that were recorded before it; without a
-    record the result is True."""
-    shown = layer.history.shown
-    if shown is not None:
-        return bool(shown.equal(real[:, : shown.shape[1]].to(shown.device)))
-    if not layer.padded or layer.history.floor:
-        return True
-    position = layer.positions()[:, 0]
-    return bool((position >= 0).equal(real.to(position.device)))
+    """Whether the columns fed so far hold tokens exactly where `real`, bool (B, fed), is True."""
+    if not real.sum(dim=1).cpu().equal(layer.seen):
+        return False
+    kinds = layer.history.kinds
+    return kinds is None or (kinds == 0).equal(real[:, : kinds.shape[1]].to(kinds.device))

@@ -190,6 +190,9 @@ def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
     if media:
         for layer in cache.layers:
             layer.mark_embedded(offset, floor)
+    ids = given.get("input_ids")
+    if ids is not None and ids.shape[1] > 1 and position is None:
+        cache.note_tokens(ids, cache.fed - ids.shape[1])
 
 
 def _shared_positions(

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.packed import PackedCache
 from kvkeep.version import TESTED
 
@@ -32,23 +31,24 @@ _SUPPLIED: ContextVar[_Supplied | None] = ContextVar("supplied", default=None)
 
 
 @contextmanager
-def supplying(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
-    """Within this context, a call of an attached model's `generate()` with these arguments, steps
-    without kvkeep's cache are errors, unless the call brings a cache or asks for one of
-    transformers' kinds."""
-    own = cache_in(kwargs) is None and _leaves_the_cache_to_kvkeep(model, args, kwargs)
-    token = _SUPPLIED.set(_Supplied(model) if own else None)
+def supplying(model: PreTrainedModel | None) -> Iterator[None]:
+    """Within this context, steps of an attached model without kvkeep's cache are errors.
+
+    Args:
+        model: the model of a call of `generate()` whose cache kvkeep supplies; None: a call that
+            brings a cache, or asks for one of transformers' kinds.
+    """
+    token = _SUPPLIED.set(None if model is None else _Supplied(model))
     try:
         yield
     finally:
         _SUPPLIED.reset(token)
 
 
-def _leaves_the_cache_to_kvkeep(
+def leaves_the_cache_to_kvkeep(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
+    """Whether a call of `generate()` without a cache leaves its choice to the model."""
     given = [x for x in (*args, kwargs.get("generation_config")) if isinstance(x, GenerationConfig)]
 
     def option(name: str) -> Any:

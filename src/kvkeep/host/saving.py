@@ -89,7 +89,10 @@ def load(
     except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
         remedy = "save it again" if scorer is None else "give the scorer it was made with"
         raise SavedCacheError(f"{path} cannot be loaded: {error}; {remedy}") from error
-    tokens(saved.tokens)
+    fed = saved.tokens
+    if fed is not None:
+        cache.note_tokens(fed)
+    tokens(fed)
     return cache
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvkeep.geometry import Geometry
-from kvkeep.planes import Planes
+from kvkeep.planes import HOLE, Planes
 
 _new = object.__new__
 
@@ -24,41 +25,64 @@ class History:
         "embedded",
         "floor",
         "geometry",
+        "holes",
         "joined",
+        "kinds",
         "memory",
         "offset",
         "pads",
-        "shown",
+        "tokens",
     )
 
     def __init__(self) -> None:
         self.columns = 0
         self.pads: Tensor | None = None  # (B,) padding columns per row; None: no padding so far
+        # (B,) further columns per row that hold no token, but count in positions; None: none
+        self.holes: Tensor | None = None
+        # int8 (B, n) what the first n columns are: 0 a token, -1 padding, `HOLE`. Steps of one
+        # column leave it as it is; None: tokens
+        self.kinds: Tensor | None = None
         self.floor = 0  # a crop can return to this many columns, not to fewer
-        self.shown: Tensor | None = (
-            None  # which columns were tokens, bool (B, n), if rows were packed
-        )
         self.joined = False  # whether the slots join texts computed without each other
         self.embedded = False  # whether token ids do not tell all that was fed: images, sound, ...
         # (B,) by how much the model's next rotary position exceeds `seen`, negative after most
         # images, whose tokens share positions; None: by nothing
         self.offset: Tensor | None = None
+        # (B, n) the token ids of the first n columns, as far as they are known; None: of none
+        self.tokens: Tensor | None = None
         self.geometry: Geometry | None = None  # None before the first token
         self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
 
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+    def next_positions(
+        self,
+        n: int,
+        device: torch.device,
+        real: Tensor | None = None,
+        holes_after: int | None = None,
+    ) -> Tensor:
         """Positions of the next n columns: int32 (n,) if no row has had padding and `real` is None,
-        else (B, n). Where `real`, bool (B, n), is False, the column is padding: position -1."""
+        else (B, n). Where `real`, bool (B, n), is False, the column is padding: position -1.
+
+        Args:
+            holes_after: padding behind a row's first token, if that is not among its first
+                `holes_after`, counts: position `HOLE`. None: no padding counts.
+        """
         if real is None:
             stop = self.columns + n
             following = torch.arange(self.columns, stop, dtype=torch.int32, device=device)
             pads = self.pads
             return following if pads is None else following - pads.to(device, torch.int32)[:, None]
         seen = self.columns if self.pads is None else self.columns - self.pads.to(device)[:, None]
-        following = seen + real.cumsum(dim=1) - 1
-        return following.masked_fill(~real, -1).to(torch.int32)
+        if holes_after is None:
+            following = seen + real.cumsum(dim=1) - 1
+            return following.masked_fill(~real, -1).to(torch.int32)
+        begun = (real.cumsum(dim=1) > 0) | (seen > holes_after)
+        empty = torch.where(begun, HOLE, -1)
+        return torch.where(real, seen + begun.cumsum(dim=1) - 1, empty).to(torch.int32)
 
-    def feed(self, position: Tensor, rows: int, *, shows_padding: bool) -> tuple[History, Tensor]:
+    def feed(
+        self, position: Tensor, rows: int, *, shows_padding: bool, holes: bool = False
+    ) -> tuple[History, Tensor]:
         """The history after a chunk, and the positions of the chunk's queries.
 
         Args:
@@ -66,12 +90,19 @@ class History:
             rows: B.
             shows_padding: give a padding query the position of the last token before it in its row;
                 otherwise -1, where it sees nothing.
+            holes: some positions may be `HOLE`.
         """
         after, own = copy(self), position
         if position.dim() == 2 or self.pads is not None:
             position = position.expand(rows, -1)
             before = self.pads if self.pads is not None else position.new_zeros(rows)
             after.pads = before + (position < 0).sum(dim=1)
+            if holes:
+                more = (position == HOLE).sum(dim=1)
+                after.pads = after.pads - more
+                after.holes = more if self.holes is None else more + self.holes
+            if position.shape[1] > 1:
+                after.kinds = torch.cat([self._kinds(rows, position.device), _kinds(position)], 1)
             last = self.columns - 1 - before[:, None]
             position = torch.maximum(position.cummax(dim=1).values, last)
         after.columns += position.shape[-1]
@@ -82,8 +113,9 @@ class History:
         after = _new(History)  # each decode step comes here: `copy` takes several times as long
         after.columns, after.geometry = self.columns + 1, self.geometry
         after.floor = self.floor if floor is None else floor
-        after.pads, after.shown, after.joined = self.pads, self.shown, self.joined
-        after.embedded, after.offset = self.embedded, self.offset
+        after.pads, after.holes, after.kinds = self.pads, self.holes, self.kinds
+        after.joined = self.joined
+        after.embedded, after.offset, after.tokens = self.embedded, self.offset, self.tokens
         after.memory = self.memory
         return after
 
@@ -93,16 +125,27 @@ class History:
         before.columns -= newest.shape[1]
         if self.pads is not None:
             before.pads = self.pads - (newest < 0).sum(dim=1)
+        if self.holes is not None:
+            fewer = (newest == HOLE).sum(dim=1)
+            before.pads, before.holes = cast(Tensor, before.pads) + fewer, self.holes - fewer
+        if self.kinds is not None:
+            before.kinds = self.kinds[:, : before.columns]
+        if self.tokens is not None:
+            before.tokens = self.tokens[:, : before.columns]
         return before
 
     def take_rows(self, index: Tensor) -> None:
         """Row i becomes a copy of row index[i]."""
         if self.pads is not None:
             self.pads = self.pads.index_select(0, index)
-        if self.shown is not None:
-            self.shown = self.shown.index_select(0, index)
+        if self.holes is not None:
+            self.holes = self.holes.index_select(0, index)
+        if self.kinds is not None:
+            self.kinds = self.kinds.index_select(0, index)
         if self.offset is not None:
             self.offset = self.offset.index_select(0, index.to(self.offset.device))
+        if self.tokens is not None:
+            self.tokens = self.tokens.index_select(0, index.to(self.tokens.device))
         if self.geometry is not None:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
@@ -128,7 +171,36 @@ class History:
     def seen(self) -> Tensor:
         """Tokens fed so far, int64 (B,), without padding."""
         fed = torch.full((self.rows,), self.columns, dtype=torch.int64)
-        return fed if self.pads is None else fed - self.pads.cpu()
+        for empty in (self.pads, self.holes):
+            fed = fed if empty is None else fed - empty.cpu()
+        return fed
+
+    def columns_as(self) -> Tensor | None:
+        """What each column is, int8 (B, columns), as in `kinds`; None: that is not known."""
+        if self.geometry is None:
+            return None
+        kinds = self._kinds(self.rows, self.geometry.device)
+        for kind, count in ((-1, self.pads), (HOLE, self.holes)):
+            expected = 0 if count is None else count.to(kinds.device)
+            if bool(((kinds == kind).sum(dim=1) != expected).any()):
+                return None
+        return kinds
+
+    def hide(self, kinds: Tensor) -> None:
+        """Change what columns are: some tokens become holes. `kinds`: int8 (B, columns)."""
+        self.kinds, self.holes = kinds, (kinds == HOLE).sum(dim=1)
+        self.pads = (kinds == -1).sum(dim=1)
+
+    def _kinds(self, rows: int, device: torch.device) -> Tensor:
+        """`kinds`, followed by tokens up to the number of columns."""
+        known = self.kinds
+        if known is None:
+            return torch.zeros(rows, self.columns, dtype=torch.int8, device=device)
+        return pad(known, (0, self.columns - known.shape[1]))
+
+
+def _kinds(position: Tensor) -> Tensor:
+    return position.clamp(max=0).to(torch.int8)
 
 
 class Prompt(NamedTuple):
@@ -152,9 +224,9 @@ class LayerState(NamedTuple):
     def to(self, device: torch.device) -> LayerState:
         """The same state on a device; tensors that are already there are not copied."""
         history = self.history.fork()
-        history.pads = None if history.pads is None else history.pads.to(device)
-        history.shown = None if history.shown is None else history.shown.to(device)
-        history.offset = None if history.offset is None else history.offset.to(device)
+        for name in ("pads", "holes", "kinds", "offset"):
+            held = getattr(history, name)
+            setattr(history, name, None if held is None else held.to(device))
         history.memory = {name: x.to(device) for name, x in history.memory.items()}
         if history.geometry is not None:
             history.geometry = history.geometry._replace(device=device)

@@ -16,6 +16,7 @@ from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.beginning import runs_for
 from kvkeep.layer.frozen import Run
+from kvkeep.layer.hiding import Hiding
 from kvkeep.layer.history import History, LayerState, Prompt
 from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
@@ -32,7 +33,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, Settling, InOneCall):
+class LayerCache(Readable, Settling, InOneCall, Hiding):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -44,6 +45,11 @@ class LayerCache(Readable, Settling, InOneCall):
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: it has none.
         readers: how many layers attend to the slots after each step; see `ReadAgain`.
+
+    Attributes:
+        holes_after: an integer if padding behind a row's first token counts in positions, as it
+            does in transformers' sliding windows: that among the first `holes_after` tokens does
+            not. None: no padding counts.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -86,6 +92,7 @@ class LayerCache(Readable, Settling, InOneCall):
         self.value_codec = value_codec = value_codec.for_values()
         self.window, self.chunked, self.rotary = window, chunked, rotary
         self.readers, self.unread = readers, 0
+        self.holes_after: int | None = None
         self.record_past, self.prompt, self._journal = False, Prompt(), []
         self.evicted = None
         self._planes_of_policy = tuple(policy.planes)
@@ -118,9 +125,9 @@ class LayerCache(Readable, Settling, InOneCall):
             k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
                 are copied.
             position: the tokens' positions: (n,) if all rows have the same, or (B, n) with -1 for
-                padding. None continues every row. A padding query sees the kept tokens before it in
-                its row; slots beyond the policy's reach may already be gone. If the policy needs
-                the mass, a padding query sees nothing.
+                padding, or `HOLE` for padding that counts. None continues every row. A padding
+                query sees the kept tokens before it in its row; slots beyond the policy's reach may
+                already be gone. If the policy needs the mass, a padding query sees nothing.
             until: the newest position that each token's query sees, integers (n,) or (B, n), where
                 tokens see later ones, such as those of one image; None, or less than its own: its
                 own. What comes in a later call is not seen, and windows limit this as well.
@@ -166,7 +173,10 @@ class LayerCache(Readable, Settling, InOneCall):
                 self._history.geometry = Geometry.of(k, v)
             self._chunk = position
             self._history, queries = self._history.feed(
-                position, k.shape[0], shows_padding=self.policy.shows_padding
+                position,
+                k.shape[0],
+                shows_padding=self.policy.shows_padding,
+                holes=self.holes_after is not None,
             )
         except BaseException:
             self._take_back()
@@ -318,7 +328,7 @@ class LayerCache(Readable, Settling, InOneCall):
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `History.next_positions`."""
-        return self._history.next_positions(n, device, real)
+        return self._history.next_positions(n, device, real, self.holes_after)
 
     # -- whole-state changes ----------------------------------------------------------------
 
@@ -332,8 +342,12 @@ class LayerCache(Readable, Settling, InOneCall):
         self._forget_readings()
         self._slots = self._slots.reset()
         self._history, self._chunk, self._begun, self._journal = History(), None, None, []
-        self._native = self._next = None
+        self._forget_next()
+        self.holes_after = None if self.holes_after is None else 0
         self._moving = False
+
+    def _forget_next(self) -> None:
+        self._native = self._next = None
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
@@ -368,6 +382,15 @@ class LayerCache(Readable, Settling, InOneCall):
         """
         self._history.embedded, self._history.offset = True, offset
         self._history.floor = max(self._history.floor, floor)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The token ids of the first columns fed, (B, n), as far as they are known."""
+        return self._history.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: Tensor) -> None:
+        self._history.tokens = tokens
 
     def state(self) -> LayerState:
         """The history and all slots; the planes are views, valid until the next change. Drafts that

@@ -58,7 +58,7 @@ class Reaching:
             queries,
             self.policy,
             self.window,
-            length,
+            length if history.holes is None else None,  # older slots may be held in their place
             history.columns,
             empty=history.pads is not None or self.policy.ragged or hides,
             chunked=self.chunked,

@@ -119,12 +119,9 @@ class Settling(ReadAgain, Drafts):
             return
         if self._tentative or not self._packs:
             return
-        shown = None if self._history.floor else self._slots.positions()[:, 0] >= 0
         with self._moved():
             if self._packed():
                 self._history.floor = self._history.columns
-                if shown is not None:
-                    self._history.shown = shown
 
     def _packed(self) -> bool:
         """Move rows of very different lengths to storages of their own; whether that was done."""

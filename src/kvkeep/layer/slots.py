@@ -14,7 +14,7 @@ from kvkeep.codec import Codec
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
-from kvkeep.planes import POSITION, Planes, joined, marked, norms, part
+from kvkeep.planes import HOLE, POSITION, Planes, joined, marked, norms, part
 from kvkeep.storage import Storage
 
 
@@ -211,6 +211,15 @@ class LayerSlots(ABC):
         self.hidden = count
         with torch.inference_mode():
             self.keep(POSITION, position.masked_fill_(gone, -1))
+
+    def empty(self, gone: Tensor) -> None:
+        """Empty the slots at the positions where `gone`, bool (B, P), is True, and free none."""
+        self.thaw()
+        position = self.evictable()[POSITION]
+        at = position.flatten(1).to(torch.int64)
+        found = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
+        with torch.inference_mode():
+            self.keep(POSITION, position.masked_fill_(found.view(position.shape), HOLE))
 
     def free_hidden(self) -> None:
         """Free the hidden slots."""

@@ -158,8 +158,8 @@ def view_of(
         queries: positions of the queries, (n,) or (B, n).
         policy: its reach limits what a query sees.
         window: the layer's own sliding window in tokens; None if it has none.
-        length: slots in use, of the longest row and head. None: only the device knows it, so every
-            limit on what a query sees is applied.
+        length: slots in use, of the longest row and head. None: the newest are not known to be
+            held, so every limit on what a query sees is applied.
         fed: columns fed, including the chunk.
         empty: whether some slots are empty.
         chunked: whether the window begins at a multiple of its size.

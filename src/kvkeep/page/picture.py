@@ -72,7 +72,7 @@ class Held(NamedTuple):
     def of(cls, layer: LayerCache, row: int, place: int, spec: str) -> Held:
         """What a layer holds of a row; copied, so it stays as it is."""
         positions = layer.slots.positions()[row : row + 1].squeeze(0)
-        positions = positions.to("cpu", torch.int32, copy=True)
+        positions = positions.to("cpu", torch.int32, copy=True).clamp_(min=-1)
         geometry = layer.history.geometry
         return cls(place, spec, positions, layer.slots.spans(), geometry.heads if geometry else 0)
 

@@ -328,10 +328,11 @@ class PrefixStore:
         identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
         if compresses(cache):
             self._fill_compressed(identity, host, tokens, cache, whole_text)
-            return Reading(cache, cache.fed)
-        with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
-            if hit.fits(cache):
-                hit.fill(cache)
+        else:
+            with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
+                if hit.fits(cache):
+                    hit.fill(cache)
+        cache.note_tokens(tokens[None, : cache.fed])
         return Reading(cache, cache.fed)
 
     def learn(

@@ -1,0 +1,111 @@
+"""How the prompt of a `generate()` continues what its cache holds.
+
+transformers feeds the columns of the prompt that follow the cache's if the attention mask is as
+long as the prompt, and the whole prompt if the mask is longer: then these are the new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvkeep.errors import StateError
+from kvkeep.hf.cache import Cache
+
+_ANSWERS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+"""The ways of generating after which a cache holds what was said, but its last token."""
+
+_PROMPTS = (
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+"""Those after which it holds the prompt, and may hold something else after it."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a call of `generate()` feeds to its cache: its token ids are those after the first
+    `after` columns. `mode` is the way of generating."""
+
+    cache: Cache
+    after: int
+    mode: Any
+
+    def note(self, ids: Tensor, said: Any) -> None:
+        """Record in the cache the token ids that it was fed.
+
+        Args:
+            ids: the prompt, int64 (B, n).
+            said: the output, int64 (rows, n'), or something else.
+        """
+        cache = self.cache
+        if self.mode in _PROMPTS:
+            cache.note_tokens(ids.repeat_interleave(cache.rows // len(ids), dim=0), self.after)
+        elif (
+            self.mode in _ANSWERS
+            and isinstance(said, Tensor)
+            and cache.fed == self.after + said.shape[1] - 1
+        ):
+            cache.note_tokens(said, self.after)
+
+
+def gives_whole_text(given: Mapping[str, Any], columns: int, generation_config: Any) -> bool:
+    """Whether a prompt of so many columns has those that the cache holds too.
+
+    Args:
+        given: the arguments of the model's forwards.
+    """
+    if given.get("inputs_embeds") is not None:
+        return True
+    mask = given.get("attention_mask")
+    if mask is None:  # a mask of ones was removed
+        return bool(getattr(generation_config, "_mask_length", -1) == columns)
+    return bool(mask.shape[-1] == columns)
+
+
+def feeds_last_again(cache: Cache, columns: int) -> bool:
+    """Whether a whole text of so many columns has none to feed after those that the cache holds, so
+    that the last one must be taken back and fed again.
+
+    Raises:
+        StateError: it has fewer; or the last one cannot be taken back exactly.
+    """
+    fed = cache.fed
+    if columns > fed:
+        return False
+    states = cache.recurrent
+    exact = cache.rollback_limit > 0 or (states is not None and fed - 1 in states.marks)
+    if columns == fed and exact:
+        return True
+    last = "" if columns < fed else ", and it cannot take back the last one to feed it again"
+    raise StateError(
+        f"the prompt has {columns} tokens, and the cache holds {fed} already{last}; give the whole "
+        f"text, of more than {fed} tokens, or reset() the cache"
+    )
+
+
+def require_same_beginning(cache: Cache, ids: Tensor, mask: Tensor | None) -> None:
+    """Raise StateError if a prompt, int64 (B, n), begins with other tokens than those that the
+    cache was fed, as far as these are known. Columns that the mask hides do not count."""
+    known, rows = cache.tokens, len(ids)
+    if known is None or len(known) % rows:
+        return
+    count = min(known.shape[1], ids.shape[1])
+    given = ids[:, :count].repeat_interleave(len(known) // rows, dim=0)
+    differs = given != known[:, :count].to(given.device)
+    if mask is not None and mask.dim() == 2 and not len(mask) % rows:
+        real = mask[:: len(mask) // rows, :count].repeat_interleave(len(known) // rows, dim=0)
+        differs &= real.to(differs.device) != 0
+    if not bool(differs.any()):
+        return
+    row, at = differs.nonzero()[0].tolist()
+    raise StateError(
+        f"token {at} of the prompt's row {row} is {int(given[row, at])}, but the cache was fed "
+        f"{int(known[row, at])} there; give a text that begins with the tokens that the cache "
+        "holds, or reset() the cache"
+    )
