@@ -186,7 +186,7 @@ def attach(
     if compile:
         require_plain_steps(text, "a compiled graph", "attach the model without compile=True")
     empty = Cache(model, spec)
-    layers = len(empty)
+    layers = len(empty.layers)
     if compile and empty.recurrent is not None:
         raise UnsupportedError(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it has recurrent layers; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from threading import get_ident
@@ -115,7 +115,22 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
 
     def __repr__(self) -> str:
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
-        return f"kvkeep.Cache({specs!r}, layers={len(self)}, seen={self.seen.tolist()})"
+        return f"kvkeep.Cache({specs!r}, layers={len(self.layers)}, seen={self.seen.tolist()})"
+
+    def __len__(self) -> int:
+        """The layers of the model, those included that do not attend; `layers` has those that
+        attend."""
+        return max(int(self.config.num_hidden_layers), len(self._layers))
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """For each layer of the model, its keys and values, (B, H, S, D), and its sliding window,
+        int64 (), as transformers' `DynamicCache` gives them; None where there is none."""
+        for place in range(len(self)):
+            index = self._index.get(place)
+            held = None if index is None else self.layers[index].held()
+            window = None if index is None else self._kinds[index].window
+            size = None if window is None else torch.tensor(window)
+            yield (None, None, size) if held is None else (held.keys, held.values, size)
 
     # -- the forward ------------------------------------------------------------------------
 
@@ -131,8 +146,8 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         place, found = layer_idx, self._index.get(layer_idx)
         if found is None:
             raise StateError(
-                f"layer {place} of a model feeds a cache built for {len(self)} layers; build "
-                "it as kvkeep.Cache(model)"
+                f"layer {place} of a model feeds a cache built for {len(self.layers)} layers; "
+                "build it as kvkeep.Cache(model)"
             )
         layer_idx = found
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
@@ -314,7 +329,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         """
         known = [layer.history.geometry for layer in self.layers]
         geometries = [one for one in known if one is not None]
-        if len(geometries) < len(self):  # nothing was fed yet
+        if len(geometries) < len(self.layers):  # nothing was fed yet
             model = None if self._model is None else self._model()
             geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
@@ -524,22 +539,17 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     @property
     def is_sliding(self) -> list[bool]:
         windows = {kind.place for kind in self._kinds if kind.window is not None}
-        return [place in windows for place in range(self._places)]
+        return [place in windows for place in range(len(self))]
 
     @property
     def is_linear(self) -> list[bool]:
-        others = enumerate(recurrent_numbers(self.config) or [0] * self._places)
+        others = enumerate(recurrent_numbers(self.config) or [0] * len(self))
         return [number > 0 and place not in self._index for place, number in others]
 
     @property
     def is_dummy(self) -> list[bool]:
         places = enumerate(self.is_linear)
         return [not linear and place not in self._index for place, linear in places]
-
-    @property
-    def _places(self) -> int:
-        """The layers of the model, those included that do not attend."""
-        return max(int(self.config.num_hidden_layers), len(self))
 
     @property
     def batch_size(self) -> int:

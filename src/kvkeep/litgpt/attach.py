@@ -39,7 +39,7 @@ class Attachment:
     _mask: Tensor | None
 
     def __repr__(self) -> str:
-        return f"kvkeep: {len(self.cache)} layers of GPT, {self.spec}"
+        return f"kvkeep: {len(self.cache.layers)} layers of GPT, {self.spec}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Write the cache to a file; see `kvkeep.host.saving.save` for the options. Go on from it
