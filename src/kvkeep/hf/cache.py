@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from threading import get_ident
@@ -32,6 +32,7 @@ from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.latent import LatentStep, require_fitting
+from kvkeep.hf.like_dynamic import LikeDynamic
 from kvkeep.hf.multimodal import media_told, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import KeepsStates, TransformersStates
@@ -48,7 +49,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 
-class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
+class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
     """A kvkeep cache for a transformers model: pass it as `cache`.
 
     With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
@@ -117,21 +118,6 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
         return f"kvkeep.Cache({specs!r}, layers={len(self.layers)}, seen={self.seen.tolist()})"
 
-    def __len__(self) -> int:
-        """The layers of the model, those included that do not attend; `layers` has those that
-        attend."""
-        return max(int(self.config.num_hidden_layers), len(self._layers))
-
-    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """For each layer of the model, its keys and values, (B, H, S, D), and its sliding window,
-        int64 (), as transformers' `DynamicCache` gives them; None where there is none."""
-        for place in range(len(self)):
-            index = self._index.get(place)
-            held = None if index is None else self.layers[index].held()
-            window = None if index is None else self._kinds[index].window
-            size = None if window is None else torch.tensor(window)
-            yield (None, None, size) if held is None else (held.keys, held.values, size)
-
     # -- the forward ------------------------------------------------------------------------
 
     def update(
@@ -161,8 +147,9 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         if self._handed is not None and not self._handed.taken:
             raise StateError(
                 "the last keys given to this cache were never attended to: the model is not the "
-                "attached one it was built for, or a forward was interrupted; reset() the cache, "
-                "and build it as kvkeep.Cache(model)"
+                "attached one it was built for, a forward was interrupted, or the keys were "
+                "computed elsewhere; reset() the cache, and build it as kvkeep.Cache(model), or as "
+                "kvkeep.Cache.from_dynamic(model, cache) of keys computed elsewhere"
             )
         if layer_idx == 0 or self.routed is None:
             self.begin(key_states.shape[2], key_states)
