@@ -41,7 +41,14 @@ from kvkeep.hf.generate_hook import (
     refuse_batching,
     require_supplied,
 )
-from kvkeep.hf.inputs import arguments_of, check_fed, fed_by
+from kvkeep.hf.inputs import (
+    arguments_of,
+    check_cached,
+    check_fed,
+    check_learned_prompt,
+    check_mask,
+    fed_by,
+)
 from kvkeep.hf.masks import mask_over
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
@@ -258,7 +265,10 @@ def detach(model: PreTrainedModel) -> None:
     model = unwrapped(model)
     attachment: Attachment | None = getattr(model, ATTACHMENT, None)
     if attachment is None:
-        raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
+        raise StateError(
+            f"this {type(model).__name__} is not attached, so there is nothing to detach; leave "
+            "out this call"
+        )
     for hook in attachment._hooks:
         hook.remove()
     unroute_tokens(attachment._by_token)
@@ -419,7 +429,12 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         attachment: Attachment = getattr(decoder, ATTACHMENT)
         if attachment.own:
             require_exact(cache, attachment.own)
+        else:
+            check_mask(decoder, given)
+        check_cached(decoder)
+        check_learned_prompt(attachment.model, given, cache.fed)
         check_fed(decoder, given, cache.fed)
+        cache.forget_unused()
         require_placed(cache, given)
         tokens = fed_by(given)
         cache.awaited = None if tokens is None or cache.lent else cache.fed + tokens.shape[1]

@@ -233,18 +233,9 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
     def begin_forward(self, decoder: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
         """Called before a forward of the model with these arguments, if it is attached. A forward
-        that has no room, or a mask that attention refuses, must not change recurrent states.
-
-        Raises:
-            UnsupportedError: the mask has four axes, which kvkeep's attention does not take.
-        """
+        that has no room must not change recurrent states."""
         if self.recurrent is not None:
-            mask, tokens = inputs.get("attention_mask"), fed_by(inputs)
-            if is_routed(self.config) and isinstance(mask, Tensor) and mask.dim() == 4:
-                raise UnsupportedError(
-                    f"a mask {tuple(mask.shape)} of its own for {self.config.model_type}; give a "
-                    "mask (B, columns)"
-                )
+            tokens = fed_by(inputs)
             self._end_recording()
             n = 0 if tokens is None else tokens.shape[1]
             with self._turn:
@@ -257,6 +248,14 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
                 self._fed_since.add(decoder, inputs, self.fed, marks=not marked)
                 self.mark()
             self.recurrent.begin(self.fed)
+
+    def forget_unused(self) -> None:
+        """Called before a forward of the attached model: forget keys that the forward before did
+        not attend to, because it was refused or interrupted. No layer holds them."""
+        with self._turn:
+            self._require_turn()
+            if isinstance(self._handed, Handed):
+                self._handed = None
 
     def end_forward(self) -> None:
         """Called after a forward of the attached model.

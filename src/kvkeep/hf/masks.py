@@ -105,6 +105,8 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         else:
             if layer.chunked and attention_mask is not None:
                 _require_padding_in_front(attention_mask, layer.window or 0)
+            elif layer.window is not None and attention_mask is not None and not layer.fed:
+                _require_tokens_together(attention_mask, layer.window)
             position = _positions(layer, q_length, attention_mask, torch.device(device))
             if kv_length.note is not None:
                 kv_length.note(position)
@@ -213,13 +215,28 @@ def _own_mask(
 def _require_padding_in_front(attention_mask: Tensor, size: int) -> None:
     """Raise UnsupportedError if transformers would count padding between tokens as part of a
     chunk, whose positions kvkeep counts without it."""
-    real = attention_mask.bool()
-    fed = real.cumsum(dim=1)
-    between = ~real & (fed > 0) & (fed < fed[:, -1:])
-    if real.shape[1] > size and bool(between.any()):
+    if attention_mask.shape[1] > size and _has_gaps(attention_mask):
         raise UnsupportedError(
             f"padding between tokens in chunked attention of {size} tokens, which transformers "
             "counts in its chunks; pad rows on the left only"
+        )
+
+
+def _has_gaps(attention_mask: Tensor) -> bool:
+    """Whether there is padding between the tokens of a row."""
+    real = attention_mask.bool()
+    seen = real.cumsum(dim=1)
+    return bool((~real & (seen > 0) & (seen < seen[:, -1:])).any())
+
+
+def _require_tokens_together(attention_mask: Tensor, size: int) -> None:
+    """Raise UnsupportedError if the first chunk of a text has padding between its tokens and passes
+    a sliding window, which transformers counts in columns, and kvkeep in tokens."""
+    if attention_mask.shape[1] > size and _has_gaps(attention_mask):
+        raise UnsupportedError(
+            f"padding between the tokens of a prompt, in a sliding window of {size} tokens, which "
+            "transformers counts in its window; pad rows on the left only (with a learned prompt "
+            "of PEFT, which it puts before the padding, feed rows of equal length)"
         )
 
 

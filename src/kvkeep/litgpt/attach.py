@@ -95,7 +95,9 @@ def detach(gpt: GPT) -> None:
     """
     attachment = attachment_of(gpt)
     if attachment is None:
-        raise StateError("this GPT is not attached; call kvkeep.attach(gpt)")
+        raise StateError(
+            "this GPT is not attached, so there is nothing to detach; leave out this call"
+        )
     for hook in attachment._hooks:
         hook.remove()
     unroute(gpt)
