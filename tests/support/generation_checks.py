@@ -1,7 +1,7 @@
 """What transformers' tests of generation ask of a cache, with every tiny model attached.
 
 Each check runs a model as it is and attached, and compares what it returns: answers, logits, and
-the shapes of all that comes with them. `python tests/support/generation_checks.py` writes the table in
+the shapes of all that comes with them. Run as a program, it writes the table in
 docs/transformers.md.
 """
 
