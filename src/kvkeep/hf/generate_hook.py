@@ -26,12 +26,14 @@ from kvkeep.hf.cache_argument import (
 )
 from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
 from kvkeep.hf.demands import Demands
+from kvkeep.hf.drafts import layers_restored
 from kvkeep.hf.fingerprint import activation_in
+from kvkeep.hf.inputs import check_learned_prefix
 from kvkeep.hf.multimodal import holds_tensors, resume
 from kvkeep.hf.unserved import not_served
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
-from kvkeep.host.adapters import learns_prefixes, learns_prompts, names_adapters
+from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.host.compress import compresses, read
 from kvkeep.layer.history import Prompt
 from kvkeep.policy import KVzip
@@ -152,13 +154,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     """The model's `generate`, which looks up the prompt's prefix in the store and stores the
     result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
     settings = _in_force(model, settings)
-    if learns_prefixes(model):
-        raise UnsupportedError(
-            "PEFT's prefix tuning puts keys and values into a cache of its own, in place of "
-            "kvkeep's; give model.generate() the cache "
-            "kvkeep.Cache.from_dynamic(model, peft_model.get_prompt(rows)), and token ids and a "
-            "mask with a column for each learned token"
-        )
+    check_learned_prefix(model)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
     blocks = asked if isinstance(asked, BlockPrompt) else None
@@ -176,17 +172,13 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     supplies = given_cache is None and _leaves_the_cache_to_kvkeep(model, args, kwargs)
     call = _Call(model, columns, one, blocks, ids, supplies)
     token = _CALL.set(call)
-    text = decoder_config(base_config(model))
-    layers = getattr(text, "num_hidden_layers", None)  # which a draft by fewer layers changes
     if isinstance(given_cache, Cache) and given_cache.fed:
         resume(model, given_cache)
     try:
-        with _rows_restored(given_cache):
+        with _rows_restored(given_cache), layers_restored(model):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)
-        if layers != getattr(text, "num_hidden_layers", None):
-            text.num_hidden_layers = layers
     if call.recording is not None:
         call.recording.end_recording()
     said = getattr(output, "sequences", output)

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import decoder_config
-from kvkeep.host.adapters import learns_prompts
+from kvkeep.host.adapters import learns_prefixes, learns_prompts
 
 _ALWAYS_TAKEN = "__call__" in vars(GradientCheckpointingLayer)
 """Whether checkpointing takes the cache in training without gradients too: before 5.24."""
@@ -101,6 +101,21 @@ def check_cached(decoder: nn.Module) -> None:
             "its layers, which are computed again without it; call "
             "model.gradient_checkpointing_disable() or model.eval(), use torch.no_grad(), or give "
             "no cache"
+        )
+
+
+def check_learned_prefix(model: nn.Module) -> None:
+    """Check that a `generate()` can be given a kvkeep cache.
+
+    Raises:
+        UnsupportedError: PEFT replaces the cache by one with keys and values that it learned.
+    """
+    if learns_prefixes(model):
+        raise UnsupportedError(
+            "PEFT's prefix tuning puts keys and values into a cache of its own, in place of "
+            "kvkeep's; give model.generate() the cache "
+            "kvkeep.Cache.from_dynamic(model, peft_model.get_prompt(rows)), and token ids and a "
+            "mask with a column for each learned token"
         )
 
 
