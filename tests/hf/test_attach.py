@@ -349,7 +349,7 @@ def test_4d_mask(attached, cache):
     unchanged_by(
         cache,
         UnsupportedError,
-        "mask of its own",
+        "of four axes",
         lambda: attached(ids(2, 1), attention_mask=mask, past_key_values=cache),
     )
 

@@ -168,26 +168,30 @@ class Held(NamedTuple):
         """Parts, which hold some rows or one head each, as one; shorter parts are padded with empty
         slots in front."""
         longest = max(part.position.shape[2] for part in parts)
-
-        def front(x: Tensor, empty: int = 0) -> Tensor:
-            return torch.nn.functional.pad(
-                x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0), value=empty
-            )
-
-        # In the order of slots, a part's own slots come first, then the padding.
-        orders = []
-        for held in parts:
-            assert held.order is not None
-            n = held.order.shape[2]
-            empty = torch.arange(n, longest, device=held.order.device)
-            empty = empty.expand(*held.order.shape[:2], longest - n)
-            orders.append(torch.cat([empty, held.order], dim=2))
+        wide = [part.widened(longest) for part in parts]
+        orders = [part.order for part in wide if part.order is not None]
         return cls(
-            joined_parts([front(held.keys) for held in parts], segments),
-            joined_parts([front(held.values) for held in parts], segments),
-            joined_parts([front(held.position, -1) for held in parts], segments),
+            joined_parts([part.keys for part in wide], segments),
+            joined_parts([part.values for part in wide], segments),
+            joined_parts([part.position for part in wide], segments),
             joined_parts(orders, segments),
         )
+
+    def widened(self, slots: int) -> Held:
+        """The same tokens in `slots` slots: empty ones are added in front."""
+        own = self.position.shape[2]
+        if own == slots:
+            return self
+
+        def front(x: Tensor, empty: int = 0) -> Tensor:
+            beside = (0, 0) * (x.dim() - 3)
+            return torch.nn.functional.pad(x, (*beside, slots - own, 0), value=empty)
+
+        order = self.order
+        if order is not None:  # in the order of the slots, those that were added come last
+            added = torch.arange(own, slots, device=order.device)
+            order = torch.cat([added.expand(*order.shape[:2], slots - own), order], dim=2)
+        return Held(front(self.keys), front(self.values), front(self.position, -1), order)
 
     def as_slots(self, x: Tensor) -> Tensor:
         """Reorder x (B, H, S), one number per token, to the order of the slots."""

@@ -121,7 +121,7 @@ def windowed(cache: ModelCache) -> str:
     starts = [i for i in found if i - 1 not in found]
     runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     several = f"layers {', '.join(runs)}" if len(found) > 1 else f"layer {found[0]}"
-    return f"{len(found)} of {len(cache)} layers ({several}) have a sliding window"
+    return f"{len(found)} of {len(cache.layers)} layers ({several}) have a sliding window"
 
 
 def moved(run: Run, by: int, rotary: Rotary) -> Run:

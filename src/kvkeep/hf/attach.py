@@ -33,7 +33,15 @@ from kvkeep.hf.generate_hook import (
     prepare_inputs,
     refuse_batching,
 )
-from kvkeep.hf.inputs import arguments_of, check_fed, check_rows, fed_by
+from kvkeep.hf.inputs import (
+    arguments_of,
+    check_cached,
+    check_fed,
+    check_learned_prompt,
+    check_mask,
+    check_rows,
+    fed_by,
+)
 from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.packed_rows import require_one_text
@@ -175,7 +183,7 @@ def attach(
     if compile:
         require_plain_steps(text, "a compiled graph", "attach the model without compile=True")
     empty = Cache(model, spec)
-    layers = len(empty)
+    layers = len(empty.layers)
     if compile and empty.recurrent is not None:
         raise UnsupportedError(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it has recurrent layers; "
@@ -247,7 +255,10 @@ def detach(model: PreTrainedModel) -> None:
     model = unwrapped(model)
     attachment: Attachment | None = getattr(model, ATTACHMENT, None)
     if attachment is None:
-        raise StateError(f"this {type(model).__name__} is not attached; call kvkeep.attach(model)")
+        raise StateError(
+            f"this {type(model).__name__} is not attached, so there is nothing to detach; leave "
+            "out this call"
+        )
     for hook in attachment._hooks:
         hook.remove()
     unroute_tokens(attachment._by_token)
@@ -400,8 +411,13 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         cache.follow(decoder_config(decoder.config))
         if attachment.own:
             require_exact(cache, attachment.own)
+        else:
+            check_mask(decoder, given)
+        check_cached(decoder)
+        check_learned_prompt(attachment.model, given, cache.fed)
         check_fed(decoder, given, cache.fed)
         require_one_text(given)
+        cache.forget_unused()
         require_placed(cache, given)
         tokens, on_device = fed_by(given), cache.tickets[0].on_device
         cache.awaited = None if tokens is None or on_device else cache.fed + tokens.shape[1]

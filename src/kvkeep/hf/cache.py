@@ -33,6 +33,7 @@ from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.latent import LatentStep, require_fitting
+from kvkeep.hf.like_dynamic import LikeDynamic
 from kvkeep.hf.multimodal import media_told, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import KeepsStates, TransformersStates
@@ -49,7 +50,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 
-class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
+class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
     """A kvkeep cache for a transformers model: pass it as `cache`.
 
     With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
@@ -117,7 +118,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
 
     def __repr__(self) -> str:
         specs = " ".join(dict.fromkeys(map(str, self.specs)))
-        return f"kvkeep.Cache({specs!r}, layers={len(self)}, seen={self.seen.tolist()})"
+        return f"kvkeep.Cache({specs!r}, layers={len(self.layers)}, seen={self.seen.tolist()})"
 
     def follow(self, config: PreTrainedConfig) -> None:
         """Use the config of a model in a forward, if it is another view of this cache's config: the
@@ -139,8 +140,8 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         place, found = layer_idx, self._index.get(layer_idx)
         if found is None:
             raise StateError(
-                f"layer {place} of a model feeds a cache built for {len(self)} layers; build "
-                "it as kvkeep.Cache(model)"
+                f"layer {place} of a model feeds a cache built for {len(self.layers)} layers; "
+                "build it as kvkeep.Cache(model)"
             )
         layer_idx = found
         layer, traced = self.layers[layer_idx], self._traced[layer_idx]
@@ -154,8 +155,9 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         if self._handed is not None and not self._handed.taken:
             raise StateError(
                 "the last keys given to this cache were never attended to: the model is not the "
-                "attached one it was built for, or a forward was interrupted; reset() the cache, "
-                "and build it as kvkeep.Cache(model)"
+                "attached one it was built for, a forward was interrupted, or the keys were "
+                "computed elsewhere; reset() the cache, and build it as kvkeep.Cache(model), or as "
+                "kvkeep.Cache.from_dynamic(model, cache) of keys computed elsewhere"
             )
         if layer_idx == 0 or self.routed is None:
             self.begin(key_states.shape[2], key_states)
@@ -239,18 +241,9 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
 
     def begin_forward(self, decoder: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
         """Called before a forward of the model with these arguments, if it is attached. A forward
-        that has no room, or a mask that attention refuses, must not change recurrent states.
-
-        Raises:
-            UnsupportedError: the mask has four axes, which kvkeep's attention does not take.
-        """
+        that has no room must not change recurrent states."""
         if self.recurrent is not None:
-            mask, tokens = inputs.get("attention_mask"), fed_by(inputs)
-            if is_routed(self.config) and isinstance(mask, Tensor) and mask.dim() == 4:
-                raise UnsupportedError(
-                    f"a mask {tuple(mask.shape)} of its own for {self.config.model_type}; give a "
-                    "mask (B, columns)"
-                )
+            tokens = fed_by(inputs)
             self._end_recording()
             n = 0 if tokens is None else tokens.shape[1]
             with self._turn:
@@ -263,6 +256,14 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
                 self._fed_since.add(decoder, inputs, self.fed, marks=not marked)
                 self.mark()
             self.recurrent.begin(self.fed)
+
+    def forget_unused(self) -> None:
+        """Called before a forward of the attached model: forget keys that the forward before did
+        not attend to, because it was refused or interrupted. No layer holds them."""
+        with self._turn:
+            self._require_turn()
+            if isinstance(self._handed, Handed):
+                self._handed = None
 
     def end_forward(self) -> None:
         """Called after a forward of the attached model.
@@ -322,7 +323,7 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
         """
         known = [layer.history.geometry for layer in self.layers]
         geometries = [one for one in known if one is not None]
-        if len(geometries) < len(self):  # nothing was fed yet
+        if len(geometries) < len(self.layers):  # nothing was fed yet
             model = None if self._model is None else self._model()
             geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
@@ -537,22 +538,17 @@ class Cache(RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[mis
     @property
     def is_sliding(self) -> list[bool]:
         windows = {kind.place for kind in self._kinds if kind.window is not None}
-        return [place in windows for place in range(self._places)]
+        return [place in windows for place in range(len(self))]
 
     @property
     def is_linear(self) -> list[bool]:
-        others = enumerate(recurrent_numbers(self.config) or [0] * self._places)
+        others = enumerate(recurrent_numbers(self.config) or [0] * len(self))
         return [number > 0 and place not in self._index for place, number in others]
 
     @property
     def is_dummy(self) -> list[bool]:
         places = enumerate(self.is_linear)
         return [not linear and place not in self._index for place, linear in places]
-
-    @property
-    def _places(self) -> int:
-        """The layers of the model, those included that do not attend."""
-        return max(int(self.config.num_hidden_layers), len(self))
 
     @property
     def batch_size(self) -> int:

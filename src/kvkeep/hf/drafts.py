@@ -1,16 +1,33 @@
-"""RecordsDrafts: the part of a cache for transformers that takes rejected drafts back."""
+"""Drafts in a cache for transformers: rejected ones are taken back."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from kvkeep import cache as core
-from kvkeep.hf.config import is_routed
+from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_recordable
 from kvkeep.hf.replay import Forwards
 from kvkeep.host import ModelCache
 from kvkeep.layer.history import Prompt
+
+
+@contextmanager
+def layers_restored(model: Any) -> Iterator[None]:
+    """At the end of this context a model's config has the number of layers that it had before.
+    transformers changes it for drafts by the first layers, and leaves it so after an error."""
+    text = decoder_config(base_config(model))
+    before = text.num_hidden_layers
+    try:
+        yield
+    finally:
+        if text.num_hidden_layers != before:
+            text.num_hidden_layers = before
 
 
 class RecordsDrafts(ModelCache):

@@ -32,8 +32,9 @@ from kvkeep.hf.continuing import (
     require_same_beginning,
 )
 from kvkeep.hf.demands import Demands
+from kvkeep.hf.drafts import layers_restored
 from kvkeep.hf.fingerprint import activation_in
-from kvkeep.hf.inputs import check_rows
+from kvkeep.hf.inputs import check_learned_prefix, check_rows
 from kvkeep.hf.multimodal import holds_tensors, resume
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
@@ -162,6 +163,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     """The model's `generate`, which looks up the prompt's prefix in the store and stores the
     result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
     settings = _in_force(model, settings)
+    check_learned_prefix(model)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
     blocks = asked if isinstance(asked, BlockPrompt) else None
@@ -185,7 +187,11 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     if isinstance(given_cache, Cache) and given_cache.fed:
         resume(model, given_cache)
     try:
-        with supplying(model if supplies else None), _rows_restored(given_cache):
+        with (
+            supplying(model if supplies else None),
+            _rows_restored(given_cache),
+            layers_restored(model),
+        ):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _CALL.reset(token)

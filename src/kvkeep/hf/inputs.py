@@ -9,11 +9,17 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvkeep.errors import ShapeError
+from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import decoder_config
+from kvkeep.host.adapters import learns_prefixes, learns_prompts
+
+_ALWAYS_TAKEN = "__call__" in vars(GradientCheckpointingLayer)
+"""Whether checkpointing takes the cache in training without gradients too: before 5.24."""
 
 _warned: WeakSet[PreTrainedModel] = WeakSet()
 """Decoders that have been warned about positions past their limit."""
@@ -86,6 +92,68 @@ def check_fed(decoder: PreTrainedModel, given: Mapping[str, Any], columns: int) 
             f"{columns + fed.shape[1]} tokens are fed to a model made for {limit}; its output for "
             "later positions may be useless. Feed fewer tokens, or reset() the cache",
             stacklevel=2,
+        )
+
+
+def check_mask(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Check the mask of a forward whose attention is kvkeep's.
+
+    Raises:
+        UnsupportedError: it has four axes, and kvkeep did not make it.
+    """
+    mask = given.get("attention_mask")
+    for one in mask.values() if isinstance(mask, Mapping) else (mask,):
+        if isinstance(one, Tensor) and one.dim() == 4 and one.dtype != torch.int32:
+            raise UnsupportedError(
+                f"a mask {tuple(one.shape)} of four axes for {type(decoder).__name__}, which "
+                "kvkeep's attention does not take; give a mask (B, columns), or use the cache with "
+                "kvkeep.detach(model)"
+            )
+
+
+def check_cached(decoder: nn.Module) -> None:
+    """Check that a decoder's layers will use the cache that it is given.
+
+    Raises:
+        UnsupportedError: gradient checkpointing takes it from them.
+    """
+    takes = decoder.training and (_ALWAYS_TAKEN or torch.is_grad_enabled())
+    if takes and any(getattr(x, "gradient_checkpointing", False) for x in decoder.modules()):
+        raise UnsupportedError(
+            f"gradient checkpointing of {type(decoder).__name__} in training takes the cache from "
+            "its layers, which are computed again without it; call "
+            "model.gradient_checkpointing_disable() or model.eval(), use torch.no_grad(), or give "
+            "no cache"
+        )
+
+
+def check_learned_prefix(model: nn.Module) -> None:
+    """Check that a `generate()` can be given a kvkeep cache.
+
+    Raises:
+        UnsupportedError: PEFT replaces the cache by one with keys and values that it learned.
+    """
+    if learns_prefixes(model):
+        raise UnsupportedError(
+            "PEFT's prefix tuning puts keys and values into a cache of its own, in place of "
+            "kvkeep's; give model.generate() the cache "
+            "kvkeep.Cache.from_dynamic(model, peft_model.get_prompt(rows)), and token ids and a "
+            "mask with a column for each learned token"
+        )
+
+
+def check_learned_prompt(model: nn.Module, given: Mapping[str, Any], columns: int) -> None:
+    """Check that PEFT puts learned tokens before a prompt once.
+
+    Raises:
+        UnsupportedError: it does again, before tokens that follow `columns` others. PEFT 0.21 does
+            so in each step, because it looks for the cache under the name of transformers < 5.24.
+    """
+    if columns and given.get("inputs_embeds") is not None and learns_prompts(model):
+        raise UnsupportedError(
+            f"PEFT put its learned prompt before tokens that follow {columns} others, so it did "
+            f"not find the cache of transformers {transformers.__version__}, and the answer would "
+            "be wrong, also without kvkeep; use a version of PEFT that knows this one"
         )
 
 

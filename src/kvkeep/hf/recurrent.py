@@ -40,14 +40,7 @@ class TransformersStates(RecurrentStates):
 
     def tensors(self) -> dict[str, Tensor]:
         """See `RecurrentStates.tensors`. A tensor's name is `layer.kind.number`."""
-        found: dict[str, Tensor] = {}
-        layers: list[Any] = self.cache.layers
-        for index, layer in enumerate(layers):
-            for kind, held in _kinds(layer).items():
-                for number, x in held.items():
-                    if x is not None and layer.has_previous_state[number]:
-                        found[f"{index}.{kind}.{number}"] = x
-        return found
+        return states_in(self.cache)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """See `RecurrentStates.load`."""
@@ -63,6 +56,18 @@ class TransformersStates(RecurrentStates):
                 layer.conv_kernel_size[int(number)] = x.shape[-1]
             else:
                 layer.is_recurrent_states_initialized[int(number)] = True
+
+
+def states_in(cache: transformers.Cache) -> dict[str, Tensor]:
+    """The states in a cache of transformers; see `TransformersStates.tensors`."""
+    found: dict[str, Tensor] = {}
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        for kind, held in _kinds(layer).items():
+            for number, x in held.items():
+                if x is not None and layer.has_previous_state[number]:
+                    found[f"{index}.{kind}.{number}"] = x
+    return found
 
 
 class KeepsStates:

@@ -142,7 +142,7 @@ class _CountingCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         place, layer_idx = layer_idx, self._index.get(layer_idx, -1)
         if layer_idx < 0:
-            raise UnsupportedError(f"it has more layers than the {len(self)} in its config")
+            raise UnsupportedError(f"it has more layers than the {len(self.layers)} in its config")
         if self._handed is not None and not self._handed.taken:
             raise _elsewhere(layer_idx - 1)
         self._given[layer_idx] += 1
@@ -168,7 +168,7 @@ class _CountingCache(Cache):
         once, and layers that reuse its keys attended to them as its config says."""
         self._attended.update(index for index, step in self._begun if step.taken)
         self._begun.clear()
-        for index in range(len(self)):
+        for index in range(len(self.layers)):
             given, attended = self._given[index], self._attended[index]
             if given != 1:
                 times = "more than once" if given else "no keys"

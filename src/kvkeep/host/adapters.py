@@ -101,9 +101,19 @@ def names_adapters(model: nn.Module) -> bool:
 
 def learns_prompts(model: nn.Module) -> bool:
     """Whether PEFT puts learned tokens before a prompt."""
+    return bool(getattr(_prompt_config(model), "is_prompt_learning", False))
+
+
+def learns_prefixes(model: nn.Module) -> bool:
+    """Whether these tokens are keys and values, in a cache that PEFT makes (prefix tuning)."""
+    kind = getattr(_prompt_config(model), "peft_type", None)
+    return getattr(kind, "value", kind) in ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def _prompt_config(model: nn.Module) -> Any:
+    """PEFT's config of the adapter that prepares the inputs of `generate()`; None: none does."""
     prepared = model.__dict__.get("prepare_inputs_for_generation")
-    config = getattr(getattr(prepared, "__self__", None), "active_peft_config", None)
-    return bool(getattr(config, "is_prompt_learning", False))
+    return getattr(getattr(prepared, "__self__", None), "active_peft_config", None)
 
 
 def activate(model: Any, activation: Activation | None, position: Tensor) -> None:

@@ -115,7 +115,8 @@ def _chosen(
         if layer.history.embedded:
             raise StateError(
                 "compress reads a text again by its token ids, and this cache was fed images, "
-                "sound or embeddings; evict from it by another policy, such as snapkv"
+                "sound or embeddings, or keys computed elsewhere; evict from it by another policy, "
+                "such as snapkv"
             )
         if layer.length != tokens or layer.history.floor:
             raise StateError(

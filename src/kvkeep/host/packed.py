@@ -110,8 +110,9 @@ def _check(pieces: Sequence[Piece]) -> None:
                 f"{' with padding' if cache.layers[0].padded else ''}; give each sequence a cache "
                 "of one row, without padding"
             )
-        if len(cache) != len(pieces[0].cache):
+        layers, expected = len(cache.layers), len(pieces[0].cache.layers)
+        if layers != expected:
             raise ShapeError(
-                f"piece {index} of a packed forward has a cache of {len(cache)} layers, the first "
-                f"{len(pieces[0].cache)}; give caches of one model"
+                f"piece {index} of a packed forward has a cache of {layers} layers, the first "
+                f"{expected}; give caches of one model"
             )

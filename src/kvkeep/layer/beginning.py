@@ -1,13 +1,19 @@
-"""What a layer begins with: the tokens that another layer holds, in this layer's encoding."""
+"""What a layer begins with: tokens that another layer holds, or that were computed elsewhere, in
+this layer's encoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from kvkeep.checks import check_chunk
+from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import FrozenPlanes, FrozenRuns, Run
+from kvkeep.layer.history import History
 from kvkeep.layer.slots import Codecs
-from kvkeep.planes import POSITION, part, slot_count
+from kvkeep.planes import POSITION, Planes, part, slot_count
 
 if TYPE_CHECKING:
     from kvkeep.layer.layer import LayerCache
@@ -32,9 +38,59 @@ def runs_for(layer: LayerCache, text: LayerCache) -> Iterator[Run]:
         position = planes[POSITION][0, 0]
         k = codecs.key.decode(part(planes, "k"), geometry.dtype)
         v = codecs.value.decode(part(planes, "v"), geometry.dtype)
-        own = layer.own_planes(k, v, position)
         alike = codecs == layer.slots.codecs
-        slots = {n: planes[n] for n in planes} if alike else layer.slots.codecs.encode(k, v)
-        slots[POSITION] = own.pop(POSITION)
-        mine = {n: x.expand(geometry.rows, *x.shape[1:]).clone() for n, x in own.items()}
-        yield Run(FrozenPlanes(slots), mine)
+        yield _run_of(layer, k, v, position, geometry.rows, planes if alike else None)
+
+
+def check_tokens(layer: LayerCache, k: Tensor, v: Tensor) -> None:
+    """Check that an empty layer can begin with keys and values (B, H, n, D).
+
+    Raises:
+        ShapeError: they do not fit each other, or a codec does not take their width.
+        CapacityError: there is no room for them.
+        StateError: they require gradients, which the storage or a codec does not propagate.
+    """
+    check_chunk(k, v, None, None)
+    layer.key_codec.planes(k.shape[3], k.dtype)
+    layer.value_codec.planes(v.shape[3], v.dtype)
+    layer.check_gradients(k, v)
+    layer.require(k.shape[2])
+
+
+def begin_with_tokens(
+    layer: LayerCache, k: Tensor, v: Tensor, columns: int, real: Tensor | None = None
+) -> None:
+    """Replace the contents of a layer by keys and values that were computed elsewhere, as
+    `LayerCache.begin_with` does. They are copied.
+
+    Args:
+        k, v: (B, H, n, D), of the newest n columns; older ones are gone.
+        columns: how many were fed.
+        real: which of them are tokens, bool (B, columns), where the others are padding; None: all.
+    """
+    n, k, v = k.shape[2], k.clone(), v.clone()
+    position = History().next_positions(
+        columns, k.device, None if real is None else real.to(k.device)
+    )
+    history, _ = History().feed(position, len(k), shows_padding=True)
+    history.geometry, history.embedded = Geometry.of(k, v), True
+    history.floor = 0 if n == columns else columns
+    run = _run_of(layer, k, v, position[..., columns - n :], k.shape[0])
+    layer.adopt_frozen(history, (run,))
+
+
+def _run_of(
+    layer: LayerCache,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    rows: int,
+    planes: Planes | None = None,
+) -> Run:
+    """A run of keys and values (B|1, H, n, D) at `position`, (n,) or (B, n), with the planes of a
+    layer's policy. `planes` are theirs if they are encoded already."""
+    own = layer.own_planes(k, v, position)
+    slots = layer.slots.codecs.encode(k, v) if planes is None else {n: planes[n] for n in planes}
+    slots[POSITION] = own.pop(POSITION)
+    mine = {name: x.expand(rows, *x.shape[1:]).clone() for name, x in own.items()}
+    return Run(FrozenPlanes(slots), mine)

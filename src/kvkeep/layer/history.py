@@ -44,7 +44,8 @@ class History:
         self.kinds: Tensor | None = None
         self.floor = 0  # a crop can return to this many columns, not to fewer
         self.joined = False  # whether the slots join texts computed without each other
-        self.embedded = False  # whether token ids do not tell all that was fed: images, sound, ...
+        # Whether token ids do not tell all that was fed: images, sound, foreign keys, ...
+        self.embedded = False
         # (B,) by how much the model's next rotary position exceeds `seen`, negative after most
         # images, whose tokens share positions; None: by nothing
         self.offset: Tensor | None = None

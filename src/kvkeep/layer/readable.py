@@ -42,7 +42,8 @@ class Readable:
 
     def held(self) -> Held | None:
         """The decoded keys and values and their positions, the oldest first; None if no slot is
-        held. Heads of different lengths are padded with empty slots in front.
+        held. As long as no token was evicted, there is a column for each column that was fed:
+        freed slots of padding, and those that shorter heads lack, are empty slots in front.
 
         Valid until the next change. If nothing had to be decoded or moved, these are views of the
         slots: do not write to them.
@@ -51,6 +52,9 @@ class Readable:
             return None
         newest = torch.zeros(1, dtype=torch.int32, device=self._history.geometry.device)
         held = self.in_order(View(self._slots.segments(), newest))
+        columns = self._history.columns
+        if held.position.shape[2] < columns and self.kept == 1:  # only padding was freed
+            held = held.widened(columns)
         return held if self._slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
 
     @property

@@ -39,7 +39,7 @@ class Attachment:
     _mask: Tensor | None
 
     def __repr__(self) -> str:
-        return f"kvkeep: {len(self.cache)} layers of GPT, {self.spec}"
+        return f"kvkeep: {len(self.cache.layers)} layers of GPT, {self.spec}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Write the cache to a file; see `kvkeep.host.saving.save` for the options. Go on from it
@@ -95,7 +95,9 @@ def detach(gpt: GPT) -> None:
     """
     attachment = attachment_of(gpt)
     if attachment is None:
-        raise StateError("this GPT is not attached; call kvkeep.attach(gpt)")
+        raise StateError(
+            "this GPT is not attached, so there is nothing to detach; leave out this call"
+        )
     for hook in attachment._hooks:
         hook.remove()
     unroute(gpt)

@@ -1,0 +1,178 @@
+"""What a kvkeep cache has in common with transformers' DynamicCache, and how it continues one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.hf.multimodal import shares_positions
+from kvkeep.hf.recurrent import states_in
+from kvkeep.host import LayerKind, Specs
+from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.layer.beginning import begin_with_tokens, check_tokens
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import RecurrentStates
+
+Pairs = Iterable[Sequence[Tensor | None]]
+"""For each layer, its keys and values (B, H, n, D), and maybe more, which is not read."""
+
+
+class LikeDynamic:
+    """The methods of `Cache` that code for a `DynamicCache` uses, and the constructor from one."""
+
+    config: PreTrainedConfig
+    layers: list[LayerCache]
+    recurrent: RecurrentStates | None
+    _layers: list[LayerCache]
+    _kinds: list[LayerKind]
+    _index: dict[int | None, int]
+
+    def __len__(self) -> int:
+        """The layers of the model, those included that do not attend; `layers` has those that
+        attend."""
+        return max(int(self.config.num_hidden_layers), len(self._layers))
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """For each layer of the model, its keys and values, (B, H, S, D), and its sliding window,
+        int64 (), as a `DynamicCache` gives them; None where there is none."""
+        for place in range(len(self)):
+            index = self._index.get(place)
+            held = None if index is None else self.layers[index].held()
+            window = None if index is None else self._kinds[index].window
+            size = None if window is None else torch.tensor(window)
+            yield (None, None, size) if held is None else (held.keys, held.values, size)
+
+    @classmethod
+    def from_dynamic(
+        cls,
+        model: PreTrainedModel,
+        cache: DynamicCache | Pairs,
+        spec: Specs = DEFAULT_SPEC,
+        *,
+        attention_mask: Tensor | None = None,
+        capacity: int | None = None,
+    ) -> Self:
+        """A cache that continues a `DynamicCache`, or keys and values computed elsewhere.
+
+        They are copied, and count as one chunk that was just fed: the next forward sees all of
+        them, and after it the policy evicts down to its budget. Stores and `compress` refuse such
+        a cache, because they could not tell what it was fed.
+
+        Args:
+            model: the model, attached or not.
+            cache: a `DynamicCache` that the model filled; or for each layer of the model, or for
+                each that attends, its keys and values (B, H, n, D), rotated for the positions
+                0, 1, 2, ... A layer with a sliding window may have its newest tokens only.
+            spec, capacity: see the class.
+            attention_mask: the mask (B, n) of what was fed, where rows are padded on the left.
+
+        Raises:
+            ShapeError: keys, values and mask do not fit each other, or a layer lacks tokens that
+                the next one sees.
+            UnsupportedError: `cache` is of another class, or holds images whose tokens share
+                positions; or the model has recurrent layers, of which pairs do not tell the states.
+        """
+        if shares_positions(model):
+            raise UnsupportedError(
+                f"{type(model).__name__} has images whose tokens share positions, which keys and "
+                "values do not tell; feed the tokens to kvkeep.Cache(model)"
+            )
+        build: Any = cls
+        made: Self = build(model, spec, capacity=capacity)
+        made._begin_with(cache, attention_mask)
+        return made
+
+    def _begin_with(self, cache: Any, mask: Tensor | None) -> None:
+        given = self._pairs_of(cache)
+        columns = _columns(cache, given, self._kinds, mask)
+        real = None if mask is None else _checked_mask(mask, len(given[0].keys), columns)
+        for one, layer, kind in zip(given, self.layers, self._kinds, strict=True):
+            held = one.keys.shape[2]
+            least = columns if kind.window is None else min(columns, kind.window - 1)
+            if not least <= held <= columns:
+                raise ShapeError(
+                    f"layer {kind.place} has {held} tokens of {columns}; give "
+                    + (f"{columns}" if least == columns else f"the newest {least} at least")
+                )
+            check_tokens(layer, *one)
+        for one, layer in zip(given, self.layers, strict=True):
+            begin_with_tokens(layer, *one, columns, real)
+        if self.recurrent is not None:
+            self.recurrent.restore(states_in(cache), columns)
+
+    def _pairs_of(self, cache: Any) -> list[_Pair]:
+        """The keys and values of each layer that attends."""
+        if isinstance(cache, DynamicCache):
+            listed = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in cache.layers]
+        elif self.recurrent is not None:
+            raise UnsupportedError(
+                f"{self.config.model_type} has recurrent layers, whose states keys and values do "
+                "not tell; give the DynamicCache that the model filled"
+            )
+        elif isinstance(cache, Iterable) and not isinstance(cache, Tensor | transformers.Cache):
+            listed = [tuple(pair) for pair in cache]
+        else:
+            raise UnsupportedError(
+                f"a cache made of a {type(cache).__name__}; give a DynamicCache, or the keys and "
+                "values of each layer"
+            )
+        if len(listed) == len(self):
+            listed = [listed[place] for place in self._index if place is not None]
+        found = [
+            _Pair(k, v)
+            for k, v, *_ in listed
+            if isinstance(k, Tensor) and isinstance(v, Tensor) and k.numel()
+        ]
+        if len(found) != len(self.layers):
+            raise ShapeError(
+                f"keys and values of {len(found)} layers for a model in which {len(self.layers)} "
+                f"of {len(self)} layers attend; give those of each"
+            )
+        return found
+
+
+class _Pair(NamedTuple):
+    keys: Tensor
+    values: Tensor
+
+
+def _columns(
+    cache: Any, given: Sequence[_Pair], kinds: Sequence[LayerKind], mask: Tensor | None
+) -> int:
+    """How many columns were fed."""
+    if isinstance(cache, DynamicCache):
+        attending = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+        return max(int(layer.get_seq_length()) for layer in attending)
+    if mask is not None:
+        return int(mask.shape[-1])
+    held = [(one.keys.shape[2], kind.window) for one, kind in zip(given, kinds, strict=True)]
+    most = max(n for n, _ in held)
+    if all(window is not None and n >= window - 1 for n, window in held):
+        raise ShapeError(
+            f"all layers have sliding windows, so {most} keys may be the last of more; give "
+            "attention_mask, (B, n) with a column for each token that was fed"
+        )
+    return most
+
+
+def _checked_mask(mask: Tensor, rows: int, columns: int) -> Tensor | None:
+    """The mask as bool; None if it shows all columns."""
+    real = mask.bool()
+    if real.shape != (rows, columns):
+        raise ShapeError(
+            f"attention mask {tuple(mask.shape)} for {rows} rows of {columns} tokens; give "
+            f"({rows}, {columns})"
+        )
+    if bool((real[:, :-1] & ~real[:, 1:]).any()) or not bool(real[:, -1].all()):
+        raise ShapeError(
+            "an attention mask with padding between or behind tokens; a cache continues keys of "
+            "rows that are padded on the left only"
+        )
+    return None if bool(real.all()) else real
