@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.extras import needed_by
+from kvkeep.host.tensors import named_weights
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -90,7 +91,9 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             config.inference_mode = True
             adapted: Any = PeftModel(model, config)
             weights = load_file(place / _WEIGHTS)
-            known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            known = get_peft_model_state_dict(
+                adapted, named_weights(adapted), save_embedding_layers=False
+            )
             missing = sorted(known.keys() - weights.keys())
             read: Any = set_peft_model_state_dict(adapted, weights)
     except Exception as error:  # PEFT may raise any exception on an invalid config

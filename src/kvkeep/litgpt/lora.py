@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.host.tensors import named_weights
 
 ADAPTER = "lit_model.lora.safetensors"
 CONFIG, PICKLE, SETTINGS = "model_config.yaml", "lit_model.pth.lora", "hyperparameters.yaml"
@@ -75,7 +76,7 @@ def adapted(
 
 def adapter_weights(gpt: lora.GPT) -> dict[str, Tensor]:
     """The adapter's tensors, by LitGPT's names. They share the model's memory."""
-    named = gpt.state_dict(keep_vars=True)
+    named = named_weights(gpt)
     return {name: x for name, x in named.items() if lora.lora_filter(name, x)}
 
 
@@ -149,7 +150,7 @@ def _planned(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
 
 def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
     found = _planned(gpt, settings)
-    found.load_state_dict(gpt.state_dict(keep_vars=True), strict=False, assign=True)
+    found.load_state_dict(named_weights(gpt), strict=False, assign=True)
     for module in found.modules():
         fresh = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
         for name in fresh:
