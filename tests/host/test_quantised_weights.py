@@ -1,4 +1,4 @@
-"""Fingerprints of quantised weights: reading them changes nothing, and nothing of them is missed."""
+"""Fingerprints of quantised weights: reading them changes nothing, and nothing is missed."""
 
 from __future__ import annotations
 

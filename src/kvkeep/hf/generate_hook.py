@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.host.compress import compresses, read
+from kvkeep.host.hooks import foreign_hooks
 from kvkeep.layer.history import Prompt
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
@@ -419,10 +421,16 @@ def _filled(
             filled = settings.store.prefill(
                 model, call.ids[0], chunk=chunk, capacity=capacity, **options
             )
-    except UnsupportedError:
-        return None
+    except UnsupportedError as error:
+        return _without_store(model, error)
     call.cache = filled
     return call.cache
+
+
+def _without_store(model: PreTrainedModel, error: UnsupportedError) -> None:
+    """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
+    if foreign_hooks(model):
+        warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
 
 
 def _begun_alike(
@@ -465,8 +473,10 @@ def _begun_alike(
             chunk=chunk,
             capacity=capacity,
         )
-    except (ShapeError, UnsupportedError):
+    except ShapeError:
         return None
+    except UnsupportedError as error:
+        return _without_store(model, error)
     found: Cache | None = cache
     if found is None or mask is None:
         return found

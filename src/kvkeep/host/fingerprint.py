@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kvkeep.host.adapters import active_adapters, adapter_layers
+from kvkeep.host.hooks import foreign_hooks
 from kvkeep.host.tensors import RESULT_SUFFIX, Modules, buffers, weights, writes_its_state
 
 _IRRELEVANT_ATTRIBUTES = {
@@ -29,6 +30,9 @@ _Tensors = Sequence[tuple[str, Tensor]]
 
 LIBRARY = "library"
 """The part that names the model's library, unless that is transformers."""
+
+HOOKS = "hooks"
+"""The part that lists foreign hooks, if there are any; see `kvkeep.host.hooks`."""
 
 _NUMBERS = {bool, int, float, torch.dtype}
 _SAMPLE = 16  # most elements sampled from a tensor
@@ -62,15 +66,19 @@ def fingerprint_of(
 
     Returns:
         `weights` (parameters, persistent buffers, and what quantised layers keep beside them),
-        `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
-        epsilon), and `adapter` ("none", or the active adapters), as hashes; `dtype`, as text;
-        `described`; and `tokenizer`, hashes of its parts, if one is given.
+        `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric
+        attributes, such as a norm's epsilon), and `adapter` ("none", or the active adapters), as hashes; `dtype`, as text;
+        `described`; `hooks`, the functions that the user has set in the model, if any, which no
+        other model and no other process has; and `tokenizer`, hashes of its parts, if one is given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
             kind.
     """
     found = {**_of_tensors(model, glance=glance, changing=changing), **described}
+    hooks = foreign_hooks(model)
+    if hooks:
+        found[HOOKS] = as_text(hooks)
     if tokenizer is not None:
         found["tokenizer"] = as_text(_hashes_of_tokenizer(tokenizer))
     return found
@@ -102,7 +110,9 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describe the differences of two fingerprints; tokenizers are compared if both have one."""
     found = []
     for part in sorted(then.keys() | now.keys()):
-        if part in then and part in now:
+        if part == HOOKS:
+            found += _difference(part, then.get(part, "{}"), now.get(part, "{}"))
+        elif part in then and part in now:
             found += _difference(part, then[part], now[part])
         elif part != "tokenizer":
             what = "not recorded then" if part not in then else "recorded then, but unknown now"

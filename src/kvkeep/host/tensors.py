@@ -7,7 +7,7 @@ dict is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def _inside(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, torch.ScriptObject):
-        parts = enumerate(value.__getstate__())
+        parts = enumerate(cast(tuple[Any, ...], value.__getstate__()))
     elif isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, tuple | list):
