@@ -422,12 +422,13 @@ def _filled(
                 model, call.ids[0], chunk=chunk, capacity=capacity, **options
             )
     except UnsupportedError as error:
-        return _without_store(model, error)
+        _tell_of_hooks(model, error)
+        return None
     call.cache = filled
     return call.cache
 
 
-def _without_store(model: PreTrainedModel, error: UnsupportedError) -> None:
+def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
     """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
     if foreign_hooks(model):
         warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
@@ -476,7 +477,8 @@ def _begun_alike(
     except ShapeError:
         return None
     except UnsupportedError as error:
-        return _without_store(model, error)
+        _tell_of_hooks(model, error)
+        return None
     found: Cache | None = cache
     if found is None or mask is None:
         return found

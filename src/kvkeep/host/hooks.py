@@ -107,9 +107,13 @@ def _definers(call: Any, module: nn.Module | None) -> Iterator[str]:
         inner: list[Any] = [x for x in parts if _is_function(x)]
     else:
         function = getattr(call, "__func__", call)
-        if module is not None and getattr(call, "__self__", None) is module:
-            if function is type(module).forward:
-                return
+        owner: Any = type(module)
+        if (
+            module is not None
+            and getattr(call, "__self__", None) is module
+            and function is owner.forward
+        ):
+            return
         # Not `__module__`, which functools.wraps copies from the wrapped function.
         known: Mapping[str, Any] = getattr(function, "__globals__", {})
         yield known.get("__name__", type(function).__module__)
