@@ -17,7 +17,14 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.hf.config import (
+    ATTACHMENT,
+    base_config,
+    decoder_config,
+    is_latent,
+    is_routed,
+    layer_kinds,
+)
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.fingerprint import activation_in
 from kvkeep.hf.multimodal import holds_tensors, resume
@@ -235,6 +242,8 @@ def prepare_cache(
     )
     built = model_kwargs.get("past_key_values")
     if given is not None or type(built) is not DynamicCache or built.offloading:
+        if isinstance(given, Cache):
+            _tell_if_not_compiled(model, generation_config, given)
         if drafted:
             _require_returning(model, built)
         return
@@ -271,7 +280,22 @@ def prepare_cache(
     if drafting:
         cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
+    _tell_if_not_compiled(model, generation_config, cache)
     model_kwargs["past_key_values"] = cache
+
+
+def _tell_if_not_compiled(model: PreTrainedModel, generation_config: Any, cache: Cache) -> None:
+    """Warn where a call asks transformers to compile steps that it will not compile."""
+    asked, steps = generation_config.compile_config, getattr(model, ATTACHMENT, None)
+    if asked is None or cache.is_compileable or (steps is not None and steps.compiled):
+        return
+    specs = ", ".join(dict.fromkeys(map(str, cache.specs)))
+    warnings.warn(
+        f"compile_config compiles nothing with the cache {specs}, because transformers compiles "
+        'steps only where slots have fixed addresses; use a spec with fixed storage, "...@fixed", '
+        "or leave compile_config out and call kvkeep.attach(model, spec, compile=True)",
+        stacklevel=2,
+    )
 
 
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:

@@ -68,8 +68,9 @@ def fingerprint_of(
         `weights` (parameters, persistent buffers, and what quantised layers keep beside them),
         `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric
         attributes, such as a norm's epsilon), and `adapter` ("none", or the active adapters), as
-        hashes; `dtype`, as text; `described`; `hooks`, the functions that the user has set in the model, if any, which no
-        other model and no other process has; and `tokenizer`, hashes of its parts, if one is given.
+        hashes; `dtype`, as text; `described`; `hooks`, the functions that the user has set in the
+        model, if any, which no other model and no other process has; and `tokenizer`, hashes of its
+        parts, if one is given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown

@@ -13,8 +13,9 @@ import torch
 from litgpt.model import GPT
 from torch import Tensor
 
-from kvkeep.errors import ShapeError, StateError
+from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.compress import compresses
 from kvkeep.host.saving import save
 from kvkeep.layer.layer import LayerCache
 from kvkeep.linears import route as route_linears
@@ -174,16 +175,6 @@ def _layers(attachment: Attachment) -> Sequence[LayerCache]:
     return attachment.cache.layers
 
 
-def _end(gpt: GPT, args: Any, output: Any) -> None:
-    """Forward hook: leave the forward that `_begin` entered, whether or not it failed."""
-    if torch.compiler.is_compiling():
-        getattr(gpt, _ATTRIBUTE)._traced.forward = None
-        return
-    entered = gpt.__dict__.pop(_ENTERED, None)
-    if entered is not None:
-        FORWARD.reset(entered)
-
-
 def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
     """Positions of ids (B, n) as layers take them, in a cache that holds the tokens before them.
 
@@ -195,6 +186,7 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
             high.
         StateError: the cache lacks tokens before the first of them.
         RollbackError: the cache cannot remove the tokens from the first of them on.
+        UnsupportedError: the spec compresses a text, which the model's own forwards do not.
     """
     if at.shape not in (ids.shape[1:], ids.shape):
         raise ShapeError(
@@ -204,6 +196,7 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
     if at.dim() == 2 and bool((at >= 0).all()) and bool((at == at[:1]).all()):
         at = at[0]
     if bool((at.clamp(min=0).amin(dim=-1) == 0).all()):
+        _require_no_compression(attachment)
         if attachment.cache.fed:
             _renew(attachment)
     elif at.dim() == 1 and not attachment.cache.layers[0].padded:
@@ -217,6 +210,17 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
             f"go on at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
         )
     return wanted
+
+
+def _require_no_compression(attachment: Attachment) -> None:
+    """Raise UnsupportedError if new caches are to compress a text by a second reading."""
+    if compresses(host_of(attachment.model).new_cache(attachment.spec)):
+        raise UnsupportedError(
+            f"{attachment.spec} compresses a text after it was read, by reading it again, and a "
+            "LitGPT model's own forwards only read it; give token ids to "
+            "kvkeep.PrefixStore().read(gpt, ids, spec=...), set attachment.cache to its cache, and "
+            "go on from input_pos = cache.fed; or attach with another policy, such as h2o"
+        )
 
 
 def _return_to(cache: ModelCache, columns: int) -> None:
