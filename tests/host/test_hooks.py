@@ -132,7 +132,7 @@ def test_a_store_keeps_hooked_and_plain_apart(hook):
             assert model.generate(IDS.repeat(2, 1), **GREEDY)[:1].equal(hooked)
         assert store.stats().hit_tokens - before == IDS.shape[1] - 1
         for use in (store.find, store.read, store.prefill):
-            with pytest.raises(UnsupportedError, match="remove the hook, or use the model without"):
+            with pytest.raises(UnsupportedError, match="remove the hook, or use neither stores"):
                 use(model, IDS)
         cache = kvkeep.Cache(model)
         model(IDS, past_key_values=cache)

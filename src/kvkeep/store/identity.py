@@ -106,7 +106,7 @@ def require_known(host: Host) -> None:
         raise UnsupportedError(
             f"what a hook computes is not known, so slots serve no other text: {hooks[0]}"
             + (f", and {len(hooks) - 1} more modules have some" if len(hooks) > 1 else "")
-            + "; remove the hook, or use the model without a store"
+            + "; remove the hook, or use neither stores nor blocks with the model"
         )
 
 
