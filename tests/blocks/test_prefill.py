@@ -163,19 +163,26 @@ def test_more_is_nearer_on_a_real_model(smollm2):
     assert distance["boundary:8"] < distance[0]
 
 
-def test_layers_with_windows_of_their_own():
+def test_layers_with_windows_of_their_own(monkeypatch):
     """Texts that fit the window are joined, and nothing is read where that cannot be."""
     kinds = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"]
     model = tiny("gemma3", num_hidden_layers=4, layer_types=kinds)  # windows of 8
     kvkeep.attach(model)
     reads = []
-    model.get_decoder().register_forward_pre_hook(lambda *_: reads.append(1))
+    admit = kvkeep.Cache.admit
+
+    def counted(cache, n):
+        reads.append(n)
+        admit(cache, n)
+
+    monkeypatch.setattr(kvkeep.Cache, "admit", counted)
     refused = r"3 of 4 layers \(layers 0-1, 3\) have a sliding window"
     for recompute in ("boundary:1", 0.3):
         with pytest.raises(UnsupportedError, match=refused):
             prefill(model, texts((3, 2)), recompute=recompute)
     assert not reads
     assert prefill(model, texts((3, 5))).fed == 8
+    assert sum(reads) == 8
     with pytest.raises(UnsupportedError, match="its sliding window holds 8"):
         prefill(model, texts((3, 12)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -183,3 +184,21 @@ def test_bad_input():
     gc.collect()
     with pytest.raises(StateError, match="a cache that is gone"):
         ticket.fed()
+
+
+def test_a_call_that_compiles_nothing_says_so():
+    model = tiny("llama")
+    ids = prompt(model)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    asked = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    asked._compile_all_devices = True
+    remedy = r"compiles nothing with the cache keep_all\+plain@growing.*@fixed.*compile=True"
+    with kvkeep.attach(model):
+        expected = model.generate(ids, **options)
+        for cache in (None, kvkeep.Cache(model)):
+            with pytest.warns(UserWarning, match=remedy):
+                found = model.generate(ids, compile_config=asked, past_key_values=cache, **options)
+            assert found.equal(expected)
+    with kvkeep.attach(model, "keep_all@fixed"), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert model.generate(ids, compile_config=asked, **options).equal(expected)

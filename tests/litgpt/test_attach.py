@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+from litgpt.generate.base import generate
 from support.tiny_litgpt import FAMILIES, tiny_gpt
 
 import kvkeep
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.host import host_of
+from kvkeep.store import PrefixStore
 
 STEPS = 9
 
@@ -234,3 +236,15 @@ def test_training_forwards_run_as_before():
     assert found.equal(expected)
     for parameter, gradient in zip(gpt.parameters(), gradients, strict=True):
         assert parameter.grad.equal(gradient)
+
+
+def test_a_spec_that_compresses_is_refused_by_the_models_own_forwards():
+    gpt, prompt = tiny_gpt(), torch.arange(2, 32)
+    with torch.no_grad(), kvkeep.attach(gpt, "kvzip:50%") as attachment:
+        with pytest.raises(UnsupportedError, match=r"kvzip:50%.*read\(gpt, ids, spec=\.\.\.\)"):
+            generate(gpt, prompt, 40, temperature=0.0, top_p=0.0)
+        assert attachment.cache.fed == 0
+        attachment.cache = PrefixStore().read(gpt, prompt, spec="kvzip:50%").cache
+        assert attachment.cache.length < attachment.cache.fed == 30
+        gpt(torch.tensor([[7]]), torch.tensor([30]))
+        assert attachment.cache.fed == 31

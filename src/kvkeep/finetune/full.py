@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.trained import Trained
 from kvkeep.host.adapters import adapter_layers
+from kvkeep.host.tensors import named_weights
 
 
 class Full(Trained):
@@ -49,7 +50,7 @@ class Full(Trained):
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         once: dict[int, tuple[str, Tensor]] = {}
-        for name, x in model.state_dict(keep_vars=True).items():
+        for name, x in named_weights(model).items():
             once.setdefault(id(x), (name, x))  # weights that are tied have several names
         return dict(once.values())
 

@@ -14,6 +14,7 @@ from kvkeep.extras import needed_by
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.trained import Trained
 from kvkeep.host.adapters import adapter_layers
+from kvkeep.host.tensors import named_weights
 
 with needed_by("kvkeep.finetune", "finetune"):
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -61,7 +62,7 @@ class Lora(Trained):
     def weights(self, model: Any) -> dict[str, Tensor]:
         # The default of save_embedding_layers would ask the hub for the base model's vocabulary.
         found: dict[str, Tensor] = get_peft_model_state_dict(
-            model, model.state_dict(keep_vars=True), save_embedding_layers=False
+            model, named_weights(model), save_embedding_layers=False
         )
         return found
 

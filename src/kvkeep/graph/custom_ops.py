@@ -146,7 +146,12 @@ class LayerTicket(Ticket):
         super().__init__(self._of)
 
 
-def _led_to(ticket: Tensor) -> Steps:
+def led_to(ticket: Tensor) -> Steps:
+    """The steps that a ticket's number refers to.
+
+    Raises:
+        StateError: they are gone, or of another process.
+    """
     steps: Steps | None = _steps.get(int(ticket))
     if steps is None:
         raise StateError(_GONE)
@@ -172,18 +177,18 @@ def define_operator(
 
 
 def _fed(ticket: Tensor) -> Tensor:
-    return torch.as_tensor(_led_to(ticket).fed()).clone()
+    return torch.as_tensor(led_to(ticket).fed()).clone()
 
 
 def _next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-    return _led_to(ticket).next_positions(n, real, device).clone()
+    return led_to(ticket).next_positions(n, real, device).clone()
 
 
 def _step(ticket: Tensor, *inputs: Any) -> Tensor:
     given = StepInputs(*inputs)
     if wants_gradients(*given[:3]):
         raise StateError("a step in a graph has no gradients; use torch.no_grad(), or kvkeep.train")
-    return _led_to(ticket).in_graph(given).contiguous()
+    return led_to(ticket).in_graph(given).contiguous()
 
 
 def _fake_fed(ticket: Tensor) -> Tensor:

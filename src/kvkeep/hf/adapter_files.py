@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.extras import needed_by
+from kvkeep.host.tensors import named_weights
 from kvkeep.reading import whole
 
 _MOST_CONFIG, _MOST_WEIGHTS = 1 << 20, 1 << 36
@@ -101,7 +102,9 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             weights = load(bytes(whole(place / _WEIGHTS, _MOST_WEIGHTS)))
             # On the meta device, so that no number in its config decides how much memory is used.
             adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
-            known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            known = get_peft_model_state_dict(
+                adapted, named_weights(adapted), save_embedding_layers=False
+            )
             missing = sorted(known.keys() - weights.keys())
             weights = {n: x.to(known[n].dtype) if n in known else x for n, x in weights.items()}
             read: Any = set_peft_model_state_dict(adapted, weights, low_cpu_mem_usage=True)

@@ -48,11 +48,13 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
             until `fingerprint(model)` is called, which reads everything.
 
     Returns:
-        `weights` (parameters and everything else in the state dict), `buffers` (all others, such as
-        rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
-        epsilon), and `adapter` ("none", or the active adapters), as hashes; `rope`, `dtype` and
-        `config` (the other fields of the model's config that affect the result), as text; and
-        `tokenizer`, hashes of its parts, if one is given.
+        `weights` (parameters, persistent buffers, and what quantised layers keep beside them),
+        `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric
+        attributes, such as a norm's epsilon), and `adapter` ("none", or the active adapters), as
+        hashes; `rope`, `dtype` and `config` (the other fields of the model's config that affect the
+        result), as text; `hooks`, the functions that the user has set in the model, if any, which
+        no other model and no other process has; and `tokenizer`, hashes of its parts, if one is
+        given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -24,7 +25,14 @@ from kvkeep.hf.cache_argument import (
     name_in,
     rename_cache,
 )
-from kvkeep.hf.config import base_config, decoder_config, is_latent, is_routed, layer_kinds
+from kvkeep.hf.config import (
+    ATTACHMENT,
+    base_config,
+    decoder_config,
+    is_latent,
+    is_routed,
+    layer_kinds,
+)
 from kvkeep.hf.continuing import (
     Fed,
     feeds_last_again,
@@ -42,6 +50,7 @@ from kvkeep.hf.weights import drops_weights
 from kvkeep.host import Activation, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.adapters import learns_prompts, names_adapters
 from kvkeep.host.compress import compresses, read
+from kvkeep.host.hooks import foreign_hooks
 from kvkeep.layer.history import Prompt
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
@@ -272,6 +281,8 @@ def prepare_cache(
     if given is not None or type(built) is not DynamicCache or built.offloading:
         if given is None:
             require_supplied(model, built)
+        if isinstance(given, Cache):
+            _tell_if_not_compiled(model, generation_config, given)
         if drafted:
             _require_returning(model, built)
         return
@@ -308,8 +319,23 @@ def prepare_cache(
     if drafting:
         cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
+    _tell_if_not_compiled(model, generation_config, cache)
     model_kwargs[OF_GENERATE] = cache
     _expect_fed(model, cache, generation_config, generation_mode, model_kwargs)
+
+
+def _tell_if_not_compiled(model: PreTrainedModel, generation_config: Any, cache: Cache) -> None:
+    """Warn where a call asks transformers to compile steps that it will not compile."""
+    asked, steps = generation_config.compile_config, getattr(model, ATTACHMENT, None)
+    if asked is None or cache.is_compileable or (steps is not None and steps.compiled):
+        return
+    specs = ", ".join(dict.fromkeys(map(str, cache.specs)))
+    warnings.warn(
+        f"compile_config compiles nothing with the cache {specs}, because transformers compiles "
+        'steps only where slots have fixed addresses; use a spec with fixed storage, "...@fixed", '
+        "or leave compile_config out and call kvkeep.attach(model, spec, compile=True)",
+        stacklevel=2,
+    )
 
 
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
@@ -504,10 +530,17 @@ def _filled(
             filled = settings.store.prefill(
                 model, call.ids[0], chunk=chunk, capacity=capacity, **options
             )
-    except UnsupportedError:
+    except UnsupportedError as error:
+        _tell_of_hooks(model, error)
         return None
     call.cache = filled
     return call.cache
+
+
+def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
+    """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
+    if foreign_hooks(model):
+        warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
 
 
 def _begun_alike(
@@ -550,7 +583,10 @@ def _begun_alike(
             chunk=chunk,
             capacity=capacity,
         )
-    except (ShapeError, UnsupportedError):
+    except ShapeError:
+        return None
+    except UnsupportedError as error:
+        _tell_of_hooks(model, error)
         return None
     found: Cache | None = cache
     if found is None or mask is None:

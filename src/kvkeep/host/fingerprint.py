@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvkeep.errors import UnsupportedError
 from kvkeep.host.adapters import active_adapters, adapter_layers
+from kvkeep.host.hooks import foreign_hooks
+from kvkeep.host.tensors import RESULT_SUFFIX, Modules, buffers, weights, writes_its_state
 
 _IRRELEVANT_ATTRIBUTES = {
     "gradient_checkpointing",
@@ -27,22 +26,20 @@ _IRRELEVANT_ATTRIBUTES = {
 }
 """Attributes of modules that do not affect the result."""
 
-_Modules = Sequence[tuple[str, nn.Module]]
-"""Modules with their names, from `named_modules`."""
-
 _Tensors = Sequence[tuple[str, Tensor]]
 
 LIBRARY = "library"
 """The part that names the model's library, unless that is transformers."""
+
+HOOKS = "hooks"
+"""The part that lists foreign hooks, if there are any; see `kvkeep.host.hooks`."""
 
 _NUMBERS = {bool, int, float, torch.dtype}
 _SAMPLE = 16  # most elements sampled from a tensor
 _COMPARED = 64  # elements of a tensor that `sampled` hashes, at least, if it has so many
 _SHOWN = 60  # most characters shown of a field's value
 
-_RESULT_SUFFIX = "_cached"
-"""Suffix of the names of attributes in which modules store results."""
-
+_settled: WeakSet[nn.Module] = WeakSet()
 _known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, str]]] = WeakKeyDictionary()
 
 
@@ -68,16 +65,21 @@ def fingerprint_of(
             then left out.
 
     Returns:
-        `weights` (parameters and everything else in the state dict), `buffers` (all others, such as
-        rotary frequencies), `modules` (their classes and numeric attributes, such as a norm's
-        epsilon), and `adapter` ("none", or the active adapters), as hashes; `dtype`, as text;
-        `described`; and `tokenizer`, hashes of its parts, if one is given.
+        `weights` (parameters, persistent buffers, and what quantised layers keep beside them),
+        `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric
+        attributes, such as a norm's epsilon), and `adapter` ("none", or the active adapters), as
+        hashes; `dtype`, as text; `described`; `hooks`, the functions that the user has set in the
+        model, if any, which no other model and no other process has; and `tokenizer`, hashes of its
+        parts, if one is given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
             kind.
     """
     found = {**_of_tensors(model, glance=glance, changing=changing), **described}
+    hooks = foreign_hooks(model)
+    if hooks:
+        found[HOOKS] = as_text(hooks)
     if tokenizer is not None:
         found["tokenizer"] = as_text(_hashes_of_tokenizer(tokenizer))
     return found
@@ -89,10 +91,14 @@ def sampled(model: nn.Module) -> str:
     Weights of adapters are left out."""
     layers, _ = active_adapters(model)
     found = xxhash.xxh3_128()
-    plain = ((_plain(name), x) for name, x in _weights(model))
-    for name, x in sorted(plain, key=lambda named: named[0]):
-        if not set(name.split(".")) & layers:
-            flat = x.detach().flatten()
+    modules = list(model.named_modules())
+    _settle(model, modules)
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = [(_plain(name), x) for name, x in weights(modules)]
+        for name, x in sorted(plain, key=lambda named: named[0]):
+            if set(name.split(".")) & layers:
+                continue
+            flat = Tensor.detach(x).flatten()
             few = flat[:: max(1, flat.numel() // _COMPARED)]
             few = few.bfloat16() if few.is_floating_point() else few
             few = few.contiguous()
@@ -105,7 +111,9 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describe the differences of two fingerprints; tokenizers are compared if both have one."""
     found = []
     for part in sorted(then.keys() | now.keys()):
-        if part in then and part in now:
+        if part == HOOKS:
+            found += _difference(part, then.get(part, "{}"), now.get(part, "{}"))
+        elif part in then and part in now:
             found += _difference(part, then[part], now[part])
         elif part != "tokenizer":
             what = "not recorded then" if part not in then else "recorded then, but unknown now"
@@ -139,25 +147,38 @@ def _short(fields: Mapping[str, Any], name: str) -> str:
 def _of_tensors(model: nn.Module, *, glance: bool, changing: bool) -> dict[str, str]:
     """The parts of a fingerprint that cover a model's tensors and modules."""
     modules = list(model.named_modules())
-    buffers = _buffers(modules, changing=changing)
-    stamp = _stamp(model, modules, buffers)
-    known = _known.get(model)
-    if not glance or known is None or known[0] != stamp:
-        known = _known[model] = (stamp, _read(model, modules, buffers))
+    _settle(model, modules)
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may replace what reads it
+        tensors = weights(modules), buffers(modules, changing=changing)
+        stamp = _stamp(model, modules, *tensors)
+        known = _known.get(model)
+        if not glance or known is None or known[0] != stamp:
+            known = _known[model] = (stamp, _read(model, modules, *tensors))
     return dict(known[1])
 
 
-def _stamp(model: nn.Module, modules: _Modules, buffers: _Tensors) -> object:
+def _settle(model: nn.Module, modules: Modules) -> None:
+    """Feed one token to a model whose layers may arrange their weights anew in the first forward,
+    as bitsandbytes' 4-bit layers do on a CPU, so that its fingerprint is then the same as later."""
+    if model in _settled or model.training:
+        return
+    _settled.add(model)
+    if any(writes_its_state(module) for _, module in modules):
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device))
+
+
+def _stamp(model: nn.Module, modules: Modules, *read: _Tensors) -> object:
     """A value that changes if a hashed tensor or module changes, as far as a sample can show."""
     embeddings = {m.weight.data_ptr() for _, m in modules if isinstance(m, nn.Embedding)}
     tensors, samples = [], dict[tuple[torch.device, torch.dtype], list[Tensor]]()
-    for name, x in (*_weights(model), *buffers):
+    for name, x in chain(*read):
         place = x.data_ptr()
         tensors.append((name, place, 0 if x.is_inference() else x._version, x.shape))
         if place in embeddings:
-            sample = x.detach()[..., x.shape[-1] // 2].flatten()
+            sample = Tensor.detach(x)[..., x.shape[-1] // 2].flatten()
         else:
-            sample = x.detach().flatten()[:: x.numel() // _SAMPLE + 1]
+            sample = Tensor.detach(x).flatten()[:: x.numel() // _SAMPLE + 1]
         samples.setdefault((x.device, x.dtype), []).append(sample)
     looks = {
         kind: torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes()
@@ -166,11 +187,11 @@ def _stamp(model: nn.Module, modules: _Modules, buffers: _Tensors) -> object:
     return tensors, looks, active_adapters(model), _numbers(modules)
 
 
-def _read(model: nn.Module, modules: _Modules, buffers: _Tensors) -> dict[str, str]:
+def _read(model: nn.Module, modules: Modules, *read: _Tensors) -> dict[str, str]:
     hashes = {name: xxhash.xxh3_128() for name in ("weights", "buffers", "modules", "adapter")}
     layers, active = active_adapters(model)
     dtypes = set()
-    for kind, tensors in (("weights", _weights(model)), ("buffers", buffers)):
+    for kind, tensors in zip(("weights", "buffers"), read, strict=True):
         plain = ((_plain(name), x) for name, x in tensors)
         for name, x in sorted(plain, key=lambda named: named[0]):
             parts = set(name.split("."))
@@ -196,76 +217,7 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")[:-1]
 
 
-def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors of a model's state dict, each once."""
-    seen, found = set(), list[tuple[str, Tensor]]()
-    for name, value in model.state_dict(keep_vars=True).items():
-        for inner, x in _dense(name, value):
-            place = (x.data_ptr(), x.shape)
-            if place not in seen or not x.numel():
-                seen.add(place)
-                found.append((inner, x))
-    return found
-
-
-def _buffers(modules: _Modules, *, changing: bool) -> list[tuple[str, Tensor]]:
-    """Buffers that are not in the state dict; without rotary frequencies if those are
-    `changing`."""
-    found = list[tuple[str, Tensor]]()
-    for module_name, module in modules:
-        for name in sorted(module._non_persistent_buffers_set):
-            x = module._buffers.get(name)
-            moves = changing and name.endswith("inv_freq") and "original" not in name
-            if x is not None and not moves and not name.endswith(_RESULT_SUFFIX):
-                found += _dense(f"{module_name}.{name}", x)
-    return found
-
-
-def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a value in a state dict.
-
-    Raises:
-        UnsupportedError: the value is of an unknown kind, or has no data.
-    """
-    if isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for inner in value.__tensor_flatten__()[0]:
-                part = getattr(value, inner)
-                if not isinstance(part, DeviceMesh):  # which processes have the other parts
-                    yield from _dense(f"{name}.{inner}", part)
-        elif value.is_quantized:
-            yield f"{name}.codes", value.int_repr()
-            if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-                yield from _dense(f"{name}.scale", (value.q_scale(), value.q_zero_point()))
-            else:
-                scale = (value.q_per_channel_scales(), value.q_per_channel_zero_points())
-                yield from _dense(f"{name}.scale", scale)
-        elif value.is_meta or value.layout != torch.strided:
-            raise UnsupportedError(
-                f"{name} is a {value.layout} tensor on {value.device}, which cannot be hashed to "
-                "identify the model; load the whole model onto a device before using stores or "
-                "saved caches"
-            )
-        else:
-            yield name, value
-    elif isinstance(value, tuple | list):
-        for index, inner in enumerate(value):
-            yield from _dense(f"{name}.{index}", inner)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _dense(f"{name}.{key}", inner)
-    elif isinstance(value, io.BytesIO):
-        yield from _dense(name, value.getvalue())
-    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
-        yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
-    else:
-        raise UnsupportedError(
-            f"{name} of the model's state is a {type(value).__name__}, which cannot be hashed to "
-            "identify the model; use neither stores nor saved caches with it"
-        )
-
-
-def _own(model: nn.Module, modules: _Modules) -> _Modules:
+def _own(model: nn.Module, modules: Modules) -> Modules:
     """The modules of a model without its adapters."""
     added, _ = active_adapters(model)
     wrapping = set(adapter_layers(model))
@@ -283,7 +235,7 @@ def _own(model: nn.Module, modules: _Modules) -> _Modules:
     return found
 
 
-def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
+def _numbers(modules: Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
     """The name, class and numeric attributes of each module."""
     return [
         (
@@ -295,7 +247,7 @@ def _numbers(modules: _Modules) -> list[tuple[str, str, list[tuple[str, Any]]]]:
                 if name[0] != "_"
                 and _is_number(value)
                 and name not in _IRRELEVANT_ATTRIBUTES
-                and not name.endswith(_RESULT_SUFFIX)
+                and not name.endswith(RESULT_SUFFIX)
             ],
         )
         for module_name, module in modules
@@ -309,7 +261,7 @@ def _is_number(value: Any) -> bool:
 
 def _add(to: Any, name: str, x: Tensor) -> None:
     to.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-    flat = x.detach().cpu().contiguous().reshape(-1)
+    flat = Tensor.detach(x).cpu().contiguous().reshape(-1)
     if flat.numel():
         to.update(flat.view(torch.uint8).numpy().data)
 

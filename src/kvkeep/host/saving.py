@@ -13,7 +13,7 @@ from kvkeep.files import snapshot
 from kvkeep.files.snapshot import Saved
 from kvkeep.host.cache import ModelCache
 from kvkeep.host.contract import Host
-from kvkeep.host.fingerprint import LIBRARY, differences
+from kvkeep.host.fingerprint import HOOKS, LIBRARY, differences
 from kvkeep.host.registry import host_of
 from kvkeep.host.specs import from_saved
 from kvkeep.host.translation import translated
@@ -104,7 +104,7 @@ def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[
         return []
     elsewhere = translated(recorded, host, tokenizer)
     if elsewhere is not None:
-        return elsewhere
+        return elsewhere + [one for one in found if one.startswith(HOOKS)]
     if recorded.get(LIBRARY) != now.get(LIBRARY):
         return [
             "it was made with a model of another library, and kvkeep cannot compare its weights "

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from litgpt.model import GPT
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from kvkeep.errors import ShapeError, StateError
+from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.compress import compresses
 from kvkeep.host.saving import save
+from kvkeep.layer.layer import LayerCache
 from kvkeep.linears import route as route_linears
 from kvkeep.linears import unroute as unroute_linears
-from kvkeep.litgpt.decoder import FORWARD, Forward, require_positions, route, unroute
+from kvkeep.litgpt.decoder import FORWARD, Forward, Traced, require_positions, route, unroute
+from kvkeep.litgpt.in_graph import LayerSteps, LayerTicket
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -35,8 +38,10 @@ class Attachment:
     spec: Specs
     cache: ModelCache
     linears: int
-    _hooks: tuple[RemovableHandle, ...]
+    _forward: Callable[..., Any] | None
     _mask: Tensor | None
+    _traced: Traced
+    _tickets: list[LayerTicket] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"kvkeep: {len(self.cache.layers)} layers of GPT, {self.spec}"
@@ -73,15 +78,18 @@ def attach(gpt: GPT, spec: Specs, *, linears: bool = False) -> Attachment:
     """
     if attachment_of(gpt) is not None:
         raise StateError("this GPT is attached already; call kvkeep.detach(gpt) first")
-    cache = host_of(gpt).new_cache(spec)
-    route(gpt)
-    hooks = (
-        gpt.register_forward_pre_hook(_begin, with_kwargs=True),
-        gpt.register_forward_hook(_end, always_call=True),
-    )
+    cache, traced = host_of(gpt).new_cache(spec), Traced()
+    route(gpt, traced)
+    given = gpt.__dict__.get("forward")
     count = route_linears(gpt) if linears else 0
-    attachment = Attachment(gpt, spec, cache, count, hooks, gpt.mask_cache)
+    attachment = Attachment(gpt, spec, cache, count, given, gpt.mask_cache, traced)
+    attachment._tickets += [
+        LayerTicket(LayerSteps(partial(_layers, attachment), i, partial(_enter, attachment)))
+        for i in range(len(cache))
+    ]
     gpt.__dict__[_ATTRIBUTE] = attachment
+    own = MethodType(type(gpt).forward, gpt) if given is None else given
+    gpt.__dict__["forward"] = partial(_forward, gpt, own)
     gpt.__dict__["set_kv_cache"] = gpt.__dict__["clear_kv_cache"] = partial(_renew, attachment)
     gpt.mask_cache = _no_mask(gpt, gpt.cos.device)
     return attachment
@@ -98,14 +106,14 @@ def detach(gpt: GPT) -> None:
         raise StateError(
             "this GPT is not attached, so there is nothing to detach; leave out this call"
         )
-    for hook in attachment._hooks:
-        hook.remove()
     unroute(gpt)
     if attachment.linears:
         unroute_linears(gpt)
     gpt.mask_cache = attachment._mask
-    for name in (_ATTRIBUTE, "set_kv_cache", "clear_kv_cache"):
+    for name in (_ATTRIBUTE, "set_kv_cache", "clear_kv_cache", "forward"):
         gpt.__dict__.pop(name, None)
+    if attachment._forward is not None:
+        gpt.__dict__["forward"] = attachment._forward
 
 
 def attachment_of(gpt: GPT) -> Attachment | None:
@@ -125,34 +133,48 @@ def _renew(attachment: Attachment, *args: object, **options: object) -> None:
     attachment.cache = host_of(attachment.model).new_cache(attachment.spec)
 
 
-_ENTERED = "_kvkeep_entered"
+def _forward(
+    gpt: GPT,
+    own: Callable[..., Any],
+    idx: Tensor,
+    input_pos: Tensor | None = None,
+    input_pos_maxp1: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of the model's `own` forward: one with `input_pos` is a forward of the attachment's
+    cache."""
+    if input_pos is None:
+        return own(idx, None, input_pos_maxp1, *args, **kwargs)
+    attachment: Attachment = getattr(gpt, _ATTRIBUTE)
+    if torch.compiler.is_compiling():
+        tickets = attachment._tickets
+        position = tickets[0].begin(idx, input_pos)
+        # Of these positions, so that the graph begins with that operation.
+        place = position.long() if input_pos.dim() == 2 else position[0].long()
+        attachment._traced.forward = Forward(tickets, position)
+        out = own(idx, place.clamp(min=0), None, *args, **kwargs)
+        attachment._traced.forward = None
+        return out
+    if gpt.mask_cache.device != input_pos.device:  # the model was moved
+        gpt.mask_cache = _no_mask(gpt, input_pos.device)
+    position = _enter(attachment, idx, input_pos)
+    token = FORWARD.set(Forward(attachment.cache.layers, position))
+    try:
+        return own(idx, input_pos.clamp(min=0), None, *args, **kwargs)
+    finally:
+        FORWARD.reset(token)
 
 
-def _begin(
-    gpt: GPT, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward hook: enter a forward of the attachment's cache, if `input_pos` is given."""
-    names = ("idx", "input_pos", "input_pos_maxp1", "lm_head_chunk_size")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    at, ids = given.get("input_pos"), given["idx"]
-    if at is None:
-        return None
-    attachment = attachment_of(gpt)
-    assert attachment is not None
+def _enter(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
+    """Begin a forward of the attachment's cache; returns the positions as layers take them."""
     position = _placed(attachment, ids, at)
-    if gpt.mask_cache.device != at.device:  # the model was moved
-        gpt.mask_cache = _no_mask(gpt, at.device)
     attachment.cache.begin(ids.shape[1])
-    gpt.__dict__[_ENTERED] = FORWARD.set(Forward(attachment.cache.layers, position))
-    given["input_pos"], given["input_pos_maxp1"] = at.clamp(min=0), None
-    return (), given
+    return position
 
 
-def _end(gpt: GPT, args: Any, output: Any) -> None:
-    """Forward hook: leave the forward that `_begin` entered, whether or not it failed."""
-    entered = gpt.__dict__.pop(_ENTERED, None)
-    if entered is not None:
-        FORWARD.reset(entered)
+def _layers(attachment: Attachment) -> Sequence[LayerCache]:
+    return attachment.cache.layers
 
 
 def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
@@ -166,6 +188,7 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
             high.
         StateError: the cache lacks tokens before the first of them.
         RollbackError: the cache cannot remove the tokens from the first of them on.
+        UnsupportedError: the spec compresses a text, which the model's own forwards do not.
     """
     if ids.dim() != 2 or at.shape not in (ids.shape[1:], ids.shape):
         raise ShapeError(
@@ -176,6 +199,7 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
     if at.dim() == 2 and bool((at >= 0).all()) and bool((at == at[:1]).all()):
         at = at[0]
     if bool((at.clamp(min=0).amin(dim=-1) == 0).all()):
+        _require_no_compression(attachment)
         if attachment.cache.fed:
             _renew(attachment)
     elif at.dim() == 1 and not attachment.cache.layers[0].padded:
@@ -189,6 +213,17 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
             f"go on at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
         )
     return wanted
+
+
+def _require_no_compression(attachment: Attachment) -> None:
+    """Raise UnsupportedError if new caches are to compress a text by a second reading."""
+    if compresses(host_of(attachment.model).new_cache(attachment.spec)):
+        raise UnsupportedError(
+            f"{attachment.spec} compresses a text after it was read, by reading it again, and a "
+            "LitGPT model's own forwards only read it; give token ids to "
+            "kvkeep.PrefixStore().read(gpt, ids, spec=...), set attachment.cache to its cache, and "
+            "go on from input_pos = cache.fed; or attach with another policy, such as h2o"
+        )
 
 
 def _return_to(cache: ModelCache, columns: int) -> None:

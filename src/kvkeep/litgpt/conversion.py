@@ -15,6 +15,8 @@ from litgpt.scripts.convert_lit_checkpoint import (
 )
 from torch import Tensor
 
+from kvkeep.host.tensors import named_weights
+
 _COPY: dict[str, Any] = {
     "llama": copy_weights_llama,
     "mistral": copy_weights_llama,
@@ -77,7 +79,8 @@ def as_transformers(gpt: GPT, kind: str) -> tuple[dict[str, Tensor], dict[str, A
         return None
     found: dict[str, Tensor] = {}
     try:
-        _COPY[kind](gpt.config, found, gpt.state_dict())
+        held = {name: x.detach() for name, x in named_weights(gpt).items()}
+        _COPY[kind](gpt.config, found, held)
     except (KeyError, NotImplementedError, RuntimeError, ValueError):  # of another type
         return None
     return found, fields

@@ -38,6 +38,17 @@ class Forward:
     handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+@dataclass
+class Traced:
+    """The forward that torch.compile traces, which no context variable may hold then."""
+
+    forward: Forward | None = None
+
+    def current(self) -> Forward | None:
+        """The forward that this thread is in; None: none through a kvkeep cache."""
+        return self.forward if torch.compiler.is_compiling() else FORWARD.get()
+
+
 FORWARD: ContextVar[Forward | None] = ContextVar("kvkeep_litgpt_forward", default=None)
 """The forward that this thread is in; None: none through a kvkeep cache."""
 
@@ -46,14 +57,14 @@ class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
     """Stands in an attention's place for a cache, and keeps what it is given for the attention
     that follows."""
 
-    def __init__(self, index: int, before: KVCache | None) -> None:
+    def __init__(self, index: int, before: KVCache | None, traced: Traced) -> None:
         nn.Module.__init__(self)  # without the buffers of a KVCache
-        self.index = index
+        self.index, self.traced = index, traced
         self.before = (before,)  # in a tuple, so that it is no submodule
 
     def forward(self, input_pos: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values, (B, H, n, D), as they are."""
-        forward = FORWARD.get()
+        forward = self.traced.current()
         if forward is None:
             raise StateError(
                 "a block of an attached LitGPT model was called by itself with input_pos; call the "
@@ -69,8 +80,8 @@ class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
 class Attention:
     """`scaled_dot_product_attention` of an attached layer."""
 
-    def __init__(self, module: Any, index: int) -> None:
-        self.module, self.index = module, index
+    def __init__(self, module: Any, index: int, traced: Traced) -> None:
+        self.module, self.index, self.traced = module, index, traced
         config = module.config
         latent = isinstance(module, MultiheadLatentAttention)
         width = config.qk_head_dim if latent else config.head_size
@@ -80,7 +91,7 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q (B, Hq, n, D) -> (B, n, Hq, D). Keys and values of a cache are taken from where the
         layer handed them over, before it repeated their heads."""
-        forward = FORWARD.get()
+        forward = self.traced.current()
         handed = None if forward is None else forward.handed.pop(self.index, None)
         if forward is None or handed is None:
             out: Tensor = getattr(type(self.module), _INSTEAD)(self.module, q, k, v, mask)
@@ -107,13 +118,14 @@ def attentions(gpt: GPT) -> list[Any]:
     return found
 
 
-def route(gpt: GPT) -> None:
-    """Let every layer's attention run the steps of the current `FORWARD`, where there is one."""
+def route(gpt: GPT, traced: Traced | None = None) -> None:
+    """Let every layer's attention run the steps of the current forward, where there is one."""
+    traced = Traced() if traced is None else traced
     for index, module in enumerate(attentions(gpt)):
         before = module.kv_cache
         del module.kv_cache
-        module.kv_cache = Handover(index, before)
-        module.__dict__[_INSTEAD] = Attention(module, index)
+        module.kv_cache = Handover(index, before, traced)
+        module.__dict__[_INSTEAD] = Attention(module, index, traced)
 
 
 def unroute(gpt: GPT) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.host.tensors import named_weights
 from kvkeep.reading import whole
 
 ADAPTER = "lit_model.lora.safetensors"
@@ -77,7 +78,7 @@ def adapted(
 
 def adapter_weights(gpt: lora.GPT) -> dict[str, Tensor]:
     """The adapter's tensors, by LitGPT's names. They share the model's memory."""
-    named = gpt.state_dict(keep_vars=True)
+    named = named_weights(gpt)
     return {name: x for name, x in named.items() if lora.lora_filter(name, x)}
 
 
@@ -151,7 +152,7 @@ def _planned(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
 
 def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
     found = _planned(gpt, settings)
-    found.load_state_dict(gpt.state_dict(keep_vars=True), strict=False, assign=True)
+    found.load_state_dict(named_weights(gpt), strict=False, assign=True)
     for module in found.modules():
         fresh = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
         for name in fresh:

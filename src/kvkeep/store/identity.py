@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache
 from kvkeep.host.compress import compresses
+from kvkeep.host.hooks import foreign_hooks
 from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 from kvkeep.store.beginning import exact_specs
@@ -61,7 +62,12 @@ def identity_of(
 ) -> str:
     """The identity of what a model computes. It names everything that the slots of a token depend
     on except the tokens up to it: the model, its active adapters, the codecs of exact slots, how
-    texts are compressed, whether attention is kvkeep's, the autocast dtype and the namespace."""
+    texts are compressed, whether attention is kvkeep's, the autocast dtype and the namespace.
+
+    Raises:
+        UnsupportedError: the model has hooks whose results are not known.
+    """
+    require_known(host)
     layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in exact_specs(specs)]
     found = host.fingerprint(glance=True)
     if activation is not None:
@@ -93,8 +99,21 @@ def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
     return ModelGeometry.of(cache.layers, found, probe.routed, states)
 
 
+def require_known(host: Host) -> None:
+    """Raise UnsupportedError when a model has hooks of its user, which may change keys."""
+    hooks = [f"{place} has a {hook}" for place, hook in foreign_hooks(host.model).items()]
+    if hooks:
+        raise UnsupportedError(
+            f"what a hook computes is not known, so slots serve no other text: {hooks[0]}"
+            + (f", and {len(hooks) - 1} more modules have some" if len(hooks) > 1 else "")
+            + "; remove the hook, or use neither stores nor blocks with the model"
+        )
+
+
 def require_steady(host: Host) -> None:
-    """Raise UnsupportedError when a token's keys depend on the tokens that follow it."""
+    """Raise UnsupportedError when a token's keys depend on the tokens that follow it, or on hooks
+    of the model's user."""
+    require_known(host)
     if host.changing_rotary:
         raise UnsupportedError(
             f"rotary frequencies of kind {host.changing_rotary} depend on a text's length, so its "

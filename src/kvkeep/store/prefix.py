@@ -14,6 +14,7 @@ from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
+from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.backend import Backend
 from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
@@ -345,9 +346,9 @@ class PrefixStore:
         priority: int = 0,
     ) -> int:
         """Store everything that a model's cache was fed, such as a prompt and its answer. A cache
-        that evicted tokens is not stored, and a compressed one is neither stored nor counted as
-        refused. If an activated adapter is active, the cache must come
-        from `read` or `prefill`.
+        that evicted tokens is not stored, nor is what a model with hooks of its user computed; a
+        compressed cache is neither stored nor counted as refused. If an activated adapter is
+        active, the cache must come from `read` or `prefill`.
 
         Args:
             tokens: all tokens that were fed, int64 (n,).
@@ -358,6 +359,9 @@ class PrefixStore:
         if compressed_tokens(cache):
             return 0
         host = host_of(model)
+        if foreign_hooks(host.model):
+            self._refused += 1
+            return 0
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
             self._refused += 1  # it is not known which tokens the adapter computed

@@ -1,0 +1,127 @@
+"""Foreign hooks: functions set in a model by its user, which may change keys and values.
+
+What such a function computes cannot be hashed, because it may depend on anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import count
+from secrets import token_hex
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+_LIBRARIES = {
+    "accelerate",
+    "bitsandbytes",
+    "kvkeep",
+    "lightning",
+    "litgpt",
+    "peft",
+    "torch",
+    "torchao",
+    "transformers",
+}
+"""Packages whose hooks follow from a model's weights, buffers, modules, config or adapters, which a
+fingerprint covers, or which change no result."""
+
+_PROCESS = token_hex(4)
+"""Distinguishes this process's hooks from those of any other."""
+
+_next = count(-1, -1)
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+_ACCELERATE = "_hf_hook"
+"""Attribute of modules in which accelerate keeps its hook."""
+
+
+def foreign_hooks(model: nn.Module) -> dict[str, str]:
+    """The hooks of a model's forwards that no known library has set: forward hooks and pre-hooks of
+    its modules, those that torch calls for all modules, and forwards that were set in place of a
+    module's own.
+
+    Returns:
+        By the module's name, which kind of hook it has, its function, and a number that no other
+        hook has, in this process or another.
+    """
+    found = dict[str, str]()
+
+    def note(place: str, kind: str, number: int, hook: Any) -> None:
+        while isinstance(hook, partial):
+            hook = hook.func
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        text = f"{kind} {name} ({_PROCESS}-{number})"
+        found[place] = f"{found[place]}, {text}" if place in found else text
+
+    for kind, of_all in (
+        ("forward pre-hook", torch_module._global_forward_pre_hooks),
+        ("forward hook", torch_module._global_forward_hooks),
+    ):
+        for number, hook in of_all.items():
+            if _is_foreign(hook, None):
+                note("all modules", kind, number, hook)
+    for name, module in model.named_modules():
+        own: Mapping[str, Any] = vars(module)
+        if not (
+            module._forward_pre_hooks
+            or module._forward_hooks
+            or "forward" in own
+            or _ACCELERATE in own
+        ):
+            continue
+        place = name or type(module).__name__
+        for number, hook in module._forward_pre_hooks.items():
+            if _is_foreign(hook, module):
+                note(place, "forward pre-hook", number, hook)
+        for number, hook in module._forward_hooks.items():
+            if _is_foreign(hook, module):
+                note(place, "forward hook", number, hook)
+        for kind, call in (("forward", own.get("forward")), ("hook", own.get(_ACCELERATE))):
+            if call is not None and _is_foreign(call, module):
+                note(place, kind, _number_of(call), call)
+    return found
+
+
+def _number_of(call: Any) -> int:
+    """A negative number of a function that torch has given none; a new one each time if the
+    function cannot be remembered."""
+    try:
+        return _numbers.setdefault(call, next(_next))
+    except TypeError:
+        return next(_next)
+
+
+def _is_foreign(call: Any, module: nn.Module | None) -> bool:
+    return not all(name.partition(".")[0] in _LIBRARIES for name in _definers(call, module))
+
+
+def _definers(call: Any, module: nn.Module | None) -> Iterator[str]:
+    """The names of the Python modules that define a hook of a module and what it calls: functions
+    that it wraps, and hooks that accelerate joins. The module's own forward is none of these."""
+    if isinstance(call, partial):
+        parts: list[Any] = [call.func, *call.args, *call.keywords.values()]
+        inner: list[Any] = [x for x in parts if _is_function(x)]
+    else:
+        function = getattr(call, "__func__", call)
+        owner: Any = type(module)
+        if (
+            module is not None
+            and getattr(call, "__self__", None) is module
+            and function is owner.forward
+        ):
+            return
+        # Not `__module__`, which functools.wraps copies from the wrapped function.
+        known: Mapping[str, Any] = getattr(function, "__globals__", {})
+        yield known.get("__name__", type(function).__module__)
+        inner = list(getattr(call, "hooks", ()))
+    wrapped: Callable[..., Any] | None = getattr(call, "__wrapped__", None)
+    for part in inner if wrapped is None else (*inner, wrapped):
+        yield from _definers(part, module)
+
+
+def _is_function(x: Any) -> bool:
+    return callable(x) and not isinstance(x, nn.Module | type)
