@@ -1,0 +1,42 @@
+"""Interruption: a KeyboardInterrupt at any executed line of kvkeep."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import kvkeep
+
+OWN = str(Path(kvkeep.__file__).parent)
+
+
+class Interruption:
+    """Raises KeyboardInterrupt at one of the lines of kvkeep that run meanwhile.
+
+    Args:
+        at: the number of the line, counted from 0.
+        within: only lines of files whose path in kvkeep begins so.
+    """
+
+    def __init__(self, at: int, within: str = "") -> None:
+        self.left, self.met = at, False
+        self._own = f"{OWN}/{within}"
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(self._own):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0 and not self.met:
+                self.met = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+        return error[0] is KeyboardInterrupt
