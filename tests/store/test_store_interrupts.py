@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from pathlib import Path
+import threading
+from contextlib import suppress
 
 import pytest
 import torch
 from support.interruption import Interruption
 from support.store_places import blocks_of, put
-from support.sweep_models import model_of
-from support.token_caches import TOKEN_BYTES, fed
-from support.tiny_models import tiny
+from support.token_caches import TOKEN_BYTES, fed, new_cache
 
-import kvkeep
 from kvkeep.store import Disk, Memory, PrefixStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,8 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGET = 40 * TOKEN_BYTES
 KNOWN = [*range(20)]
 FORKED = [*range(12), *range(50, 62)]
-BLOCK = blocks_of([1, 2, 3])[0]
-SIZE = len(BLOCK.to_bytes())
+SIZE = len(blocks_of(KNOWN[:8])[0].to_bytes())
 
 
 def insert(store, tokens):
@@ -56,7 +52,7 @@ def on_disk(path):
 
 def look_up(store):
     with store.match("m", torch.tensor(FORKED)) as hit:
-        hit.fill(fed([]))
+        hit.fill(new_cache())
 
 
 STORES = {
@@ -82,8 +78,28 @@ def held(store):
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
+def opened(path):
+    """The names of the files below a directory that this process has open."""
+    found = set()
+    for handle in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # it was that of the list
+            found.add(os.readlink(f"/proc/self/fd/{handle}"))
+    return {name.removeprefix(f"{path}/") for name in found if name.startswith(f"{path}/")}
+
+
+def require_free(lock):
+    """Another thread can take a lock."""
+    free = []
+
+    def take():
+        free.append(lock.acquire(blocking=False))
+        if free[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert free == [True]
 
 
 def require_right(store):
@@ -107,12 +123,15 @@ def interrupt_each(make, act, after, tmp_path, every, within=""):
         path = tmp_path / f"{at}"
         store = make(path)
         require_right(store)
-        before = descriptors()
         with Interruption(at, within) as interruption:
             act(store)
-        met = interruption.met
+        met, lock = interruption.met, store._entries.lock
+        if not interruption.leaving:
+            require_free(lock)
+        while lock._is_owned():
+            lock.release()
         require_right(store)
-        assert descriptors() <= before, at
+        assert opened(path) <= {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm"}
         after(store)
         require_right(store)
         if isinstance(store.backend, Disk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dis import opname
 from pathlib import Path
 
 import kvkeep
@@ -16,10 +17,15 @@ class Interruption:
     Args:
         at: the number of the line, counted from 0.
         within: only lines of files whose path in kvkeep begins so.
+
+    Attributes:
+        met: whether that line was reached.
+        leaving: whether it ended the block of a `with`. There a signal would be handled only after
+            `__exit__` was called, which is not called now.
     """
 
     def __init__(self, at: int, within: str = "") -> None:
-        self.left, self.met = at, False
+        self.left, self.met, self.leaving = at, False, False
         self._own = f"{OWN}/{within}"
 
     def __call__(self, frame, event, _):
@@ -28,7 +34,7 @@ class Interruption:
         if event == "line":
             self.left -= 1
             if self.left < 0 and not self.met:
-                self.met = True
+                self.met, self.leaving = True, _leaves(frame)
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self
@@ -40,3 +46,10 @@ class Interruption:
     def __exit__(self, *error):
         sys.settrace(None)
         return error[0] is KeyboardInterrupt
+
+
+def _leaves(frame):
+    """Whether the line that a frame begins calls `__exit__` with three times None."""
+    code = [opname[number] for number in frame.f_code.co_code[frame.f_lasti :: 2]]
+    first = code[1:] if code[0] == "SWAP" else code  # keeps what is returned
+    return first[:3] == ["LOAD_CONST"] * 3
