@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -213,7 +212,7 @@ class Index:
                 return
             new = self._path / f"index.{uuid.uuid4().hex}.new"
             try:
-                FileIO(new, "xb", opener=partial(os.open, mode=PRIVATE)).close()
+                new.touch(PRIVATE, exist_ok=False)
                 with closing(sqlite3.connect(new, isolation_level=None)) as index:
                     self._fill(index)
                 first = not os.path.lexists(file)
