@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import subprocess
@@ -65,6 +66,7 @@ def test_gc_frees_space_on_a_full_disk(small, opened):
     put(other, TEXT, block=BLOCK)
     if opened == "not open":
         del other
+        gc.collect()  # closes its connection
     fill(small)
     arguments = ["store", "gc", str(small / "store"), "--budget", str(4 * SIZE)]
     assert CliRunner().invoke(app, arguments).exit_code == 0

@@ -10,20 +10,44 @@ import pytest
 import torch
 from support.interruption import Interruption
 from support.store_places import blocks_of, put
+from support.sweep_models import model_of
 from support.token_caches import TOKEN_BYTES, fed, new_cache
 
+import kvkeep
 from kvkeep.store import Disk, Memory, PrefixStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BUDGET = 40 * TOKEN_BYTES
+BLOCK = 12
 KNOWN = [*range(20)]
 FORKED = [*range(12), *range(50, 62)]
-SIZE = len(blocks_of(KNOWN[:8])[0].to_bytes())
+SIZE = len(blocks_of(KNOWN, block=BLOCK)[0].to_bytes())
 
 
 def insert(store, tokens):
-    return store.insert("m", torch.tensor(tokens), fed(tokens))
+    return inserting(store, tokens)()
+
+
+def inserting(store, tokens):
+    """Inserts tokens into a store when it is called; their cache is made before."""
+    cache = fed(tokens)
+    return lambda: store.insert("m", torch.tensor(tokens), cache)
+
+
+def looking_up(store):
+    cache = new_cache()
+
+    def look_up():
+        with store.match("m", torch.tensor(FORKED)) as hit:
+            hit.fill(cache)
+
+    return look_up
+
+
+def deleting(store):
+    key = next(store.backend.scan())
+    return lambda: store.backend.delete(key)
 
 
 def in_memory(path):
@@ -35,7 +59,8 @@ def in_memory(path):
 
 
 def with_blocks(path):
-    store = PrefixStore(BUDGET, backend=Memory(), block=8)
+    """A store whose backend holds more than itself."""
+    store = PrefixStore(BUDGET, backend=Memory(), block=BLOCK)
     insert(store, FORKED)
     store.clear()
     insert(store, KNOWN)
@@ -43,29 +68,28 @@ def with_blocks(path):
 
 
 def on_disk(path):
-    """A store whose directory is nearly full, too."""
-    store = PrefixStore(BUDGET, backend=Disk(path, budget=5 * SIZE), block=8)
+    """A store whose directory is full, with 2 + 1 blocks, and which holds nothing itself."""
+    store = PrefixStore(BUDGET, backend=Disk(path, budget=3 * SIZE), block=BLOCK)
     insert(store, FORKED)
+    insert(store, KNOWN)
     store.clear()
     return store
 
 
-def look_up(store):
-    with store.match("m", torch.tensor(FORKED)) as hit:
-        hit.fill(new_cache())
-
-
 STORES = {
-    "insert": (in_memory, lambda store: insert(store, FORKED)),
-    "look-up": (in_memory, look_up),
-    "clear": (in_memory, lambda store: store.clear()),
-    "insert-blocks": (with_blocks, lambda store: insert(store, [*KNOWN, *FORKED])),
-    "look-up-blocks": (with_blocks, look_up),
-    "insert-disk": (on_disk, lambda store: insert(store, [*KNOWN, *FORKED])),
-    "look-up-disk": (on_disk, look_up),
-    "delete-disk": (on_disk, lambda store: [*map(store.backend.delete, store.backend.scan())]),
-    "gc-disk": (on_disk, lambda store: store.backend.gc(0, budget=2 * SIZE)),
-    "open-disk": (on_disk, lambda store: put(Disk(store.backend.path), KNOWN)),
+    "insert": (in_memory, lambda store: inserting(store, FORKED)),
+    "look-up": (in_memory, looking_up),
+    "clear": (in_memory, lambda store: store.clear),
+    "insert-blocks": (with_blocks, lambda store: inserting(store, [*KNOWN, *FORKED])),
+    "look-up-blocks": (with_blocks, looking_up),
+    "insert-disk": (on_disk, lambda store: inserting(store, [*range(80, 92)])),
+    "look-up-disk": (on_disk, looking_up),
+    "delete-disk": (
+        on_disk,
+        lambda store: lambda: store.backend.delete(next(store.backend.scan())),
+    ),
+    "gc-disk": (on_disk, lambda store: lambda: store.backend.gc(0, budget=2 * SIZE)),
+    "open-disk": (on_disk, lambda store: lambda: Disk(store.backend.path).nbytes),
 }
 
 
@@ -116,15 +140,15 @@ def require_right(store):
         assert not disk._index._connection().in_transaction
 
 
-def interrupt_each(make, act, after, tmp_path, every, within=""):
+def interrupt_each(make, acting, after, tmp_path, every, within=""):
     """Interrupt an action on a new store at some of its lines, then look at the store."""
     met, at = True, every // 2
     while met:
         path = tmp_path / f"{at}"
         store = make(path)
-        require_right(store)
+        act = acting(store)
         with Interruption(at, within) as interruption:
-            act(store)
+            act()
         met, lock = interruption.met, store._entries.lock
         if not interruption.leaving:
             require_free(lock)
@@ -151,8 +175,62 @@ def works(store):
         assert put(store.backend, FORKED) == len(FORKED)
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [67, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", STORES)
 def test_an_interrupt_of_a_store(action, tmp_path, every):
-    make, act = STORES[action]
-    assert interrupt_each(make, act, works, tmp_path, every) > 30
+    assert interrupt_each(*STORES[action], works, tmp_path, every) > 90
+
+
+def ids(n, seed=0):
+    return torch.randint(2, 96, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+TEXT = torch.cat([ids(20), ids(5, 1)])
+
+
+@torch.no_grad()
+def learning(model, store):
+    """Learns a text and its answer when it is called."""
+    cache = store.find(model, TEXT[:20]).cache
+    at = torch.arange(cache.fed, len(TEXT))[None]
+    model(TEXT[None, cache.fed :], past_key_values=cache, position_ids=at)
+    return lambda: store.learn(model, TEXT, cache)
+
+
+@pytest.mark.parametrize(
+    ("family", "within", "every"),
+    [
+        ("llama", "store/", 301),
+        pytest.param("llama", "", 1, marks=pytest.mark.slow),
+        pytest.param("lfm2", "store/", 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("action", ["learn", "find", "compress"])
+def test_an_interrupt_of_a_store_of_a_model(family, action, within, every, tmp_path):
+    if action == "compress" and family == "lfm2":
+        pytest.skip("kvzip compresses no recurrent states")
+    model = model_of(family)
+    spec = "kvzip:40%" if action == "compress" else "keep_all"
+    fork = torch.cat([ids(12), ids(6, 2)])
+
+    def make(path):
+        store = PrefixStore(backend=Disk(path), block=8)
+        store.read(model, ids(20), spec="keep_all")
+        return store
+
+    def acting(store):
+        if action == "learn":
+            return learning(model, store)
+        if action == "find":
+            store.clear()
+            return lambda: store.find(model, fork)
+        return lambda: store.read(model, fork, spec=spec)
+
+    def after(store):
+        assert store.read(model, fork, spec=spec).cache.fed == len(fork)
+        assert store.find(model, fork, spec=spec).found == len(fork)
+        assert store.find(model, ids(20)).found > 0
+
+    with kvkeep.attach(model):
+        within = "store/" if action == "compress" else within
+        assert interrupt_each(make, acting, after, tmp_path, every, within) > 100
