@@ -105,8 +105,6 @@ class Index:
         """Like `ask`, in a transaction."""
 
         def question(index: sqlite3.Connection) -> Answer:
-            if index.in_transaction:  # an interrupt left it open
-                index.rollback()
             with index:
                 index.execute("begin immediate")
                 return change(index)
@@ -138,6 +136,8 @@ class Index:
         index is opened again."""
         held: tuple[_Stamp, sqlite3.Connection] | None = getattr(self._local, "held", None)
         if held is not None and held[0] == self._stamp():
+            if held[1].in_transaction:  # an interrupt left it open
+                held[1].rollback()
             return held[1]
         if held is not None and held[0].process != os.getpid():
             self._inherited.append(held[1])  # kept: a child must not close its parent's connection
