@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 
@@ -32,17 +33,15 @@ def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        handle = os.open(path, flags)
+        file = FileIO(path, opener=lambda path, _: os.open(path, flags))
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise NoFileError(error.errno, "it is not a regular file", str(path)) from error
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+    with file:  # an object closes its descriptor wherever an interrupt ends this
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise NoFileError(errno.EINVAL, "it is not a regular file", str(path))
-        yield handle
-    finally:
-        os.close(handle)
+        yield file.fileno()
 
 
 def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from datetime import UTC, datetime
 
@@ -179,3 +180,20 @@ def test_bad_input(url, message):
         Location(url)
     with pytest.raises(SpecError, match="at least 1"):
         Location("memory://x", budget=0)
+
+
+@pytest.mark.parametrize("scheme", ["file://", "local://", ""])
+def test_only_the_owner_may_look_at_local_files(tmp_path, scheme):
+    before = os.umask(0o022)
+    try:
+        backend = Location(f"{scheme}{tmp_path}/above/store")
+        put(backend, TEXT)
+        backend.quarantine(next(backend.scan()))
+    finally:
+        os.umask(before)
+    assert found(backend, TEXT) in (0, 8, 16, 24, 32)
+    store = tmp_path / "above" / "store"
+    assert {place.name for place in store.iterdir()} == {"blocks", "new", "quarantine"}
+    for place in [store, *store.rglob("*")]:
+        assert stat.S_IMODE(place.stat().st_mode) == (0o700 if place.is_dir() else 0o600), place
+    assert backend.failures == 0, backend.last_error

@@ -96,14 +96,37 @@ def test_priority_and_locks_stay():
     store.insert("m", torch.tensor(second), fed(second))
     third = list(range(200, 210))
     store.insert("m", torch.tensor(third), fed(third))
-    assert store.match("m", torch.tensor(first)).length == 10
+    held = store.match("m", torch.tensor(first))
+    assert held.length == 10
     with store.match("m", torch.tensor(third)) as hit:
         assert hit.length == 10
         fourth = list(range(300, 315))
-        # The first is locked by the match above, which was never released, and so is the third.
+        # The first is locked by the match above, which is not released yet, and so is the third.
         assert store.insert("m", torch.tensor(fourth), fed(fourth)) == 0
     assert store.insert("m", torch.tensor(fourth), fed(fourth)) == 10
     store.check()
+    assert store.stats().locked == 1
+    del held
+    assert store.stats().locked == 0
+
+
+@pytest.mark.parametrize("hits", [1, 2])
+def test_a_lock_stays_with_the_end_of_what_is_split(hits):
+    store = PrefixStore(budget=20 * TOKEN_BYTES)
+    whole = list(range(10))
+    store.insert("m", torch.tensor(whole), fed(whole))
+    locked = [store.match("m", torch.tensor(whole[: 10 - at])) for at in range(hits)]
+    fork = [*range(5), 50, 51]
+    store.insert("m", torch.tensor(fork), fed(fork))
+    assert store.stats().locked == 1
+    store.clear()
+    assert [entry.tolist() for entry in store.prefixes("m")] == [whole]
+    locked.pop().release()
+    assert store.stats().locked == hits - 1
+    del locked
+    store.clear()
+    store.check()
+    assert (store.nbytes, store.stats().evicted_bytes) == (0, 12 * TOKEN_BYTES)
 
 
 def test_an_entry_keeps_its_highest_priority():

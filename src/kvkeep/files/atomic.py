@@ -35,16 +35,16 @@ def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[Fil
         OSError: it cannot be written; the file at `path` is unchanged.
     """
     _sweep(path.parent)
-    handle, partial = _new_partial(path, private)
-    try:
-        with FileIO(handle, "wb") as file:
+    with _new_partial(path, private) as file:
+        partial = Path(file.name)
+        try:
             yield file
             if sync:
-                os.fsync(handle)
+                os.fsync(file.fileno())
             partial.replace(path)  # still locked, so that it is not removed as abandoned
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     if sync:
         sync_to_disk(path.parent)
 
@@ -65,27 +65,25 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _new_partial(path: Path, private: bool) -> tuple[int, Path]:
+def _new_partial(path: Path, private: bool) -> FileIO:
     """A new temporary file in the directory of `path`, with the mode of the file there; open, and
     locked while it is being written."""
     before = None
     with suppress(FileNotFoundError):
         before = stat.S_IMODE(path.stat().st_mode) & 0o777
+    mode = 0o666 if before is None and not private else PRIVATE
     while True:
         partial = path.parent / f".{uuid.uuid4().hex}{PARTIAL}"
-        mode = 0o666 if before is None and not private else PRIVATE
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(partial, flags, mode)
         try:
+            file = FileIO(partial, "xb", opener=lambda path, flags: os.open(path, flags, mode))
             if before is not None:
-                os.fchmod(handle, before)
-            if _locked(handle) and partial.exists():
-                return handle, partial
+                os.fchmod(file.fileno(), before)
+            if _locked(file.fileno()) and partial.exists():
+                return file
         except BaseException:
-            os.close(handle)
             partial.unlink(missing_ok=True)
             raise
-        os.close(handle)  # another process removed it as abandoned before it was locked
+        file.close()  # another process removed it as abandoned before it was locked
 
 
 def _sweep(directory: Path) -> None:

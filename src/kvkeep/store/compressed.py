@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import final
 
@@ -21,7 +22,8 @@ from kvkeep.store.layer_slices import Marks
 @final
 class Compressed:
     """Each layer's encoded planes, (1, H|1, slots, ...), by the names of a part and a plane, such
-    as `head.0.k`. Heads keep different tokens, so it has no parts for some of the tokens.
+    as `head.0.k`. Heads keep different tokens, so it has no parts for some of the tokens. It never
+    changes.
 
     Args:
         tokens: how many were fed.
@@ -35,7 +37,7 @@ class Compressed:
     def __len__(self) -> int:
         return self._tokens
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return sum(x.nbytes for planes in self.layers for x in planes.values())

@@ -45,10 +45,12 @@ class Disk(Backend):
     """A directory with `index.sqlite` in WAL mode, `blocks/` with one safetensors file per block,
     and `quarantine/` with damaged files.
 
-    A file is complete before it is entered in the index, is never changed, and is removed from the
-    index before it is deleted. So a process that is killed leaves at most unreferenced files, which
-    `gc` removes. Files are readable by their owner only. A damaged index is rebuilt from the
-    blocks. A directory without write permission is used read-only.
+    A file is complete before it is entered in the index, is never changed, and is deleted before it
+    is removed from the index, which needs space on the disk. So a process that is killed leaves at
+    most unreferenced files, which `gc` removes, and entries without a file, which are removed when
+    they are next looked up or evicted, and by `gc`. Files are readable by their owner only. A
+    damaged index is rebuilt from the blocks. A directory without write permission is used
+    read-only.
 
     Args:
         path: the directory; created if it does not exist.
@@ -87,9 +89,9 @@ class Disk(Backend):
             return None
         except OtherBlockError as error:  # the index is wrong, not the block
             self.damaged += 1
-            self._delete_row(key, file.name)
             with suppress(OSError):
                 self._add_row(Row(str(error), file.name, file.stat().st_size, time.time()))
+            self._delete_row(key, file.name)
             return None
         except (NoFileError, ValueError):
             self._quarantine_file(key, file)
@@ -122,27 +124,33 @@ class Disk(Backend):
         if not self.writable:
             self._failed(PermissionError(f"no permission to write to {self.path}"))
             return False
+        tensors, metadata = block.tensors(), block.metadata()
+        size = tensor_file.size(tensors, metadata)
+        if self.budget is not None:
+            if size > self.budget:
+                return False
+            self._fit(self.budget - size)
         file = self.path / "blocks" / f"{uuid.uuid4().hex}.safetensors"
         new = self.path / "new" / file.name
+        row = Row(block.key, file.name, size, time.time())
+        insert = "insert or ignore into blocks values (?, ?, ?, ?)"
         try:
-            tensor_file.write(new, block.tensors(), block.metadata(), sync=False, private=True)
-            size = new.stat().st_size
+            tensor_file.write(new, tensors, metadata, sync=False, private=True)
             new.replace(file)
-            row = Row(block.key, file.name, size, time.time())
-
-            def enter(index: sqlite3.Connection) -> list[str]:
-                done = index.execute("insert or ignore into blocks values (?, ?, ?, ?)", row)
-                return _evict_rows(self.budget, index) if done.rowcount else [file.name]
-
-            removed = self._index.change(enter)
-        except (OSError, sqlite3.Error) as error:
-            self._failed(error)
+            entered = self._index.change(lambda index: index.execute(insert, row).rowcount)
+            if not entered:  # another process entered the same block
+                file.unlink()
+        except BaseException as error:
             for left in (new, file):
                 with suppress(OSError):
                     left.unlink()
+            if not isinstance(error, (OSError, sqlite3.Error)):
+                self._delete_row(block.key, file.name)  # it may have been entered
+                raise
+            self._failed(error)
             return False
-        self._remove(removed)
-        return file.name not in removed
+        self._fit(self.budget)  # other processes put blocks meanwhile
+        return True
 
     def contains(self, key: str) -> bool:
         return self._file(key) is not None
@@ -150,8 +158,8 @@ class Disk(Backend):
     def delete(self, key: str) -> None:
         file = self._file(key)
         if file is not None:
+            self._remove(file.name)
             self._delete_row(key, file.name)
-            self._remove([file.name])
 
     def quarantine(self, key: str) -> None:
         file = self._file(key)
@@ -186,15 +194,8 @@ class Disk(Backend):
         if not self.writable:
             self._failed(PermissionError(f"no permission to write to {self.path}"))
             return 0
-        freed = 0
-        if budget is not None:
-            before = self.nbytes
-
-            def over() -> list[str]:
-                return self._index.change(lambda index: _evict_rows(budget, index))
-
-            self._remove(self._ask(over, []))
-            freed = before - self.nbytes
+        freed = self._fit(budget)
+        self._forget_missing()
         named = self._ask(lambda: self._index.ask(_names), None)
         if named is None:  # the index cannot be read, so abandoned files cannot be told apart
             return freed
@@ -283,16 +284,18 @@ class Disk(Backend):
 
     def _quarantine_file(self, key: str, file: Path) -> None:
         self.damaged += 1
-        self._delete_row(key, file.name)
         with suppress(OSError):
             file.replace(self.path / "quarantine" / file.name)
+        self._delete_row(key, file.name)
 
     def _delete_row(self, key: str, file: str) -> None:
-        self._change(
-            lambda index: index.execute(
-                "delete from blocks where key = ? and file = ?", (key, file)
-            )
-        )
+        self._delete_rows([(key, file)])
+
+    def _delete_rows(self, rows: Sequence[tuple[object, object]]) -> None:
+        """Delete index entries, each given by its key and file."""
+        delete = "delete from blocks where key = ? and file = ?"
+        if rows:
+            self._change(lambda index: index.executemany(delete, rows))
 
     def _add_row(self, row: Row) -> None:
         """Add or replace an index entry for a block that was found on disk."""
@@ -311,11 +314,47 @@ class Disk(Backend):
             self._failed(error)
             return otherwise
 
-    def _remove(self, files: list[str]) -> None:
-        for file in files:
-            if NAME.fullmatch(file):
-                with suppress(OSError):
-                    (self.path / "blocks" / file).unlink()
+    def _fit(self, budget: int | None) -> int:
+        """Remove the least recently used blocks until the rest fits a budget; returns the bytes
+        freed. If the index cannot be read, for example because it needs space on a full disk, the
+        blocks that were written first are removed."""
+        if budget is None:
+            return 0
+        rows = self._ask(lambda: self._index.ask(partial(_beyond, budget)), None)
+        if rows is not None:
+            freed = sum(self._remove(file) for _, file in rows)
+            self._delete_rows(rows)
+            return freed
+        found = list[tuple[float, str, int]]()
+        for file in self._files("blocks"):
+            with suppress(OSError):
+                status = file.lstat()
+                found.append((status.st_mtime, file.name, status.st_size))
+        over, freed = sum(size for *_, size in found) - budget, 0
+        for _, name, _ in sorted(found):
+            if freed >= over:
+                break
+            freed += self._remove(name)
+        if freed:
+            self._forget_missing()
+        return freed
+
+    def _forget_missing(self) -> None:
+        """Delete the index entries whose files are gone."""
+        rows = self._ask(lambda: self._index.ask(_files_by_key), None)
+        there = self._ask(lambda: set(os.listdir(self.path / "blocks")), None)  # rows come first
+        if rows is not None and there is not None:
+            self._delete_rows([row for row in rows if row[1] not in there])
+
+    def _remove(self, file: object) -> int:
+        """Delete a block's file, if the name is one; returns the bytes freed."""
+        if isinstance(file, str) and NAME.fullmatch(file):
+            with suppress(OSError):
+                path = self.path / "blocks" / file
+                size = path.lstat().st_size
+                path.unlink()
+                return size
+        return 0
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -388,11 +427,16 @@ def _names(index: sqlite3.Connection) -> set[str]:
     return {name for (name,) in index.execute("select file from blocks")}
 
 
-def _evict_rows(budget: int | None, index: sqlite3.Connection) -> list[str]:
-    """Delete the least recently used rows until the rest fits the budget; returns their files."""
-    removed = list[str]()
-    if budget is None or _total(index) <= budget:
-        return removed
+def _files_by_key(index: sqlite3.Connection) -> list[tuple[object, object]]:
+    return index.execute("select key, file from blocks").fetchall()
+
+
+def _beyond(budget: int, index: sqlite3.Connection) -> list[tuple[object, object]]:
+    """The keys and files of the least recently used rows without which the rest fits the budget,
+    and then of invalid rows too."""
+    found = list[tuple[object, object]]()
+    if _total(index) <= budget:
+        return found
     all_rows = index.execute("select key, file, nbytes, used from blocks order by used")
     rows = [Row._make(row) for row in all_rows]
     total = sum(row.nbytes for row in rows if is_row(row))
@@ -401,6 +445,5 @@ def _evict_rows(budget: int | None, index: sqlite3.Connection) -> list[str]:
             if total <= budget:
                 continue
             total -= row.nbytes
-            removed.append(row.file)
-        index.execute("delete from blocks where key = ?", (row.key,))
-    return removed
+        found.append((row.key, row.file))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from threading import RLock
@@ -21,13 +21,13 @@ from kvkeep.store.tree import Node, RadixTree
 
 class Entries:
     """Prefixes of texts in a radix tree for each identity, and compressed texts. All share one
-    budget, and are evicted as `kvkeep.PrefixStore` says. Threads may share them.
+    budget, and are evicted as `kvkeep.PrefixStore` says. Threads may share them, and an interrupt
+    at any point leaves them consistent: bytes and locks are not counted, but found in what is held.
 
     Args:
         budget: most bytes held; None: no limit.
 
     Attributes:
-        nbytes: bytes held.
         evicted: bytes evicted so far.
         lock: held while entries are read or changed.
 
@@ -38,12 +38,18 @@ class Entries:
     def __init__(self, budget: int | None) -> None:
         require_budget(budget)
         self.budget = budget
-        self.nbytes = self.evicted = 0
+        self.evicted = 0
         self.lock = RLock()
         self._trees: dict[str, RadixTree[Stretch]] = {}
         self._geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
         self._texts = CompressedTexts(self._clock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        with self.lock:
+            return sum(node.kept.nbytes for node in self.nodes()) + self._texts.nbytes
 
     # -- geometries -------------------------------------------------------------------------
 
@@ -91,22 +97,14 @@ class Entries:
                 return []
             found = []
             for node, parent, shared, left_out in tree.outline(tokens, most):
-                marks = 0 if node.content is None else len(node.content.marks)
-                nbytes = geometry.token_bytes * len(node.tokens) + geometry.state_bytes * marks
-                locked = node.locks > 0
-                found.append(StoredNode(parent, len(node.tokens), nbytes, locked, shared, left_out))
+                own = len(node.tokens), _nbytes(node, geometry), node.locked
+                found.append(StoredNode(parent, *own, shared, left_out))
             return found
 
     def hit(self, identity: str, tokens: Tensor) -> Hit:
         """The longest prefix of tokens (n,), locked until it is released."""
         with self.lock:
-            match = self.tree(identity).match(tokens)
-            match.node.locks += 1
-            return Hit(match, self._geometries.get(identity), self._unlock)
-
-    def _unlock(self, node: Node[Stretch]) -> None:
-        with self.lock:
-            node.locks -= 1
+            return Hit(self.tree(identity).match(tokens), self._geometries.get(identity))
 
     def keep(
         self,
@@ -125,35 +123,26 @@ class Entries:
         """
         with self.lock:
             tree, geometry = self.tree(identity), self._geometries[identity]
-            known = tree.match(tokens)
-            known.node.locks += 1
-            try:
-                held = _marked(known.node)
-                lacking = [at for at in sorted(marks) if 0 < at <= known.length and at not in held]
-                beyond = [at for at in marks if at > known.length]
+            path, known = tree.match(tokens)
+            held = _marked(path)
+            lacking = [at for at in sorted(marks) if 0 < at <= known and at not in held]
+            beyond = [at for at in marks if at > known]
 
-                def added(length: int) -> int:
-                    marked = sum(at <= length for at in beyond)
-                    return geometry.token_bytes * (length - known.length) + (
-                        geometry.state_bytes * marked
-                    )
+            def added(length: int) -> int:
+                marked = sum(at <= length for at in beyond)
+                return geometry.token_bytes * (length - known) + geometry.state_bytes * marked
 
-                length, new = len(tokens), added(len(tokens))
-                states = geometry.state_bytes * len(lacking)
-                self._make_room(new + states)
-                room = new + states if self.budget is None else self.budget - self.nbytes
-                if new > room:
-                    length = max(known.length, length - -(-(new - room) // geometry.token_bytes))
-                last = tree.insert(tokens[:length], content_of, priority)
-                self.nbytes += added(length)
-                if lacking:  # the last ones, of which a hit is longest
-                    fitting = max(0, room - added(length)) // geometry.state_bytes
-                    lacking = lacking[max(0, len(lacking) - fitting) :]
-                    _add_marks(last, {at: marks[at] for at in lacking})
-                    self.nbytes += geometry.state_bytes * len(lacking)
-                return length
-            finally:
-                known.node.locks -= 1
+            length, new = len(tokens), added(len(tokens))
+            states = geometry.state_bytes * len(lacking)
+            room = self._make_room(new + states, path)
+            if new > room:
+                length = max(known, length - -(-(new - room) // geometry.token_bytes))
+            path = tree.insert(tokens[:length], content_of, priority)
+            if lacking:  # the last ones, of which a hit is longest
+                fitting = max(0, room - added(length)) // geometry.state_bytes
+                lacking = lacking[max(0, len(lacking) - fitting) :]
+                _add_marks(path, {at: marks[at] for at in lacking})
+            return length
 
     # -- compressed texts -------------------------------------------------------------------
 
@@ -171,10 +160,8 @@ class Entries:
                 return known
             if self.budget is not None and nbytes > self.budget:
                 return text
-            self._make_room(nbytes)
-            if self.budget is None or self.nbytes + nbytes <= self.budget:
+            if nbytes <= self._make_room(nbytes):
                 self._texts.add(identity, text, priority)
-                self.nbytes += nbytes
         return text
 
     # -- all of them ------------------------------------------------------------------------
@@ -184,24 +171,27 @@ class Entries:
         with self.lock:
             self._make_room(None)
 
-    def _make_room(self, nbytes: int | None) -> None:
-        """Evict entries until `nbytes` more fit or none can be evicted; None: evict all."""
+    def _make_room(self, nbytes: int | None, spared: Sequence[Node[Stretch]] = ()) -> int:
+        """Evict entries, but none of the nodes `spared`, until `nbytes` more fit or none can be
+        evicted; None: evict all. Returns how many bytes fit then; without a budget, `nbytes`."""
         if nbytes is not None and self.budget is None:
-            return
-        while nbytes is None or self.nbytes + nbytes > (self.budget or 0):
+            return nbytes
+        room = (self.budget or 0) - self.nbytes
+        while nbytes is None or room < nbytes:
             free: list[tuple[int, int, Callable[[], int]]] = [
-                (leaf.priority, leaf.used, partial(tree.remove, leaf))
+                (leaf.priority, leaf.used, partial(tree.remove, parent, leaf))
                 for tree in self._trees.values()
-                for leaf in tree.leaves()
-                if not leaf.locks
+                for parent, leaf in tree.leaves()
+                if not leaf.locked and not any(leaf is node for node in spared)
             ]
             for text in self._texts.all():
                 free.append((text.priority, text.used, partial(self._texts.remove, text)))
             if not free:
-                return
+                break
             freed = min(free, key=lambda found: found[:2])[2]()
-            self.nbytes -= freed
+            room += freed
             self.evicted += freed
+        return room
 
     def nodes(self) -> Iterator[Node[Stretch]]:
         """The nodes of all trees, to be used under the lock."""
@@ -216,24 +206,33 @@ class Entries:
         with self.lock:
             for tree in self._trees.values():
                 tree.check()
-            held = sum(node.kept.nbytes for node in self.nodes()) + self._texts.nbytes
-            if held != self.nbytes or held > (self.budget or held):
-                raise StateError(f"{held} bytes held, {self.nbytes} counted, budget {self.budget}")
+            held, expected = self.nbytes, self._texts.nbytes
+            for identity, tree in self._trees.items():
+                for node in tree.nodes():
+                    expected += _nbytes(node, self._geometries[identity])
+            if held != expected or held > (self.budget or held):
+                raise StateError(f"{held} bytes held, {expected} expected, budget {self.budget}")
 
 
-def _marked(node: Node[Stretch]) -> set[int]:
-    """After how many tokens the nodes down to this one hold the states of recurrent layers."""
+def _nbytes(node: Node[Stretch], geometry: ModelGeometry) -> int:
+    """Bytes of a node of a geometry."""
+    marks = 0 if node.content is None else len(node.content.marks)
+    return geometry.token_bytes * len(node.tokens) + geometry.state_bytes * marks
+
+
+def _marked(path: Sequence[Node[Stretch]]) -> set[int]:
+    """After how many tokens the nodes of a path hold the states of recurrent layers."""
     found, start = set[int](), 0
-    for above in node.path():
-        found |= {start + at for at in above.kept.marks}
-        start += len(above.tokens)
+    for node in path:
+        found |= {start + at for at in node.kept.marks}
+        start += len(node.tokens)
     return found
 
 
-def _add_marks(node: Node[Stretch], marks: Marks) -> None:
-    """Give states of recurrent layers to the nodes, down to this one, that hold their tokens."""
+def _add_marks(path: Sequence[Node[Stretch]], marks: Marks) -> None:
+    """Give states of recurrent layers to the nodes of a path that hold their tokens."""
     start = 0
-    for above in node.path():
-        stop = start + len(above.tokens)
-        above.kept.marks = {**above.kept.marks, **marks_between(marks, start, stop)}
+    for node in path:
+        stop = start + len(node.tokens)
+        node.content = node.kept.marked(marks_between(marks, start, stop))
         start = stop

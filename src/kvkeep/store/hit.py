@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 
 from torch import Tensor
@@ -14,26 +14,21 @@ from kvkeep.layer.history import History
 from kvkeep.policy import Policy
 from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
-from kvkeep.store.tree import Match, Node
+from kvkeep.store.tree import Lock, Match
 
 
 class Hit:
     """The longest stored prefix of a prompt. It is locked against eviction until the hit is
-    released: call `release`, or use the hit in a `with` statement.
+    released or no longer referenced: call `release`, or use the hit in a `with` statement.
 
     Attributes:
         length: tokens of the prefix; 0 if nothing was found.
     """
 
-    def __init__(
-        self,
-        match: Match[Stretch],
-        geometry: ModelGeometry | None,
-        release: Callable[[Node[Stretch]], None],
-    ) -> None:
+    def __init__(self, match: Match[Stretch], geometry: ModelGeometry | None) -> None:
         self.length, self._state = _usable(match, geometry)
-        self._geometry, self._release = geometry, release
-        self._node: Node[Stretch] | None = match.node
+        self._geometry = geometry
+        self._lock: Lock | None = match.path[-1].lock() if match.path else None
         self._stretches = _stretches(match, self.length)
 
     def fits(self, cache: Cache) -> bool:
@@ -79,9 +74,7 @@ class Hit:
 
     def release(self) -> None:
         """Unlock it, so that the store may evict it."""
-        if self._node is not None:
-            self._release(self._node)
-            self._node = None
+        self._lock = None
 
     def __enter__(self) -> Hit:
         return self
@@ -104,7 +97,7 @@ def _usable(
         return (0 if geometry is None else match.length), {}
     length, start = 0, 0
     state: Mapping[str, Tensor] = {}
-    for node in match.node.path():
+    for node in match.path:
         for at in sorted(node.kept.marks):
             if start + at <= match.length:
                 length, state = start + at, node.kept.marks[at]
@@ -115,7 +108,7 @@ def _usable(
 def _stretches(match: Match[Stretch], length: int) -> list[Stretch]:
     """The stretches of the first tokens of a match, in their order; nothing is copied."""
     found, left = [], length
-    for node in match.node.path():
+    for node in match.path:
         if left <= 0:
             break
         found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
@@ -104,15 +105,9 @@ class Index:
         """Like `ask`, in a transaction."""
 
         def question(index: sqlite3.Connection) -> Answer:
-            index.execute("begin immediate")
-            try:
-                answer = change(index)
-                index.execute("commit")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    index.execute("rollback")
-                raise
-            return answer
+            with index:
+                index.execute("begin immediate")
+                return change(index)
 
         return self.ask(question)
 
@@ -141,6 +136,8 @@ class Index:
         index is opened again."""
         held: tuple[_Stamp, sqlite3.Connection] | None = getattr(self._local, "held", None)
         if held is not None and held[0] == self._stamp():
+            if held[1].in_transaction:  # an interrupt left it open
+                held[1].rollback()
             return held[1]
         if held is not None and held[0].process != os.getpid():
             self._inherited.append(held[1])  # kept: a child must not close its parent's connection
@@ -214,8 +211,8 @@ class Index:
             if _is_file(file) and self._is_sound(file):
                 return
             new = self._path / f"index.{uuid.uuid4().hex}.new"
-            os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE))
             try:
+                new.touch(PRIVATE, exist_ok=False)
                 with closing(sqlite3.connect(new, isolation_level=None)) as index:
                     self._fill(index)
                 first = not os.path.lexists(file)
@@ -258,12 +255,10 @@ class Index:
                 same time afterwards, calls fail at once instead of waiting.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(self._path / "index.lock", flags, PRIVATE)
-        try:
-            self._lock(handle)
+        place = self._path / "index.lock"
+        with FileIO(place, "r+b", opener=lambda path, _: os.open(path, flags, PRIVATE)) as file:
+            self._lock(file.fileno())
             yield
-        finally:
-            os.close(handle)
 
     def _lock(self, handle: int) -> None:
         start = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import final
 
 import torch
@@ -23,7 +24,8 @@ Marks = Mapping[int, Mapping[str, Tensor]]
 @final
 class Stretch:
     """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens; and what the states
-    of recurrent layers are, (1, ...) each, after some numbers of these tokens (`marks`)."""
+    of recurrent layers are, (1, ...) each, after some numbers of these tokens (`marks`). It never
+    changes."""
 
     def __init__(self, layers: Sequence[Planes], tokens: int, marks: Marks | None = None) -> None:
         self.layers = [FrozenPlanes(planes) for planes in layers]
@@ -33,7 +35,7 @@ class Stretch:
     def __len__(self) -> int:
         return self._tokens
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all planes and states."""
         states = sum(x.nbytes for mark in self.marks.values() for x in mark.values())
@@ -67,6 +69,10 @@ class Stretch:
             for planes, device in zip(self.layers, devices, strict=True)
         ]
         return Stretch(layers, self._tokens, self.marks)
+
+    def marked(self, marks: Marks) -> Stretch:
+        """The same with more states; nothing is copied."""
+        return Stretch(self.layers, self._tokens, {**self.marks, **marks})
 
     def head(self, tokens: int) -> Stretch:
         """The first `tokens` tokens, not copied."""

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib import import_module
+from pathlib import Path
 from time import time
 from typing import Any, ClassVar, NamedTuple, final
 
 from kvkeep.errors import SpecError
 from kvkeep.extras import needed_by
+from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.store.backend import (
     ABANDONED_S,
     LABEL_BYTES,
@@ -55,7 +57,8 @@ class _File(NamedTuple):
 class Location(Remote):
     """A directory of objects such as `s3://bucket/path`, `file:///path` or `memory://path`, with
     one object per block. A block is written to `new/` and then moved to `blocks/`; a damaged block
-    is moved to `quarantine/`.
+    is moved to `quarantine/`. In this machine's filesystem new files and directories are for their
+    owner only.
 
     Object stores record when an object was written, not when it was last used, so the oldest
     blocks are removed first. With a budget, each put lists all blocks, and several processes may
@@ -205,8 +208,10 @@ class Location(Remote):
             filesystem, root = self._resolved()
             new, path = f"{root}/new/{uuid.uuid4().hex}{_SUFFIX}", self._path(key)
             for each in (new, path):
-                filesystem.makedirs(each.rpartition("/")[0], exist_ok=True)
+                _make_directory(filesystem, root, each.rpartition("/")[0])
             try:
+                if _is_local(filesystem):  # it writes to a file that is there, and keeps the mode
+                    Path(new).touch(PRIVATE, exist_ok=False)
                 filesystem.pipe_file(new, data)
                 filesystem.mv(new, path)
             except BaseException:
@@ -219,7 +224,7 @@ class Location(Remote):
 
     def _move_to_quarantine(self, key: str) -> None:
         filesystem, root = self._resolved()
-        filesystem.makedirs(f"{root}/quarantine", exist_ok=True)
+        _make_directory(filesystem, root, f"{root}/quarantine")
         filesystem.mv(self._path(key), f"{root}/quarantine/{uuid.uuid4().hex}{_SUFFIX}")
 
     def _remove(self, path: str) -> bool:
@@ -260,6 +265,25 @@ class Location(Remote):
         return not isinstance(error, PermissionError) and (
             getattr(error, "errno", None) not in _REFUSED
         )
+
+
+def _is_local(filesystem: Any) -> bool:
+    """Whether a filesystem of fsspec is that of this machine."""
+    names = filesystem.protocol
+    return "file" in ((names,) if isinstance(names, str) else names)
+
+
+def _make_directory(filesystem: Any, root: str, path: str) -> None:
+    """Create a directory at the root or below it. On this machine only its owner may use it, and
+    the directories above it down to the root."""
+    if not _is_local(filesystem):
+        filesystem.makedirs(path, exist_ok=True)
+        return
+    place = Path(root or "/")
+    place.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    for part in Path(path).relative_to(place).parts:
+        place /= part
+        place.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
 
 
 def _is_missing(data: Any) -> bool:

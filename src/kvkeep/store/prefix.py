@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvkeep.arguments import suggests
@@ -100,7 +99,8 @@ class PrefixStore:
     def match(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> Hit:
-        """The longest stored prefix of some tokens, locked until it is released.
+        """The longest stored prefix of some tokens, locked until the hit is released or no longer
+        referenced.
 
         Args:
             tokens: int64 (n,).
@@ -405,7 +405,7 @@ class PrefixStore:
                 tokens=sum(len(node.tokens) for node in nodes) + compressed,
                 compressed_entries=len(texts),
                 compressed_tokens=compressed,
-                locked=sum(node.locks > 0 for node in nodes),
+                locked=sum(node.locked for node in nodes),
                 hits=self._hits,
                 misses=self._misses,
                 hit_tokens=self._hit_tokens,
@@ -448,8 +448,7 @@ class PrefixStore:
     def prefixes(self, identity: str) -> Iterator[Tensor]:
         """The tokens of every entry."""
         with self._entries.lock:
-            leaves = list(self._entries.tree(identity).leaves())
-        return (torch.cat([node.tokens for node in leaf.path()]) for leaf in leaves)
+            return iter([*self._entries.tree(identity).sequences()])
 
     def known(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None

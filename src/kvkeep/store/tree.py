@@ -1,12 +1,17 @@
-"""RadixTree: token sequences with what was computed for them; a shared prefix is stored once."""
+"""RadixTree: token sequences with what was computed for them; a shared prefix is stored once.
+
+An interrupt at any point leaves a tree consistent: a node is complete before it is put into the
+tree, and each change of the tree is one assignment.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import nsmallest
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,17 +38,21 @@ class Content(Protocol):
 Kept = TypeVar("Kept", bound=Content)
 
 
-class Node(Generic[Kept]):
-    """A run of tokens that follows the parent's, up to the point where stored sequences differ."""
+class Lock:
+    """While an object of this class is referenced, the node that made it is not removed."""
 
-    def __init__(self, tokens: Tensor, content: Kept | None, parent: Node[Kept] | None) -> None:
+
+class Node(Generic[Kept]):
+    """A run of tokens that follows the parent's, up to the point where stored sequences differ.
+    The root has no content."""
+
+    def __init__(self, tokens: Tensor, content: Kept | None) -> None:
         self.tokens = tokens
         self.content = content
-        self.parent = parent
         self.children: dict[int, Node[Kept]] = {}
-        self.locks = 0
         self.used = 0
         self.priority = 0
+        self._lock: ref[Lock] | None = None
 
     @property
     def kept(self) -> Kept:
@@ -51,19 +60,36 @@ class Node(Generic[Kept]):
         assert self.content is not None
         return self.content
 
-    def path(self) -> list[Node[Kept]]:
-        """The nodes from the root's child down to this one."""
-        found, node = list[Node[Kept]](), self
-        while node.parent is not None:
-            found.append(node)
-            node = node.parent
-        return found[::-1]
+    @property
+    def locked(self) -> bool:
+        """Whether a lock of this node is still referenced."""
+        return self._lock is not None and self._lock() is not None
+
+    def lock(self) -> Lock:
+        """Lock the node until the returned object is no longer referenced."""
+        lock = None if self._lock is None else self._lock()
+        if lock is None:
+            lock = Lock()
+            self._lock = ref(lock)
+        return lock
+
+    def split(self, tokens: int) -> Node[Kept]:
+        """Two nodes that hold the same as this one: the first `tokens` tokens, and as the child
+        of these the rest, with this node's children and locks. Returns the first."""
+        above = Node(self.tokens[:tokens].clone(), self.kept.part(0, tokens))
+        below = Node(self.tokens[tokens:].clone(), self.kept.part(tokens, len(self.tokens)))
+        below.children, below._lock = self.children, self._lock
+        above.children[int(below.tokens[0])] = below
+        for node in (above, below):
+            node.used, node.priority = self.used, self.priority
+        return above
 
 
 class Match(NamedTuple, Generic[Kept]):
-    """The longest stored prefix: its last node, and its length in tokens."""
+    """The longest stored prefix: its nodes, from the root's child down, and its length in tokens.
+    It may end inside the last node."""
 
-    node: Node[Kept]
+    path: list[Node[Kept]]
     length: int
 
 
@@ -89,66 +115,75 @@ class RadixTree(Generic[Kept]):
     """
 
     def __init__(self, clock: Iterator[int] | None = None) -> None:
-        self.root: Node[Kept] = Node(torch.empty(0, dtype=torch.int64), None, None)
+        self.root: Node[Kept] = Node(torch.empty(0, dtype=torch.int64), None)
         self._clock = clock or count(1)
 
     def match(self, tokens: Tensor) -> Match[Kept]:
         """The longest stored prefix of `tokens`; its nodes are marked as used."""
         found = self._walk(tokens)
         now = next(self._clock)
-        for node in found.node.path():
+        for node in found.path:
             node.used = now
         return found
 
     def insert(
         self, tokens: Tensor, content_of: Callable[[int, int], Kept], priority: int = 0
-    ) -> Node[Kept]:
+    ) -> list[Node[Kept]]:
         """Store `tokens`; `content_of(start, stop)` is called for those that are new.
 
         Returns:
-            The node that holds the last token.
+            The nodes that hold the tokens, from the root's child down.
         """
-        node, length = self.match(tokens)
-        inside = length - sum(len(above.tokens) for above in node.path()[:-1])
-        if node.parent is not None and inside < len(node.tokens):
-            node = self._split(node, inside)
+        path, length = self.match(tokens)
+        beyond = sum(len(node.tokens) for node in path) - length
+        if beyond:
+            parent = path[-2] if len(path) > 1 else self.root
+            path[-1] = path[-1].split(len(path[-1].tokens) - beyond)
+            parent.children[int(path[-1].tokens[0])] = path[-1]
+        for node in path:
+            node.priority = max(node.priority, priority)
         if length < len(tokens):
-            content = content_of(length, len(tokens))
-            child = Node(tokens[length:].clone(), content, node)
-            child.used = node.used or next(self._clock)
-            node.children[int(tokens[length])] = child
-            node = child
-        for above in node.path():
-            above.priority = max(above.priority, priority)
-        return node
+            child = Node(tokens[length:].clone(), content_of(length, len(tokens)))
+            child.used = path[-1].used if path else next(self._clock)
+            child.priority = priority
+            parent = path[-1] if path else self.root
+            parent.children[int(tokens[length])] = child
+            path.append(child)
+        return path
 
-    def leaves(self) -> Iterator[Node[Kept]]:
-        """Nodes without children."""
-        return (node for node in self.nodes() if not node.children)
+    def leaves(self) -> Iterator[tuple[Node[Kept], Node[Kept]]]:
+        """Nodes without children, each with its parent before it."""
+        return ((parent, node) for parent, node in self._edges() if not node.children)
 
     def nodes(self) -> Iterator[Node[Kept]]:
         """All nodes but the root, parents first."""
-        waiting = list(self.root.children.values())
+        return (node for _, node in self._edges())
+
+    def sequences(self) -> Iterator[Tensor]:
+        """The stored sequences that are no prefix of another one."""
+        waiting = [(node, [node.tokens]) for node in self.root.children.values()]
         while waiting:
-            node = waiting.pop()
-            waiting += node.children.values()
-            yield node
+            node, parts = waiting.pop()
+            waiting += [(child, [*parts, child.tokens]) for child in node.children.values()]
+            if not node.children:
+                yield torch.cat(parts)
 
     def outline(self, tokens: Tensor, most: int) -> list[Branch[Kept]]:
         """The root and at most `most` other nodes, parents first: those of the longest stored
         prefix of `tokens`, then those nearest to the root; of siblings those used last, among
         the last 4096 to come."""
         match = self._walk(tokens)
-        path = match.node.path()[:most]
+        path = match.path[:most]
         shared = {id(node): len(node.tokens) for node in path}
-        if path and path[-1] is match.node:
-            shared[id(match.node)] -= sum(shared.values()) - match.length
+        if path and len(path) == len(match.path):
+            shared[id(path[-1])] -= sum(shared.values()) - match.length
+        following = {id(node): child for node, child in pairwise([self.root, *path])}
         left = most - len(path)
         found: list[Branch[Kept]] = []
         waiting = deque([(self.root, -1)])
         while waiting:
             node, parent = waiting.popleft()
-            own = [child for child in path if child.parent is node]
+            own = [following[id(node)]] if id(node) in following else []
             newest = islice(reversed(node.children.values()), _LOOKED_AT if left else 0)
             others = (child for child in newest if id(child) not in shared)
             some = nsmallest(left, others, key=lambda child: -child.used)
@@ -158,54 +193,46 @@ class RadixTree(Generic[Kept]):
             found.append(Branch(node, parent, shared.get(id(node), 0), missing))
         return found
 
-    def remove(self, leaf: Node[Kept]) -> int:
+    def remove(self, parent: Node[Kept], leaf: Node[Kept]) -> int:
         """Remove a leaf; returns the bytes that this frees.
 
         Raises:
             StateError: it is locked, or has children.
         """
-        if leaf.children or leaf.locks or leaf.parent is None:
+        if leaf.children or leaf.locked:
             raise StateError("only a leaf that is not locked can be removed")
-        del leaf.parent.children[int(leaf.tokens[0])]
-        leaf.parent = None
+        del parent.children[int(leaf.tokens[0])]
         return leaf.kept.nbytes
 
     def check(self) -> None:
         """Raise StateError if the tree is inconsistent."""
-        for node in self.nodes():
-            parent = node.parent
-            if parent is None or parent.children.get(int(node.tokens[0])) is not node:
+        for parent, node in self._edges():
+            if not len(node.tokens) or len(node.kept) != len(node.tokens):
+                raise StateError(f"{len(node.tokens)} tokens with content of {len(node.kept)}")
+            if parent.children.get(int(node.tokens[0])) is not node:
                 raise StateError(f"tokens {node.tokens[:4].tolist()}... are not under their parent")
-            if not len(node.tokens) or len(node.kept) != len(node.tokens) or node.locks < 0:
-                raise StateError(
-                    f"{len(node.tokens)} tokens with content of {len(node.kept)}, "
-                    f"locked {node.locks} times"
-                )
+
+    def _edges(self) -> Iterator[tuple[Node[Kept], Node[Kept]]]:
+        """All nodes but the root, each with its parent before it; parents come first."""
+        waiting = [(self.root, node) for node in self.root.children.values()]
+        while waiting:
+            edge = waiting.pop()
+            waiting += [(edge[1], node) for node in edge[1].children.values()]
+            yield edge
 
     def _walk(self, tokens: Tensor) -> Match[Kept]:
-        node, length = self.root, 0
+        path, node, length = list[Node[Kept]](), self.root, 0
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
             if child is None:
                 break
+            path.append(child)
             node = child
             same = common(node.tokens, tokens[length:])
             length += same
             if same < len(node.tokens):
                 break
-        return Match(node, length)
-
-    def _split(self, node: Node[Kept], tokens: int) -> Node[Kept]:
-        """Move the first `tokens` tokens of a node into a new parent node. Locks stay with the
-        node."""
-        above = Node(node.tokens[:tokens].clone(), node.kept.part(0, tokens), node.parent)
-        assert node.parent is not None
-        node.parent.children[int(above.tokens[0])] = above
-        node.content = node.kept.part(tokens, len(node.tokens))
-        node.tokens, node.parent = node.tokens[tokens:].clone(), above
-        above.children[int(node.tokens[0])] = node
-        above.used, above.priority = node.used, node.priority
-        return above
+        return Match(path, length)
 
 
 def common(a: Tensor, b: Tensor) -> int:
