@@ -23,6 +23,7 @@ class Hit:
 
     Attributes:
         length: tokens of the prefix; 0 if nothing was found.
+        stretches: what is stored for them, in order.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Hit:
         self.length, self._state = _usable(match, geometry)
         self._geometry, self._release = geometry, release
         self._node: Node[Stretch] | None = match.node
-        self._stretches = _stretches(match, self.length)
+        self.stretches = _stretches(match, self.length)
 
     def fits(self, cache: Cache) -> bool:
         """Whether the layers of a cache can hold it: their slots have the same planes."""
@@ -70,7 +71,7 @@ class Hit:
         for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             history = History()
             history.columns, history.geometry = self.length, own
-            layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self._stretches])
+            layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self.stretches])
         if cache.recurrent is not None:
             specs = geometry.states
             state = {name: x.to(specs[name].device) for name, x in self._state.items()}
