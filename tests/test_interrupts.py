@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from support.interruption import Interruption
 
-import kvkeep
 from kvkeep.cache import Cache
 from kvkeep.errors import RollbackError, StateError
 from kvkeep.spec import CacheSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OWN = str(Path(kvkeep.__file__).parent)
 SPECS = [
     "keep_all",
     "keep_all+int8@fixed:40",
@@ -31,32 +27,6 @@ SPECS = [
     "knorm:40,step=5",  # nothing is evicted, so it is taken back
 ]
 SCHEDULES = {"token": [12, 1], "growth": [12, 13], "chunk": [12, 6], "first": [12]}
-
-
-class Interruption:
-    """Raises KeyboardInterrupt at one of the lines of kvkeep that run meanwhile."""
-
-    def __init__(self, at: int) -> None:
-        self.left, self.met = at, False
-
-    def __call__(self, frame, event, _):
-        if not frame.f_code.co_filename.startswith(OWN):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left < 0 and not self.met:
-                self.met = True
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self):
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *error):
-        sys.settrace(None)
-        return error[0] is KeyboardInterrupt
 
 
 def inputs(schedule):
