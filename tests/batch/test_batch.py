@@ -275,6 +275,45 @@ def test_a_failed_step_ends_only_what_cannot_go_back(model, monkeypatch):
     assert [exact.tokens] == alone(model, tokens(20), Settings(6))
 
 
+@pytest.mark.parametrize("error", [ValueError("no"), OutOfMemoryError("no memory")])
+def test_a_failed_admission_ends_that_answer_only(model, monkeypatch, error):
+    batch = Batch(model)
+    (first,) = batch.add(tokens(6), Settings(8))
+    batch.step()
+    bad, good = (batch.add(tokens(5, i), Settings(4))[0] for i in (1, 2))
+    new_cache, calls = batch._host.new_cache, itertools.count()
+
+    def fails(spec):
+        if next(calls) == 0:
+            raise error
+        return new_cache(spec)
+
+    monkeypatch.setattr(batch._host, "new_cache", fails)
+    list(batch)
+    (late,) = batch.add(tokens(5, 3), Settings(4))
+    list(batch)
+    if isinstance(error, OutOfMemoryError):  # it waits for the others
+        assert not bad.error
+        assert [bad.tokens] == alone(model, tokens(5, 1), Settings(4))
+    else:
+        assert (bad.reason, bad.error, bad.tokens) == ("error", error, [])
+    for answer, prompt, most in ((first, tokens(6), 8), (good, tokens(5, 2), 4)):
+        assert [answer.tokens] == alone(model, prompt, Settings(most))
+    assert [late.tokens] == alone(model, tokens(5, 3), Settings(4))
+
+
+def test_an_error_of_who_is_told_of_an_end_is_raised_once(model):
+    def fails(answer):
+        raise ValueError("no")
+
+    batch = Batch(model, on_end=fails)
+    (answer,) = batch.add(tokens(5), Settings(1))
+    with pytest.raises(ValueError, match="no"):
+        batch.step()
+    assert list(batch) == [answer]
+    assert batch.step() == []
+
+
 def poisoned(model, token):
     """A model whose forwards fail as tokenizers in Rust do, if a token is among theirs."""
 
@@ -576,7 +615,7 @@ def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, 
     assert (first.tokens, high.tokens) == (expected[0], expected[2][:3])
     if name == "put":
         assert isinstance(low.error, OutOfMemoryError)
-        assert batch._offload.host_bytes == 0
+        assert batch._asides.offload.host_bytes == 0
     else:
         assert low.tokens == expected[1]
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
+from support.held_backend import Held
 from support.live_server import asking, client, pieces, refusal, said, serving, small, until
 from support.tiny_models import tiny
 
@@ -16,6 +17,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import RequestError, read
+from kvkeep.store import PrefixStore
 
 LONG = {"model": "tiny", "max_tokens": 4000, "temperature": 0, "stream": True}
 
@@ -114,6 +116,56 @@ def test_what_no_request_is_at_fault_for_fails_all_and_is_over(endless, tokenize
             list(stream)
         answer = talk.completions.create(prompt="Hello.", model="tiny", max_tokens=2)
         assert answer.usage.completion_tokens == 2
+
+
+def test_a_failed_admission_ends_that_request_only(endless, tokenizer, monkeypatch):
+    short = {"model": "tiny", "temperature": 0, "max_tokens": 6}
+    with serving(endless, tokenizer) as (engine, talk):
+        create = talk.completions.create
+        expected = [create(prompt=prompt, **short).choices[0].text for prompt in ("A", "B")]
+        stream = create(prompt="A", **LONG)
+        given = [next(iter(stream)).choices[0].text]
+        begin = engine.batch._begin
+
+        def fails(answer):
+            if answer.settings.max_new_tokens == 7:
+                raise ValueError("no")
+            begin(answer)
+
+        monkeypatch.setattr(engine.batch, "_begin", fails)
+        error = refusal(lambda: create(prompt="Hello.", **short | {"max_tokens": 7}), 500)
+        assert "its log says why" in error["message"]
+        assert create(prompt="B", **short).choices[0].text == expected[1]
+        given += [next(iter(stream)).choices[0].text for _ in range(20)]
+        assert "".join(given).startswith(expected[0])
+
+
+def test_a_request_waits_for_its_store_alone(endless, tokenizer):
+    short = {"model": "tiny", "temperature": 0, "max_tokens": 6}
+    text, backend = "The keeper counts the ships. " * 9, Held()
+    with serving(endless, tokenizer, store=PrefixStore(backend=backend)) as (engine, talk):
+        expected = talk.completions.create(prompt=text, **short)
+        engine.store.flush()
+    store = PrefixStore(backend=backend)
+    with serving(endless, tokenizer, store=store) as (engine, talk), ThreadPoolExecutor() as pool:
+        create = talk.completions.create
+        stream = create(prompt="A story.", **LONG)
+        next(iter(stream))
+        until(lambda: not backend.asked.clear() and engine.batch.running == 1)
+        backend.reads.clear()
+        backend.writes.clear()
+        waits = pool.submit(create, prompt=text, **short)
+        assert backend.asked.wait(60)
+        for _ in range(20):
+            next(iter(stream))
+        stream.close()
+        until(lambda: not engine.batch.running)  # what was said is learned meanwhile
+        assert engine.waiting == 1
+        backend.let()
+        answer = waits.result()
+        assert answer.choices[0].text == expected.choices[0].text
+        found = answer.usage.prompt_tokens_details.cached_tokens
+        assert found == len(tokenizer(text).input_ids) - 1
 
 
 def test_an_error_in_telling_one_answer_ends_that_request_only(endless, tokenizer, monkeypatch):

@@ -27,6 +27,7 @@ def test_what_one_server_computed_the_other_finds(model, tokenizer, tmp_path):
             _, talk = stack.enter_context(serving(own, tokenizer, store=store))
             create = talk.completions.create
             answers.append(create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=8))
+            store.flush()
         first, second = answers
         assert first.choices[0].text == second.choices[0].text
         found = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]

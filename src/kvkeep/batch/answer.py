@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.batch.stops import Stops
+from kvkeep.batch.text import Text
 from kvkeep.cache import Frozen
-from kvkeep.errors import SpecError
-from kvkeep.host import ModelCache, Sampling, Specs, TextStream, drawn
+from kvkeep.errors import SpecError, StateError
+from kvkeep.host import ModelCache, Sampling, Specs, drawn
 
 if TYPE_CHECKING:
     from kvkeep.batch.reuse import Reuse
@@ -81,6 +82,7 @@ class Prompt:
     Attributes:
         shared_bytes: what its answers hold together: its tokens but the last, if they can share
             these, and the copies of recurrent states for a store.
+        fetched: done when its store has asked its backend; None: that has not begun.
     """
 
     def __init__(
@@ -95,6 +97,12 @@ class Prompt:
         self.queue, self.namespace, self.reuse = queue, namespace, reuse
         self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
         self.frozen: Frozen[ModelCache] | None = None  # all but the last token
+        self.fetched: Future[None] | None = None
+
+    @property
+    def fetching(self) -> bool:
+        """Whether its store is asking its backend."""
+        return self.fetched is not None and not self.fetched.done()
 
     @property
     def awaited(self) -> bool:
@@ -108,8 +116,26 @@ class Prompt:
             self.frozen = None
 
 
+@dataclass
+class _Choice:
+    """What is known of the choice of an answer's next token, should it be interrupted.
+
+    Attributes:
+        index: of the token.
+        random: the state of the random numbers before it.
+        begun: whether logits processors have been called.
+        logits: what they returned, (1, V).
+    """
+
+    index: int
+    random: Tensor | None
+    begun: bool = False
+    logits: Tensor | None = None
+
+
 class Answer:
-    """One answer of a batch.
+    """One answer of a batch. Its tokens, and how many of them were fed and told, are the state from
+    which it goes on after an interrupt; each changes in one statement.
 
     Attributes:
         prompt: the prompt's token ids, int64 (n,).
@@ -125,6 +151,8 @@ class Answer:
         error: what was raised, if the reason is "error". (A panic of a tokenizer written in Rust is
             no Exception.)
         cached: tokens of the prompt that were found in a store.
+        fed: how many of its tokens its cache holds between steps.
+        logits: (V,) of the last token fed, until the step has dealt with them.
     """
 
     def __init__(
@@ -150,9 +178,12 @@ class Answer:
         self.cache: ModelCache | None = None  # None: waiting, put aside or ended
         self.begun = False  # its cache is from the store, if the store has its prompt
         self.aside: Any = None  # what was put aside
+        self.fed = 0
+        self.logits: Tensor | None = None
         self._ends = ends if settings.end_tokens is None else set(settings.end_tokens)
-        self._stream = None if tokenizer is None else TextStream(tokenizer, self._take_text)
-        self._stops, self._new_text = Stops(settings.stop), ""
+        self._text = None if tokenizer is None else Text(tokenizer, settings.stop)
+        self._told = 0  # tokens that were told
+        self._choice = _Choice(-1, None)
         self._random: torch.Generator | None = None
         if settings.sampling.temperature > 0:
             self._random = torch.Generator(device)
@@ -193,6 +224,11 @@ class Answer:
         return self.origin.answers > 1 and self.origin.frozen is None and self.reads_prompt
 
     @property
+    def forks(self) -> bool:
+        """Whether it can begin with what another answer read of the prompt."""
+        return self.origin.frozen is not None and self.reads_prompt
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Sorts answers by priority, then age."""
         return -self.settings.priority, self.order
@@ -216,39 +252,81 @@ class Answer:
             return torch.tensor(self.tokens[fed - prompt :][:count])
         return self.prompt[fed : fed + count] if fed + count <= prompt else self.ids[fed:][:count]
 
-    def choose(self, logits: Tensor) -> tuple[int, str]:
-        """Choose the next token from logits (V,); returns it and the text it completes."""
-        sampling, row = self.settings.sampling, logits[None]
-        if sampling.processors:
-            ids = self.ids[None].to(logits.device)
-            for process in sampling.processors:
-                row = process(ids, row)
-        token = int(drawn(row, sampling, self._random))
+    def hold(self, cache: ModelCache) -> None:
+        """Go on with a cache that holds its first tokens."""
+        self.cache, self.fed, self.begun = cache, cache.fed, True
+
+    def advance(self, logits: Tensor) -> None:
+        """Note that a forward has fed its cache; logits (V,) of the last token fed."""
+        assert self.cache is not None
+        self.fed, self.logits = self.cache.fed, logits
+
+    def choose(self) -> None:
+        """Choose the next token, if that is due. It may be called again after it was interrupted.
+
+        Raises:
+            StateError: its logits processors were interrupted.
+            Exception: of a processor.
+        """
+        logits, at = self.logits, len(self.tokens)
+        if logits is None or self.fed < len(self.prompt) + at:
+            return
+        choice = self._choice
+        if choice.index != at:
+            random = None if self._random is None else self._random.get_state()
+            choice = self._choice = _Choice(at, random)
+        elif self._random is not None and choice.random is not None:
+            self._random.set_state(choice.random)
+        row = self._processed(logits, choice)
+        token = int(drawn(row, self.settings.sampling, self._random))
         self._record(token, logits)
         self.tokens.append(token)
-        if self._stream is not None:
-            self._stream.push([token])
-        if token in self._ends or self._stops.found:
-            self.reason = STOP
-        elif len(self.tokens) == self.settings.max_new_tokens:
-            self.reason = LENGTH
-        if self.reason and self._stream is not None:
-            self._stream.close()
-            self._new_text += self._stops.rest()
-        text, self._new_text = self._new_text, ""
-        self.text += text
-        return token, text
+
+    def _processed(self, logits: Tensor, choice: _Choice) -> Tensor:
+        """Logits (1, V), after the processors."""
+        row, processors = logits[None], self.settings.sampling.processors
+        if choice.logits is not None or not processors:
+            return row if choice.logits is None else choice.logits
+        if choice.begun:
+            raise StateError(
+                "the logits processors of this answer were interrupted, and may remember what they "
+                "were given; add its prompt again"
+            )
+        choice.begun = True
+        ids = self.ids[None].to(logits.device)
+        for process in processors:
+            row = process(ids, row)
+        choice.logits = row
+        return row
+
+    @property
+    def untold(self) -> bool:
+        """Whether its newest token was not told."""
+        return self._told < len(self.tokens)
+
+    def newest(self) -> tuple[int, str, str]:
+        """The newest token, the text that it completes, and why the answer ends with it; empty if
+        it does not. `tell` follows."""
+        token, text, stopped = self.tokens[-1], "", False
+        full = len(self.tokens) == self.settings.max_new_tokens
+        if self._text is not None:
+            text, stopped = self._text.take(self.tokens, last=full or token in self._ends)
+        reason = STOP if stopped or token in self._ends else LENGTH if full else ""
+        return token, text, reason
+
+    def tell(self, text: str, reason: str) -> None:
+        """Note what `newest` found."""
+        told, text = len(self.tokens), self.text + text
+        self.text, self.reason, self._told = text, reason or self.reason, told
 
     def _record(self, token: int, logits: Tensor) -> None:
-        settings = self.settings
+        settings, at = self.settings, len(self.tokens)
         if not settings.logprobs and not settings.top_logprobs:
             return
+        del self.logprobs[at:], self.top_logprobs[at:]  # of a choice that was interrupted
         logprobs = (logits.float() / settings.logprob_temperature).log_softmax(dim=-1)
         if settings.logprobs:
             self.logprobs.append(float(logprobs[token]))
         if settings.top_logprobs:
             values, tokens = logprobs.topk(min(settings.top_logprobs, len(logprobs)))
             self.top_logprobs.append(list(map(Likely, tokens.tolist(), values.tolist())))
-
-    def _take_text(self, text: str) -> None:
-        self._new_text += self._stops.push(text)

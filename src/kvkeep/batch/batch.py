@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from itertools import count
 from threading import RLock
@@ -14,25 +15,19 @@ from torch import Tensor
 
 from kvkeep.arguments import suggests
 from kvkeep.batch.answer import LENGTH, STOP, Answer, Prompt, Settings
+from kvkeep.batch.aside import Asides
+from kvkeep.batch.intake import Intake
 from kvkeep.batch.reuse import Reuse
-from kvkeep.cache import Snapshot
-from kvkeep.errors import (
-    CapacityError,
-    OutOfMemoryError,
-    RollbackError,
-    ShapeError,
-    SpecError,
-    StateError,
-    UnsupportedError,
-)
-from kvkeep.files.offload import Kept, Offload
-from kvkeep.geometry import Geometry
-from kvkeep.host import DEFAULT_SPEC, ModelCache, Piece, Sampling, Specs, host_of
-from kvkeep.host.compress import compresses
+from kvkeep.errors import OutOfMemoryError, RollbackError, SpecError, StateError
+from kvkeep.files.offload import Offload
+from kvkeep.host import DEFAULT_SPEC, Piece, Sampling, Specs, host_of
 from kvkeep.host.keep_until import Marker
 from kvkeep.host.keep_until import keep_until as spec_keeping
-from kvkeep.policy import Share
 from kvkeep.store.prefix import PrefixStore
+
+_ASKED = 4  # prompts whose stores are asked at once
+_PATIENCE_S = 0.05  # how long a step waits for stores, if it has nothing else to do
+_INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
 class NewToken(NamedTuple):
@@ -52,7 +47,8 @@ class Batch:
     model cannot compute several sequences in one forward (`Host.unpackable`), a step has a forward
     for each; if its rotary embedding follows the length of a text, there is one answer at a time.
 
-    Threads may add and cancel answers while one thread calls `step`.
+    Threads may add and cancel answers while one thread calls `step`. An answer whose store has to
+    ask a backend waits for that alone, before it is admitted.
 
     Args:
         model: attached; others are computed one by one.
@@ -68,8 +64,10 @@ class Batch:
             policy evicts depends on them. So a long prompt delays others by one chunk.
         step_tokens: most tokens of a step, but at least one of each answer that is being generated
             and one chunk.
-        offload: where answers are put aside for others of higher priority; None: in host memory.
-        on_end: called in `step` with each answer that ended, before its cache is freed.
+        offload: where answers are put aside for others of higher priority, and nothing else is
+            kept; None: host memory.
+        on_end: called in `step` with each answer that ended, before its cache is freed; again after
+            an interrupt.
 
     Raises:
         SpecError: a number below 1.
@@ -101,13 +99,10 @@ class Batch:
         # Such a model's forwards may leave frequencies behind that the next text needs.
         self.sequences = 1 if self._host.changing_rotary else sequences
         self.max_bytes, self.chunk, self.step_tokens = max_bytes, chunk, step_tokens
-        self._offload, self._on_end = offload, on_end
+        self._asides, self._on_end = Asides(offload), on_end
         # Both are lowered when memory proves to be less.
         self._limit, self._most = max_bytes, self.sequences
-        self._new_cache(spec)  # raises if answers cannot have it
-        self._geometries = self._known_geometries()
-        specs = {} if self._geometries is None else self._host.recurrent_specs()
-        self._state_bytes = sum(spec.nbytes for spec in specs.values())
+        self._intake = Intake(self._host, tokenizer, spec, max_bytes=max_bytes, chunk=chunk)
         self._host_packs = not self._host.unpackable
         self._reuse = Reuse(model, store)
         self._orders, self._turns = count(), count(1)
@@ -115,10 +110,12 @@ class Batch:
         self._served: dict[str, int] = {}
         self._read: dict[str, int] = {}
         self._suspects: set[Answer] = set()  # their forward failed; each is taken alone
-        self._waiting: list[Answer] = []  # for admission
-        self._running: list[Answer] = []  # in the order of admission
-        self._ended: list[Answer] = []  # in the last step
-        self._lock = RLock()  # held while the lists change, not during a forward
+        self._answers: list[Answer] = []  # in the order of arrival; at work are those with a cache
+        # Of the last step: the answers that ended, the new tokens, and whether it is not complete.
+        self._ended: list[Answer] = []
+        self._found: dict[Answer, NewToken] = {}
+        self._begun = _Begun()
+        self._lock = RLock()  # held while the answers change, not during a forward
 
     # -- answers ----------------------------------------------------------------------------
 
@@ -158,33 +155,12 @@ class Batch:
             SpecError: the spec does not fit the model, or cannot keep the prompt up to the marker.
         """
         settings, spec = settings or Settings(), self.spec if spec is None else spec
-        ids = self._ids(prompt)
+        ids = self._intake.ids(prompt)
         if keep_until is not None:
             spec = spec_keeping(spec, ids, keep_until, self._tokenizer)
-        longest = len(ids) + settings.max_new_tokens
-        self._require_context(len(ids), longest, n)
-        cache = self._new_cache(spec)
-        limit = cache.token_limit()
-        if limit is not None and longest - 1 > limit:  # the last token is never fed
-            raise CapacityError(
-                f"a prompt of {len(ids)} tokens and {settings.max_new_tokens} new ones, but the "
-                f"spec's storage holds {limit}; ask for fewer, or use @growing"
-            )
-        shares = n > 1 and not any(layer.policy.evicts for layer in cache.layers)
-        shared = self._bytes_of(cache, len(ids) - 1) if shares else 0
+        self._intake.require_context(len(ids), settings, n)
         origin = Prompt(ids, n, queue, namespace, reuse or self._reuse)
-        # Of the states, one copy after each chunk of the prompt, and one at the end, until the
-        # store has them; those of an answer's end are copied when the prompt's are gone.
-        copies = len(ids) // self.chunk + 1 if origin.reuse.stores(origin) else 0
-        origin.shared_bytes = shared + copies * self._state_bytes
-        own = self._bytes_of(cache, longest) - shared + self._state_bytes
-        most = own + origin.shared_bytes
-        if self.max_bytes is not None and most > self.max_bytes:
-            raise CapacityError(
-                f"an answer of up to {longest} tokens takes {most} bytes, but this batch may hold "
-                f"{self.max_bytes}; ask for fewer tokens, use a spec that keeps less, or raise "
-                "max_bytes"
-            )
+        own = self._intake.promise(origin, settings, spec)
         with self._lock:
             answers = [
                 Answer(
@@ -200,103 +176,73 @@ class Batch:
                 )
                 for index in range(n)
             ]
-            self._waiting += answers
+            self._answers += answers
         return answers
-
-    def _new_cache(self, spec: Specs) -> ModelCache:
-        cache = self._host.new_cache(spec)
-        if compresses(cache):
-            raise UnsupportedError(
-                "kvzip reads a prompt twice, which a batch does not; use another policy, or "
-                "generate() for one prompt"
-            )
-        return cache
-
-    def _known_geometries(self) -> list[Geometry] | None:
-        try:
-            return self._host.geometries()
-        except UnsupportedError as error:
-            if self.max_bytes is None:
-                return None
-            raise UnsupportedError(
-                f"max_bytes is {self.max_bytes}, but it is not known what answers of "
-                f"{self._host.name} take: {error}; leave it out, and limit sequences"
-            ) from error
-
-    def _bytes_of(self, cache: ModelCache, tokens: int) -> int:
-        """The most bytes that a cache takes until that many tokens have been fed."""
-        if self._geometries is None:
-            return 0
-        if any(layer.policy.share is not None for layer in cache.layers):
-            tokens = Share.fullest(tokens)
-        return cache.bytes_of(self._geometries, tokens)
-
-    def _ids(self, prompt: str | Tensor | Sequence[int]) -> Tensor:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ShapeError("a prompt of text, but the batch has no tokenizer; give token ids")
-            prompt = self._tokenizer(prompt)["input_ids"]
-        ids = torch.as_tensor(prompt).flatten().cpu()
-        if not len(ids) or ids.is_floating_point():
-            raise ShapeError(f"a prompt of {len(ids)} tokens of {ids.dtype}; give at least one id")
-        known = self._host.embeddings
-        if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
-            raise ShapeError(
-                f"a prompt has token ids from {int(ids.min())} to {int(ids.max())}; the model's "
-                f"vocabulary has 0 to {known - 1}"
-            )
-        return ids.to(torch.int64)
-
-    def _require_context(self, prompt: int, longest: int, n: int) -> None:
-        if n < 1:
-            raise ShapeError(f"n is {n}; ask for at least 1 answer")
-        context = self._host.context
-        if context is not None and longest > context:
-            raise ShapeError(
-                f"a prompt of {prompt} tokens and {longest - prompt} new ones exceed the model's "
-                f"context of {context}; shorten the prompt, or lower max_new_tokens"
-            )
 
     @property
     def running(self) -> int:
         """Answers at work."""
-        return len(self._running)
+        return len(self._at_work())
 
     @property
     def waiting(self) -> int:
-        """Answers that wait for room, those put aside among them."""
-        return len(self._waiting)
+        """Answers that wait for room or for a store, those put aside among them."""
+        with self._lock:
+            return sum(answer.cache is None for answer in self._answers)
 
     @property
     def promised_bytes(self) -> int:
         """Bytes of slots that the answers at work may come to hold."""
-        return self._promised(self._running)
+        return self._promised(self._at_work())
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use; those that answers share count once for each."""
         with self._lock:
-            return sum(answer.cache.live_bytes for answer in self._running if answer.cache)
+            return sum(answer.cache.live_bytes for answer in self._answers if answer.cache)
 
     def __iter__(self) -> Iterator[Answer]:
         """Take steps until all answers ended, and yield each when it has."""
-        while self._waiting or self._running:
-            self.step()
-            yield from self._ended
+        while self._answers or self._begun or self._ended:
+            if self._begun or not self._ended:
+                self.step()
+            while self._ended:
+                yield self._ended.pop(0)
+
+    def flush(self) -> None:
+        """Wait until the store's backend has what was stored: steps do not wait for it."""
+        self._reuse.flush()
 
     # -- a step -----------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self) -> list[NewToken]:
         """Admit answers and take one step; [] if no prompt was completed and no token is due.
 
         If the forward of several answers fails, each is taken alone, and one that fails again ends
         with that error. For want of memory, the youngest is put aside instead.
+
+        After an interrupt (KeyboardInterrupt), call it again: each answer's part of the interrupted
+        step is completed or undone, and the next step returns what the interrupted one had found.
+        If an answer's part cannot be undone, because its cache has evicted tokens, that answer ends
+        with a StateError.
         """
-        self._ended, found = [], []
+        interrupted = bool(self._begun)
+        if not interrupted:
+            self._ended, self._found = [], {}
+        with self._begun:
+            with torch.inference_mode():
+                if interrupted:
+                    self._mend()
+                self._advance()
+            return list(self._found.values())
+
+    def _advance(self) -> None:
         while True:
             with self._lock:
+                self._finish()  # a step that was interrupted
                 self._leave()
+                if self._found:
+                    return
                 self._admit()
                 groups = self._groups(self._planned())
             failed = False
@@ -304,22 +250,56 @@ class Batch:
                 if any(answer.ended for answer, _ in group):  # cancelled since it was planned
                     failed = True
                     continue
-                before = [answer.cache.fed if answer.cache else 0 for answer, _ in group]
                 try:
                     logits = self._forward(group)
-                except (KeyboardInterrupt, SystemExit):
+                except _INTERRUPTS:
                     raise
                 except BaseException as error:
                     failed = True
                     with self._lock:
-                        self._recover(group, before, error)
+                        self._recover(group, error)
                     if isinstance(error, OutOfMemoryError):
                         break  # others may have been put aside
                 else:
                     with self._lock:
-                        found += self._take(group, logits)
-            if found or not failed:
-                return found
+                        for (answer, _), row in zip(group, logits, strict=True):
+                            answer.advance(row)
+                        self._finish()
+                        self._leave()
+            if not groups:
+                self._await_stores()
+            if self._found or not failed:
+                return
+
+    def _mend(self) -> None:
+        """Undo what an interrupted step has begun and not completed. It may be interrupted too."""
+        with self._lock:
+            for answer in self._at_work():
+                if not answer.ended:
+                    self._undo(
+                        answer,
+                        StateError(
+                            "a step of the batch was interrupted after it had changed this "
+                            "answer's cache in a way that cannot be undone, such as an eviction; "
+                            "add its prompt again"
+                        ),
+                    )
+            self._asides.retain(answer.aside for answer in self._answers if answer.aside)
+
+    def _undo(self, answer: Answer, error: BaseException) -> bool:
+        """Return an answer's cache to what it held before the step; returns whether that was
+        possible. Otherwise the answer ends with the error."""
+        assert answer.cache is not None
+        try:
+            answer.cache.rewind(answer.fed)
+        except (RollbackError, StateError):
+            answer.fail(error)
+            return False
+        return True
+
+    def _at_work(self) -> list[Answer]:
+        with self._lock:
+            return [answer for answer in self._answers if answer.cache is not None]
 
     def _groups(self, planned: Sequence[_Planned]) -> list[list[_Planned]]:
         """Divide a step into forwards: one of all that can be packed, and one each of the rest."""
@@ -334,8 +314,7 @@ class Batch:
         return [together, *groups] if together else groups
 
     def _forward(self, group: Sequence[_Planned]) -> Tensor:
-        """Feed each answer its next tokens; returns logits (answers, V). If it fails, the caches
-        return to what they held, unless they evicted tokens."""
+        """Feed each answer its next tokens; returns logits (answers, V)."""
         pieces = [
             Piece(answer.next_ids(tokens), answer.cache)
             for answer, tokens in group
@@ -344,53 +323,66 @@ class Batch:
         ids, cache = pieces[0]
         if self._host_packs and cache.activation is None:
             return self._host.forward_packed(pieces)
-        before = cache.fed
-        try:
-            logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
-        except BaseException:
-            with suppress(RollbackError, StateError):
-                cache.rewind(before)
-            raise
+        logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
         answer = group[0].answer
         if cache.fed % self.chunk == 0 and cache.fed < len(answer.prompt):
             answer.origin.reuse.mark(answer)
         return logits
 
-    def _recover(
-        self, group: Sequence[_Planned], before: Sequence[int], error: BaseException
-    ) -> None:
+    def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
         """After a forward failed: end what cannot go back or failed alone, put an answer aside for
-        want of memory, or suspect each. `before` is what each cache had been fed."""
-        stuck = False
-        for (answer, _), fed in zip(group, before, strict=True):
-            cache = answer.cache
-            if cache is not None and {layer.fed for layer in cache.layers} != {fed}:
-                answer.fail(error)  # it evicted tokens, so it cannot go back
-                stuck = True
-        left = [answer for answer in self._running if not answer.ended]
-        if isinstance(error, OutOfMemoryError) and len(self._running) > 1:
-            if left and not stuck:
+        want of memory, or suspect each."""
+        undone = [self._undo(answer, error) for answer, _ in group if answer.cache is not None]
+        running = self._at_work()
+        left = [answer for answer in running if not answer.ended]
+        if isinstance(error, OutOfMemoryError) and len(running) > 1:
+            if left and all(undone):
                 self._put_aside(max(left, key=lambda answer: answer.rank))
-            going = [answer for answer in self._running if not answer.ended]
+            going = [answer for answer in self._at_work() if not answer.ended]
             self._limit, self._most = self._promised(going), max(1, len(going))
         elif len(group) == 1:
             group[0].answer.fail(error)
         else:
             self._suspects |= {answer for answer, _ in group}
 
+    def _finish(self) -> None:
+        """Choose the next tokens of the answers that were just fed all of theirs."""
+        for answer in [answer for answer in self._answers if answer.logits is not None]:
+            self._suspects.discard(answer)
+            if not answer.ended:
+                self._try(answer, self._take)
+            answer.logits = None
+
+    def _take(self, answer: Answer) -> None:
+        if not answer.tokens and not answer.reads_prompt and answer.origin.frozen is None:
+            answer.origin.reuse.keep(answer)  # now: others find it while this one goes on
+        answer.choose()
+        if answer.untold:
+            token, text, reason = answer.newest()
+            self._found[answer] = NewToken(answer, token, text)
+            answer.tell(text, reason)
+
     def _leave(self) -> None:
         """Free what ended, or was cancelled."""
-        for answer in [x for x in (*self._running, *self._waiting) if x.ended]:
-            (self._running if answer in self._running else self._waiting).remove(answer)
-            self._ended.append(answer)
+        for answer in [x for x in self._answers if x.ended]:
             self._suspects.discard(answer)
             self._drop_aside(answer)
             answer.origin.filled(answer.index)
-            if answer.reason in (STOP, LENGTH):
-                answer.origin.reuse.keep(answer)
+            if answer not in self._ended:
+                if answer.reason in (STOP, LENGTH):
+                    answer.origin.reuse.keep(answer)
+                self._tell_end(answer)
+                self._ended.append(answer)
+            answer.cache = None
+            self._answers.remove(answer)
+
+    def _tell_end(self, answer: Answer) -> None:
+        try:
             if self._on_end is not None:
                 self._on_end(answer)
-            answer.cache = None
+        except Exception:
+            self._ended.append(answer)  # once is enough
+            raise
 
     def _promised(self, answers: Sequence[Answer]) -> int:
         prompts = {id(answer.origin): answer.origin for answer in answers}
@@ -407,35 +399,49 @@ class Batch:
     def _admit(self) -> None:
         """Admit answers as long as what all promise fits: those of the highest priority first, of
         each queue in turn. For an answer of higher priority, the youngest of the lowest priority is
-        put aside."""
-        if not self._running:
+        put aside. An answer that waits for its store takes nobody's place."""
+        waiting = [x for x in self._answers if x.cache is None and not x.ended]
+        fetching = {x.origin for x in waiting if x.origin.fetching}
+        if not self._at_work():
             self._limit, self._most = self.max_bytes, self.sequences
-        while self._waiting:
-            first = min(self._waiting, key=self._turn_of)
-            stay = list(self._running)
+        while waiting:
+            first = min(waiting, key=self._turn_of)
+            running = self._at_work()
+            stay = list(running)
             while not self._fits([*stay, first]):
                 youngest = max(stay, key=lambda answer: answer.rank, default=None)
                 if youngest is None or youngest.settings.priority >= first.settings.priority:
                     return
                 stay.remove(youngest)
-            for answer in [x for x in self._running if x not in stay]:
+            waiting.remove(first)
+            if not first.begun:
+                origin = first.origin
+                if not origin.reuse.ready(first, ask=len(fetching) < _ASKED):
+                    fetching |= {origin} if origin.fetching else set()
+                    continue
+            for answer in [x for x in running if x not in stay]:
                 self._put_aside(answer)
-            self._served[first.origin.queue] = next(self._turns)
-            self._waiting.remove(first)
-            self._running.append(first)
+                waiting += [] if answer.ended else [answer]
             try:
                 self._begin(first)
-            except Exception as error:
-                first.cache = None
-                alone = len(self._running) == 1
-                if alone or not isinstance(error, OutOfMemoryError):
+            except _INTERRUPTS:
+                raise
+            except BaseException as error:
+                others = self._at_work()
+                if not others or not isinstance(error, OutOfMemoryError):
                     first.fail(error)
-                else:  # what it holds stays aside
-                    self._running.remove(first)
-                    self._waiting.append(first)
-                    self._limit = self._promised(self._running)
-                    self._most = len(self._running)
+                    continue
+                # What it holds stays aside.
+                self._limit, self._most = self._promised(others), len(others)
                 return
+            self._served[first.origin.queue] = next(self._turns)
+
+    def _await_stores(self) -> None:
+        """Where nothing can be computed, wait a little for the stores that are being asked."""
+        with self._lock:
+            asked = {answer.origin.fetched for answer in self._answers if answer.origin.fetching}
+        if asked:
+            wait(filter(None, asked), _PATIENCE_S, FIRST_COMPLETED)
 
     def _turn_of(self, answer: Answer) -> tuple[int, int, int]:
         """Sorts waiting answers: by priority, then the queue that was served longest ago."""
@@ -443,104 +449,87 @@ class Batch:
         return -answer.settings.priority, served, answer.order
 
     def _begin(self, answer: Answer) -> None:
-        answer.cache = cache = self._host.new_cache(answer.spec)
-        if answer.aside is not None:
-            aside, cache.activation = answer.aside
-            assert self._offload is not None
-            get = self._offload.get
-            layers = [state._replace(parts=_each(state.parts, get)) for state in aside.layers]
-            carried = aside.recurrent and {name: get(x) for name, x in aside.recurrent.items()}
-            cache.restore(aside._replace(layers=layers, recurrent=carried))
-            self._drop_aside(answer)
+        cache, aside = self._host.new_cache(answer.spec), answer.aside
+        if aside is not None:
+            self._asides.fill(cache, aside)
+        answer.cache, answer.aside = cache, None
+        self._asides.drop(aside)
 
     def _put_aside(self, answer: Answer) -> None:
         """Copy what an answer holds to host memory or a file, and let it wait. If there is no room
         for it, the answer ends with that error."""
         cache = answer.cache
         assert cache is not None
-        if self._offload is None:
-            self._offload = Offload()
-        if cache.fed:
-            put: list[Kept] = []
-
-            def keep(plane: Tensor) -> Kept:
-                assert self._offload is not None
-                put.append(self._offload.put(plane))
-                return put[-1]
-
-            try:
-                states = [
-                    state._replace(parts=_each(state.parts, keep))
-                    for state in cache.states("put aside")
-                ]
-                own = None if cache.recurrent is None else cache.recurrent.tensors()
-                carried: Any = own and {name: keep(x) for name, x in own.items()}
-            except Exception as error:
-                for one in put:
-                    self._offload.drop(one)
-                answer.fail(error)
-                self._leave()
-                return
-            kinds = [layer.kind for layer in cache.layers]
-            answer.aside = Snapshot(kinds, states, cache.routed, carried), cache.activation
+        if not cache.fed:
+            answer.begun, answer.cache = False, None
+            return
+        try:
+            aside = self._asides.put(cache)
+        except Exception as error:
+            answer.fail(error)
+            self._leave()
         else:
-            answer.begun = False
-        answer.cache = None
-        self._running.remove(answer)
-        self._waiting.append(answer)
+            answer.aside, answer.cache = aside, None
 
     def _drop_aside(self, answer: Answer) -> None:
-        if answer.aside is not None and self._offload is not None:
-            for state in answer.aside[0].layers:
-                _each(state.parts, self._offload.drop)
-            for kept in (answer.aside[0].recurrent or {}).values():
-                self._offload.drop(kept)
-            answer.aside = None
+        aside, answer.aside = answer.aside, None
+        self._asides.drop(aside)
 
     def _planned(self) -> list[_Planned]:
         """The answers of the next step, and how many tokens each is fed."""
-        ready = [answer for answer in self._running if answer.begun and answer.unfed == 1]
+        running = [x for x in self._at_work() if self._try(x, self._share)]
+        ready = [answer for answer in running if answer.begun and answer.unfed == 1]
         planned = [_Planned(answer, 1) for answer in ready]
         generating, tokens = len(planned), len(planned)
-        reading: set[int] = set()  # prompts that one answer reads for all
-        for answer in self._in_turn([x for x in self._running if x not in ready]):
+        reading: set[Prompt] = set()  # that one answer reads for all
+        for answer in self._in_turn([x for x in running if x not in ready]):
             origin = answer.origin
-            if origin.frozen is not None and answer.reads_prompt:
-                try:
-                    answer.cache, answer.begun = origin.frozen.fork(), True
-                except Exception as error:
-                    answer.fail(error)
+            if answer.forks:
+                if not self._try(answer, self._fork):
                     continue
-                origin.filled(answer.index)
-            elif id(origin) in reading:
+            elif origin in reading:
                 continue
             # The store is asked as late as possible: what others read may be there by then.
             if tokens + self._chunk_of(answer) > self.step_tokens and len(planned) > generating:
                 continue
-            if not answer.begun:
-                try:
-                    answer.cache, answer.begun = origin.reuse.begin(answer), True
-                except Exception as error:
-                    answer.fail(error)
-                    continue
-                self._share(answer)
+            if not answer.begun and not self._try(answer, self._begin_text):
+                continue
             if answer.reads_for_all:
-                reading.add(id(origin))
+                reading.add(origin)
             some = self._chunk_of(answer)
             self._read[origin.queue] = next(self._turns)
             planned.append(_Planned(answer, some))
             tokens += some
         return planned
 
+    def _fork(self, answer: Answer) -> None:
+        assert answer.origin.frozen is not None
+        answer.hold(answer.origin.frozen.fork())
+        answer.origin.filled(answer.index)
+
+    def _begin_text(self, answer: Answer) -> None:
+        answer.hold(answer.origin.reuse.begin(answer))
+        self._share(answer)
+
     def _share(self, answer: Answer) -> None:
         """Freeze what an answer read for all of its prompt's, once it is complete."""
         cache, origin = answer.cache, answer.origin
         assert cache is not None
-        if origin.frozen is None and 0 < cache.fed == len(origin.ids) - 1:
+        if not answer.reads_prompt:
             origin.filled(answer.index)
-            if origin.awaited:
-                with suppress(OutOfMemoryError):  # each answer then reads the prompt itself
-                    origin.frozen = cache.freeze()
+        if origin.awaited and origin.frozen is None and 0 < cache.fed == len(origin.ids) - 1:
+            with suppress(OutOfMemoryError):  # each answer then reads the prompt itself
+                origin.frozen = cache.freeze()
+
+    def _try(self, answer: Answer, change: Callable[[Answer], None]) -> bool:
+        """Change an answer; returns whether it goes on. An error ends it, and no other."""
+        try:
+            change(answer)
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:
+            answer.fail(error)
+        return not answer.ended
 
     def _in_turn(self, answers: Sequence[Answer]) -> list[Answer]:
         """Answers by priority, then the first of each queue, the second of each, and so on; of
@@ -563,25 +552,6 @@ class Batch:
             borders.append(cache.activation.start - cache.fed)  # the adapter's forwards are its own
         return min(borders)
 
-    def _take(self, group: Sequence[_Planned], logits: Tensor) -> list[NewToken]:
-        """Choose the next tokens of the answers that were fed all of theirs."""
-        found = []
-        for (answer, _), row in zip(group, logits, strict=True):
-            origin = answer.origin
-            self._suspects.discard(answer)
-            if not answer.tokens and not answer.reads_prompt and origin.frozen is None:
-                origin.reuse.keep(answer)  # now: others find it while this one goes on
-            self._share(answer)
-            if answer.unfed == 0 and not answer.ended:
-                try:
-                    found.append(NewToken(answer, *answer.choose(row)))
-                except (KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # a processor's or the tokenizer's
-                    answer.fail(error)
-        self._leave()
-        return found
-
 
 class _Planned(NamedTuple):
     """An answer, and how many of its tokens a step feeds."""
@@ -590,6 +560,19 @@ class _Planned(NamedTuple):
     tokens: int
 
 
-def _each(parts: Any, change: Callable[[Any], Any]) -> Any:
-    """Change every plane of a layer's state."""
-    return {part: {name: change(planes[name]) for name in planes} for part, planes in parts.items()}
+class _Begun:
+    """Whether a step has begun that did not return: its context, which ends only without an
+    error."""
+
+    def __init__(self) -> None:
+        self._is = False
+
+    def __bool__(self) -> bool:
+        return self._is
+
+    def __enter__(self) -> None:
+        self._is = True
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None:
+            self._is = False

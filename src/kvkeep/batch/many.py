@@ -56,4 +56,5 @@ def generate_many(
     for answer in ended:
         if answer.error is not None:
             raise answer.error
+    batch.flush()
     return answers

@@ -29,9 +29,27 @@ class Reuse:
         """Whether a prompt is to be stored."""
         return self._store is not None and origin.namespace is not None
 
+    def ready(self, answer: Answer, *, ask: bool) -> bool:
+        """Whether `begin` need not wait for the store's backend. Otherwise a thread of the store
+        asks it meanwhile, from now on if it may `ask`."""
+        origin = answer.origin
+        if self._store is None or origin.namespace is None:
+            return True
+        if origin.fetched is None and ask:
+            try:
+                origin.fetched = self._store.fetch(self._model, **self._asked(answer))
+            except Exception as error:
+                self._give_up(answer, error)
+                return True
+        return origin.fetched is not None and origin.fetched.done()
+
+    def _asked(self, answer: Answer) -> dict[str, Any]:
+        ids, namespace = answer.prompt, answer.origin.namespace
+        return {"tokens": ids[:-1], "prompt": ids, "spec": answer.spec, "namespace": namespace}
+
     def begin(self, answer: Answer) -> ModelCache:
         """A cache for an answer, which holds the beginning of its prompt if that is stored. Sets
-        `answer.cached`.
+        `answer.cached`. It waits for no backend, see `ready`.
 
         Raises:
             UnsupportedError: other adapters are active beside an activated one.
@@ -39,13 +57,10 @@ class Reuse:
         ids, origin = answer.prompt, answer.origin
         if self._store is not None and origin.namespace is not None:
             try:
-                cache, answer.cached = self._store.find(
-                    self._model,
-                    ids[:-1],
-                    prompt=ids,
-                    spec=answer.spec,
-                    namespace=origin.namespace,
-                )
+                if origin.fetched is not None:
+                    origin.fetched.result()
+                found = self._store.find(self._model, **self._asked(answer), fetch=False)
+                cache, answer.cached = found
                 return cache
             except Exception as error:
                 self._give_up(answer, error)
@@ -59,17 +74,23 @@ class Reuse:
             answer.cache.mark()
 
     def keep(self, answer: Answer) -> None:
-        """Store what an answer's cache was fed."""
+        """Store what an answer's cache was fed. A thread of the store writes it to the backend."""
         namespace, cache = answer.origin.namespace, answer.cache
         if self._store is None or namespace is None or cache is None or cache.fed <= answer.cached:
             return
         try:
-            self._store.learn(self._model, answer.ids[: cache.fed], cache, namespace=namespace)
+            ids = answer.ids[: cache.fed]
+            self._store.learn(self._model, ids, cache, namespace=namespace, wait=False)
         except Exception as error:
             self._give_up(answer, error)
         finally:
             if cache.recurrent is not None:
                 cache.recurrent.unmark()
+
+    def flush(self) -> None:
+        """Wait until the store's backend has what was stored."""
+        if self._store is not None:
+            self._store.flush()
 
     def _give_up(self, answer: Answer, error: Exception) -> None:
         answer.origin.namespace = None

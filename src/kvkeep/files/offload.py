@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,10 @@ class Spilled(NamedTuple):
     offset: int
     shape: torch.Size
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class Kept(NamedTuple):
@@ -80,13 +85,25 @@ class Offload:
 
     def drop(self, kept: Kept) -> None:
         """Free the space of a tensor."""
-        place = kept.place
-        count = place.shape.numel() * place.dtype.itemsize
+        place, count = kept.place, kept.place.nbytes
         if isinstance(place, Spilled):
             self._free[count].append(place.offset)
             self.file_bytes -= count
         else:
             self.host_bytes -= count
+
+    def retain(self, kept: Iterable[Kept]) -> None:
+        """Count these as all tensors that are held, after an interrupt of `put` or `drop`."""
+        places = [one.place for one in kept]
+        spilled = sorted((x for x in places if isinstance(x, Spilled)), key=lambda x: x.offset)
+        gaps, end = defaultdict[int, list[int]](list), 0
+        for place in spilled:
+            if place.offset > end:
+                gaps[place.offset - end].append(end)
+            end = place.offset + place.nbytes
+        self._free, self._end = gaps, end
+        self.file_bytes = sum(place.nbytes for place in spilled)
+        self.host_bytes = sum(x.nbytes for x in places if not isinstance(x, Spilled))
 
     def take(self, kept: Kept) -> Tensor:
         """`get` and `drop`."""

@@ -265,9 +265,15 @@ class _CallReuse(Reuse):
         super().__init__(model, call.caching.store)
         self._call = call
 
+    def _joins(self, answer: Answer) -> bool:
+        return self._call.caching.reuse and self._call.blocks_of(answer.prompt) is not None
+
+    def ready(self, answer: Answer, *, ask: bool) -> bool:
+        return self._joins(answer) or super().ready(answer, ask=ask)
+
     def begin(self, answer: Answer) -> ModelCache:
         call = self._call
-        if call.caching.reuse and call.blocks_of(answer.prompt) is not None:
+        if self._joins(answer):
             cache = call.join(self._model)
             answer.cached = 0 if call.report is None else call.report.cached
             return cache

@@ -308,7 +308,8 @@ class Engine:
                 self._new.remove(work)
 
     def close(self) -> None:
-        """End all answers after the current step, and detach the model."""
+        """End all answers after the current step, detach the model, and wait until the store's
+        backend has what was stored."""
         with self._wake:
             first, self._closing = not self._closing, True
             self._wake.notify()
@@ -316,6 +317,8 @@ class Engine:
         self._maker.close()
         if first:
             self._host.detach()
+            if self.store is not None:
+                self.store.flush()
 
     # -- in the engine's thread -------------------------------------------------------------
 

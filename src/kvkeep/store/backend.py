@@ -312,7 +312,8 @@ def require_budget(budget: int | None) -> None:
 
 
 class Backend(ABC):
-    """Storage for blocks. Several processes may share one. A failure of the storage is reported as
+    """Storage for blocks. Several processes may share one, and threads may call it at the same
+    time. A failure of the storage is reported as
     a miss and counted in `failures`; it never raises in the caller.
 
     The methods that are not abstract are implemented with the five that are; a backend whose calls

@@ -23,13 +23,14 @@ class Hit:
 
     Attributes:
         length: tokens of the prefix; 0 if nothing was found.
+        stretches: what is stored for them, in order.
     """
 
     def __init__(self, match: Match[Stretch], geometry: ModelGeometry | None) -> None:
         self.length, self._state = _usable(match, geometry)
         self._geometry = geometry
         self._lock: Lock | None = match.path[-1].lock() if match.path else None
-        self._stretches = _stretches(match, self.length)
+        self.stretches = _stretches(match, self.length)
 
     def fits(self, cache: Cache) -> bool:
         """Whether the layers of a cache can hold it: their slots have the same planes."""
@@ -65,7 +66,7 @@ class Hit:
         for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             history = History()
             history.columns, history.geometry = self.length, own
-            layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self._stretches])
+            layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self.stretches])
         if cache.recurrent is not None:
             specs = geometry.states
             state = {name: x.to(specs[name].device) for name, x in self._state.items()}

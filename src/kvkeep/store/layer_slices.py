@@ -180,6 +180,24 @@ def stretch_of(
     return Stretch(slots, stop - start, marks_between(marks or {}, start, stop))
 
 
+def pieces_of(stretches: Sequence[Stretch], marks: Marks) -> Callable[[int, int], Stretch]:
+    """A function that copies tokens `start` to `stop` of consecutive stretches, and the marks among
+    them."""
+
+    def content_of(start: int, stop: int) -> Stretch:
+        parts, first = list[Stretch](), 0
+        for stretch in stretches:
+            a, b = max(start, first), min(stop, first + len(stretch))
+            if a < b:
+                parts.append(stretch.part(a - first, b - first))
+            first += len(stretch)
+        return Stretch(
+            Stretch.joined(parts).layers, stop - start, marks_between(marks, start, stop)
+        )
+
+    return content_of
+
+
 def marks_of(cache: Cache, row: int = 0) -> Marks:
     """The states of recurrent layers in a row, at the marks of a cache."""
     if cache.recurrent is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,14 +17,15 @@ from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.backend import Backend
-from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
 from kvkeep.store.batches import shared_beginning
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
 from kvkeep.store.compressed import Compressed, CompressedText
 from kvkeep.store.entries import Entries
+from kvkeep.store.exchange import Exchange
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import (
+    Keyed,
     feed,
     flat,
     geometry_of,
@@ -81,8 +83,8 @@ class PrefixStore:
         self._entries = Entries(budget)
         if block < 1:
             raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
-        self.backend = backend
-        self.block = block
+        self.backend, self.block = backend, block
+        self._exchange = Exchange(self._entries, backend, block)
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
         self._refused = 0
 
@@ -109,19 +111,30 @@ class PrefixStore:
                 store; without it the backend is not asked until then.
         """
         tokens = flat(tokens)
-        self._fetch(identity, tokens, geometry)
+        self._exchange.fetch(identity, tokens, geometry)
+        return self._counted(identity, tokens)
+
+    def _counted(self, identity: str, tokens: Tensor) -> Hit:
         hit = self._entries.hit(identity, tokens)
         self._count(hit.length, len(tokens))
         return hit
 
     def insert(
-        self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
+        self,
+        identity: str,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        row: int = 0,
+        priority: int = 0,
+        wait: bool = True,
     ) -> int:
         """Store the slots of a row's first tokens; those that are stored already are not copied.
 
         Args:
             tokens: int64 (n,), the first tokens that were fed to the row, or all of them.
             priority: entries of higher priority are evicted later.
+            wait: for the backend; otherwise a thread of the store writes to it, see `flush`.
 
         Returns:
             How many of the tokens are stored now: fewer than given if the budget is full of
@@ -150,9 +163,12 @@ class PrefixStore:
 
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         kept = self._entries.keep(identity, tokens, content_of, marks, priority)
-        if self.backend is not None:
-            share(self.backend, identity, tokens, self.block, content_of, geometry, marks)
+        self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
         return kept
+
+    def flush(self) -> None:
+        """Wait until the backend has what was stored without waiting for it."""
+        self._exchange.flush()
 
     def prefill(
         self,
@@ -309,32 +325,83 @@ class PrefixStore:
         namespace: str = "",
         capacity: int | None = None,
         whole_text: bool = False,
+        fetch: bool = True,
     ) -> Reading:
         """A cache of the stored prefix of some tokens, which may be empty: `read` without computing
-        the rest. See there for the arguments and errors. A cache with a budget evicts after the
-        next forward."""
+        the rest. See there for the other arguments and errors. A cache with a budget evicts after
+        the next forward.
+
+        Args:
+            fetch: copy what the backend has of it first, if the store lacks it; see `fetch`.
+        """
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
         whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
         if exact != cache.specs:
             known = tokens[: max(0, len(tokens) - observed_again(cache))]
-            text = self.find(model, known, prompt=whole, spec=exact, namespace=namespace)
+            options: dict[str, Any] = {"prompt": whole, "namespace": namespace, "fetch": fetch}
+            text = self.find(model, known, spec=exact, **options)
             begin(cache, text.cache)
             return Reading(cache, text.found)
+        identity, keys = self._keyed(host, tokens, whole, cache, namespace)
+        if compresses(cache):
+            self._fill_compressed(identity, host, tokens, cache, whole_text)
+        else:
+            if fetch:
+                self._exchange.fetch(identity, keys, lambda: geometry_of(host, cache, tokens))
+            with self._counted(identity, keys) as hit:
+                if hit.fits(cache):
+                    hit.fill(cache)
+        cache.note_tokens(tokens[None, : cache.fed])
+        return Reading(cache, cache.fed)
+
+    def fetch(
+        self,
+        model: Any,
+        tokens: Tensor,
+        *,
+        prompt: Tensor | None = None,
+        spec: Specs = "keep_all",
+        namespace: str = "",
+    ) -> Future[None]:
+        """Begin to copy what the backend has of some tokens, in a thread of the store. When that is
+        done, `find` with the same arguments and `fetch=False` finds it, and waits for no backend.
+
+        Raises:
+            UnsupportedError: slots of this spec or model cannot be shared with other prompts.
+        """
+        done = Future[None]()
+        done.set_result(None)
+        if self.backend is None:
+            return done
+        host, tokens = host_of(model), flat(tokens)
+        cache = host.new_cache(spec)
+        whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
+        if exact != cache.specs:
+            tokens = tokens[: max(0, len(tokens) - observed_again(cache))]
+            cache = host.new_cache(exact)
+        identity, keys = self._keyed(host, tokens, whole, cache, namespace)
+        with self._entries.hit(identity, keys) as hit:
+            if hit.length == len(keys) or compresses(cache):
+                return done
+        geometry = self._entries.geometry(identity, partial(geometry_of, host, cache, tokens))
+        return self._exchange.begin_fetch(identity, keys, geometry)
+
+    def _keyed(
+        self, host: Host, tokens: Tensor, whole: Tensor, cache: ModelCache, namespace: str
+    ) -> Keyed:
+        """The identity and keys of tokens; `cache` gets the adapter that is activated in the whole
+        prompt.
+
+        Raises:
+            UnsupportedError: slots of this cache cannot be shared with other prompts.
+        """
         require_keepable(cache)
         require_steady(host)
         require_alike(host, cache, outside=self.backend is not None)
         cache.activation = host.activation_in(whole)
         require_one_adapter(cache)
-        identity, keys = keyed(host, tokens, cache.specs, namespace, cache.activation)
-        if compresses(cache):
-            self._fill_compressed(identity, host, tokens, cache, whole_text)
-        else:
-            with self.match(identity, keys, lambda: geometry_of(host, cache, tokens)) as hit:
-                if hit.fits(cache):
-                    hit.fill(cache)
-        cache.note_tokens(tokens[None, : cache.fed])
-        return Reading(cache, cache.fed)
+        return keyed(host, tokens, cache.specs, namespace, cache.activation)
 
     def learn(
         self,
@@ -344,6 +411,7 @@ class PrefixStore:
         *,
         namespace: str = "",
         priority: int = 0,
+        wait: bool = True,
     ) -> int:
         """Store everything that a model's cache was fed, such as a prompt and its answer. A cache
         that evicted tokens is not stored, nor is what a model with hooks of its user computed; a
@@ -352,6 +420,7 @@ class PrefixStore:
 
         Args:
             tokens: all tokens that were fed, int64 (n,).
+            wait: see `insert`.
 
         Returns:
             How many of the tokens are stored.
@@ -372,18 +441,25 @@ class PrefixStore:
         text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
         if len(flat(tokens)) == cache.fed:
             cache.mark()
-        kept = self.offer(*text, cache, priority=priority)
+        kept = self.offer(*text, cache, priority=priority, wait=wait)
         _unmark(cache)
         return kept
 
     def offer(
-        self, identity: str, tokens: Tensor, cache: Cache, *, row: int = 0, priority: int = 0
+        self,
+        identity: str,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        row: int = 0,
+        priority: int = 0,
+        wait: bool = True,
     ) -> int:
         """`insert` if the cache still holds all tokens; otherwise count it as refused, return 0."""
         if any(map(why_not_kept, cache.layers)):
             self._refused += 1
             return 0
-        return self.insert(identity, tokens, cache, row=row, priority=priority)
+        return self.insert(identity, tokens, cache, row=row, priority=priority, wait=wait)
 
     def clear(self) -> None:
         """Remove all entries that are not locked."""
@@ -456,7 +532,7 @@ class PrefixStore:
         """The length of the longest stored prefix; it is not counted as a hit or a miss. See
         `match` for `geometry`."""
         tokens = flat(tokens)
-        self._fetch(identity, tokens, geometry)
+        self._exchange.fetch(identity, tokens, geometry)
         with self._entries.hit(identity, tokens) as hit:
             return hit.length
 
@@ -490,48 +566,15 @@ class PrefixStore:
         settle(cache)
         return found
 
-    def _fetch(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
-    ) -> None:
-        """Copy blocks that the tree lacks from the backend into it. The lock is not held while the
-        backend is read."""
-        entries = self._entries
-        if self.backend is None or (geometry is None and not entries.known(identity)):
-            return
-        with entries.hit(identity, tokens) as hit:
-            known = hit.length
-        if known == len(tokens):
-            return
-        agreed = partial(entries.geometry, identity, geometry)
-        first = known // self.block * self.block
-        blocks, stop = shared(self.backend, identity, tokens, first, self.block, agreed)
-        if stop <= known:
-            return
-        devices = [layer.of_row.device for layer in agreed().layers]
-        whole = Stretch.joined([x.content for x in blocks if isinstance(x.content, Stretch)]).to(
-            devices
-        )
-        with entries.lock:
-            if entries.tree(identity).match(tokens).length < first:
-                return  # the prefix was evicted meanwhile
-            marks = {first + at: mark for at, mark in whole.marks.items()}
-            entries.keep(
-                identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
-            )
-
     def _fill_compressed(
         self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
     ) -> None:
         """Copy the longest compressed text with which tokens begin into an empty cache. `whole`:
         all of them; otherwise at least half, because what follows is not compressed."""
         least = len(tokens) if whole else (len(tokens) + 1) // 2
-        text = self._entries.text(identity, tokens, least)
-        longest = least - 1 if text is None else len(text.tokens)
-        if self.backend is not None and longest < len(tokens):
-            probed = partial(geometry_of, host, cache, tokens)
-            agreed = partial(self._entries.geometry, identity, probed)
-            found = shared_compressed(self.backend, identity, tokens, longest, agreed)
-            text = text if found is None else self._entries.keep_text(identity, found)
+        text = self._exchange.text(
+            identity, tokens, least, partial(geometry_of, host, cache, tokens)
+        )
         self._count(0 if text is None else len(text.tokens), len(tokens))
         if text is not None:
             text.fill(cache)
@@ -542,11 +585,8 @@ class PrefixStore:
         """Store what a cache keeps of tokens that it has just compressed."""
         identity = keyed(host, tokens, cache.specs, namespace).identity
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        content = Compressed.of(cache)
-        text = CompressedText(tokens.clone(), content, geometry)
-        self._entries.keep_text(identity, text, priority)
-        if self.backend is not None:
-            share_compressed(self.backend, identity, tokens, content, geometry)
+        text = CompressedText(tokens.clone(), Compressed.of(cache), geometry)
+        self._exchange.keep_text(identity, text, priority)
 
     def _count(self, found: int, asked: int) -> None:
         """Count a hit of so many tokens, or a miss."""

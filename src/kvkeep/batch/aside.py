@@ -1,0 +1,94 @@
+"""Asides: what answers hold while others have their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from kvkeep.cache import Snapshot
+from kvkeep.files.offload import Kept, Offload
+from kvkeep.host import Activation, ModelCache
+
+
+class Aside(NamedTuple):
+    """A snapshot of a cache, in which each tensor is one that an `Offload` keeps."""
+
+    snapshot: Snapshot
+    activation: Activation | None
+
+    def kept(self) -> Iterator[Kept]:
+        """All tensors."""
+        for layer in self.snapshot.layers:
+            for planes in layer.parts.values():
+                for name in planes:
+                    one: Any = planes[name]
+                    yield one
+        carried: Any = self.snapshot.recurrent or {}
+        yield from carried.values()
+
+
+@final
+class Asides:
+    """Puts caches aside, in host memory or a file.
+
+    Args:
+        offload: used by nobody else; None: host memory.
+    """
+
+    def __init__(self, offload: Offload | None) -> None:
+        self._offload = offload
+
+    @property
+    def offload(self) -> Offload:
+        """Where they lie."""
+        if self._offload is None:
+            self._offload = Offload()
+        return self._offload
+
+    def put(self, cache: ModelCache) -> Aside:
+        """Copy what a cache holds. If that fails, nothing is kept."""
+        put: list[Kept] = []
+
+        def keep(plane: Tensor) -> Kept:
+            put.append(self.offload.put(plane))
+            return put[-1]
+
+        try:
+            states = [
+                state._replace(parts=_each(state.parts, keep))
+                for state in cache.states("put aside")
+            ]
+            own = None if cache.recurrent is None else cache.recurrent.tensors()
+            carried: Any = own and {name: keep(x) for name, x in own.items()}
+        except Exception:
+            for one in put:
+                self.offload.drop(one)
+            raise
+        kinds = [layer.kind for layer in cache.layers]
+        return Aside(Snapshot(kinds, states, cache.routed, carried), cache.activation)
+
+    def fill(self, cache: ModelCache, aside: Aside) -> None:
+        """Put what was put aside into an empty cache of the same spec. It stays aside as well."""
+        snapshot, get = aside.snapshot, self.offload.get
+        states = [state._replace(parts=_each(state.parts, get)) for state in snapshot.layers]
+        held: Any = snapshot.recurrent
+        carried = held and {name: get(x) for name, x in held.items()}
+        cache.restore(snapshot._replace(layers=states, recurrent=carried))
+        cache.activation = aside.activation
+
+    def drop(self, aside: Aside | None) -> None:
+        """Free what was put aside, if anything was."""
+        for one in () if aside is None else aside.kept():
+            self.offload.drop(one)
+
+    def retain(self, asides: Iterable[Aside]) -> None:
+        """Count these as all that are held, after an interrupt."""
+        if self._offload is not None:
+            self._offload.retain(one for aside in asides for one in aside.kept())
+
+
+def _each(parts: Any, change: Callable[[Any], Any]) -> Any:
+    """Change every plane of a layer's state."""
+    return {part: {name: change(planes[name]) for name in planes} for part, planes in parts.items()}

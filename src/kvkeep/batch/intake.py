@@ -1,0 +1,129 @@
+"""Intake: checks a batch's prompts, and says what their answers may come to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.batch.answer import Prompt, Settings
+from kvkeep.errors import CapacityError, ShapeError, UnsupportedError
+from kvkeep.geometry import Geometry
+from kvkeep.host import Host, ModelCache, Specs
+from kvkeep.host.compress import compresses
+from kvkeep.policy import Share
+
+
+@final
+class Intake:
+    """The checks of a batch's prompts; see `Batch` for the arguments.
+
+    Raises:
+        UnsupportedError: `max_bytes` is given, but the model does not tell what its slots take; or
+            the spec's policy is `kvzip`.
+    """
+
+    def __init__(
+        self, host: Host, tokenizer: Any, spec: Specs, *, max_bytes: int | None, chunk: int
+    ) -> None:
+        self._host, self._tokenizer = host, tokenizer
+        self._max_bytes, self._chunk = max_bytes, chunk
+        self._new_cache(spec)  # raises if answers cannot have it
+        self._geometries = self._known_geometries()
+        specs = {} if self._geometries is None else host.recurrent_specs()
+        self._state_bytes = sum(spec.nbytes for spec in specs.values())
+
+    def ids(self, prompt: str | Tensor | Sequence[int]) -> Tensor:
+        """The token ids of a prompt, int64 (n,) on the CPU.
+
+        Raises:
+            ShapeError: there is none, or it is not one of the model's.
+        """
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ShapeError("a prompt of text, but the batch has no tokenizer; give token ids")
+            prompt = self._tokenizer(prompt)["input_ids"]
+        ids = torch.as_tensor(prompt).flatten().cpu()
+        if not len(ids) or ids.is_floating_point():
+            raise ShapeError(f"a prompt of {len(ids)} tokens of {ids.dtype}; give at least one id")
+        known = self._host.embeddings
+        if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            raise ShapeError(
+                f"a prompt has token ids from {int(ids.min())} to {int(ids.max())}; the model's "
+                f"vocabulary has 0 to {known - 1}"
+            )
+        return ids.to(torch.int64)
+
+    def require_context(self, prompt: int, settings: Settings, n: int) -> None:
+        """Raise ShapeError if the model's context is too short for n answers to so many tokens, or
+        n is below 1."""
+        if n < 1:
+            raise ShapeError(f"n is {n}; ask for at least 1 answer")
+        context, new = self._host.context, settings.max_new_tokens
+        if context is not None and prompt + new > context:
+            raise ShapeError(
+                f"a prompt of {prompt} tokens and {new} new ones exceed the model's context of "
+                f"{context}; shorten the prompt, or lower max_new_tokens"
+            )
+
+    def promise(self, origin: Prompt, settings: Settings, spec: Specs) -> int:
+        """The most bytes that each answer to a prompt may come to hold by itself. Sets the prompt's
+        `shared_bytes`.
+
+        Raises:
+            CapacityError: an answer alone could exceed `max_bytes`, or its storage.
+            SpecError: the spec does not fit the model.
+            UnsupportedError: its policy is `kvzip`.
+        """
+        tokens, cache = len(origin.ids), self._new_cache(spec)
+        longest, limit = tokens + settings.max_new_tokens, cache.token_limit()
+        if limit is not None and longest - 1 > limit:  # the last token is never fed
+            raise CapacityError(
+                f"a prompt of {tokens} tokens and {settings.max_new_tokens} new ones, but the "
+                f"spec's storage holds {limit}; ask for fewer, or use @growing"
+            )
+        shares = origin.answers > 1 and not any(layer.policy.evicts for layer in cache.layers)
+        shared = self._bytes_of(cache, tokens - 1) if shares else 0
+        # Of the states, one copy after each chunk of the prompt, and one at the end, until the
+        # store has them; those of an answer's end are copied when the prompt's are gone.
+        copies = tokens // self._chunk + 1 if origin.reuse.stores(origin) else 0
+        origin.shared_bytes = shared + copies * self._state_bytes
+        own = self._bytes_of(cache, longest) - shared + self._state_bytes
+        most = own + origin.shared_bytes
+        if self._max_bytes is not None and most > self._max_bytes:
+            raise CapacityError(
+                f"an answer of up to {longest} tokens takes {most} bytes, but this batch may hold "
+                f"{self._max_bytes}; ask for fewer tokens, use a spec that keeps less, or raise "
+                "max_bytes"
+            )
+        return own
+
+    def _new_cache(self, spec: Specs) -> ModelCache:
+        cache = self._host.new_cache(spec)
+        if compresses(cache):
+            raise UnsupportedError(
+                "kvzip reads a prompt twice, which a batch does not; use another policy, or "
+                "generate() for one prompt"
+            )
+        return cache
+
+    def _known_geometries(self) -> list[Geometry] | None:
+        try:
+            return self._host.geometries()
+        except UnsupportedError as error:
+            if self._max_bytes is None:
+                return None
+            raise UnsupportedError(
+                f"max_bytes is {self._max_bytes}, but it is not known what answers of "
+                f"{self._host.name} take: {error}; leave it out, and limit sequences"
+            ) from error
+
+    def _bytes_of(self, cache: ModelCache, tokens: int) -> int:
+        """The most bytes that a cache takes until that many tokens have been fed."""
+        if self._geometries is None:
+            return 0
+        if any(layer.policy.share is not None for layer in cache.layers):
+            tokens = Share.fullest(tokens)
+        return cache.bytes_of(self._geometries, tokens)

@@ -1,0 +1,155 @@
+"""Exchange: copies blocks between what a store holds and its backend, in threads of its own too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from kvkeep.store.backend import Backend
+from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
+from kvkeep.store.compressed import CompressedText
+from kvkeep.store.entries import Entries
+from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.layer_slices import Marks, Stretch, pieces_of
+
+_LOG = logging.getLogger("kvkeep.store")
+_READERS = 8
+_MOST_BYTES = 1 << 30  # that wait to be written; of a single text more
+
+
+class _Write(NamedTuple):
+    done: Future[None]
+    nbytes: int
+
+
+@final
+class Exchange:
+    """Copies blocks from a backend to a store's entries when they are asked for, and those of new
+    entries to the backend. Threads may share one.
+
+    Others need not wait for the backend: some threads of its own read, and one writes, in the order
+    of the calls. They change nothing but the entries and the backend. They begin when there is
+    something to do, and Python waits for what is left when it exits.
+
+    Args:
+        backend: None: there is none, and nothing is copied.
+        block: tokens per block.
+    """
+
+    def __init__(self, entries: Entries, backend: Backend | None, block: int) -> None:
+        self._entries, self._backend, self._block = entries, backend, block
+        self._readers = ThreadPoolExecutor(_READERS, "kvkeep-store-read")
+        self._writer = ThreadPoolExecutor(1, "kvkeep-store-write")
+        self._writes: list[_Write] = []  # that may not be done
+        self._lock = Lock()
+
+    def fetch(
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
+    ) -> None:
+        """Copy blocks that the tree lacks from the backend into it. The lock of the entries is not
+        held while the backend is read. See `PrefixStore.match` for `geometry`."""
+        entries = self._entries
+        if self._backend is None or (geometry is None and not entries.known(identity)):
+            return
+        with entries.hit(identity, tokens) as hit:
+            known = hit.length
+        if known == len(tokens):
+            return
+        agreed = partial(entries.geometry, identity, geometry)
+        first = known // self._block * self._block
+        blocks, stop = shared(self._backend, identity, tokens, first, self._block, agreed)
+        if stop <= known:
+            return
+        devices = [layer.of_row.device for layer in agreed().layers]
+        whole = Stretch.joined([x.content for x in blocks if isinstance(x.content, Stretch)]).to(
+            devices
+        )
+        with entries.lock:
+            if entries.tree(identity).match(tokens).length < first:
+                return  # the prefix was evicted meanwhile
+            marks = {first + at: mark for at, mark in whole.marks.items()}
+            entries.keep(
+                identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
+            )
+
+    def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
+        """`fetch` in another thread. An error is the result's."""
+        return self._readers.submit(self.fetch, identity, tokens, lambda: geometry)
+
+    def write(
+        self,
+        identity: str,
+        tokens: Tensor,
+        content_of: Callable[[int, int], Stretch],
+        geometry: ModelGeometry,
+        marks: Marks,
+        *,
+        wait: bool,
+    ) -> None:
+        """Write tokens, int64 (n,), which the entries hold as far as there is room, to the backend.
+
+        Args:
+            content_of: returns the stretch of tokens from a start to a stop; called before this
+                returns.
+            marks: the states of recurrent layers that it has.
+            wait: for the backend; otherwise a thread writes, unless too much waits already, which
+                costs whoever looks for the tokens time and nothing else. Likewise an error.
+        """
+        if self._backend is None:
+            return
+        if wait:
+            share(self._backend, identity, tokens, self._block, content_of, geometry, marks)
+            return
+        nbytes = geometry.token_bytes * len(tokens)
+        with self._lock:
+            self._writes = [one for one in self._writes if not one.done.done()]
+            if self._writes and sum(one.nbytes for one in self._writes) + nbytes > _MOST_BYTES:
+                _LOG.warning("the store's backend is slow, so %s bytes are not written", nbytes)
+                return
+            # What the tree holds does not change, unlike a cache.
+            with self._entries.hit(identity, tokens) as hit:
+                pieces = hit.stretches
+            if hit.length < len(tokens):
+                pieces = [*pieces, content_of(hit.length, len(tokens))]
+            args = tokens.clone(), self._block, pieces_of(pieces, marks), geometry, marks
+            job = partial(_logged, partial(share, self._backend, identity, *args))
+            self._writes.append(_Write(self._writer.submit(job), nbytes))
+
+    def text(
+        self, identity: str, tokens: Tensor, least: int, geometry: Callable[[], ModelGeometry]
+    ) -> CompressedText | None:
+        """The longest compressed text with which tokens begin, of at least so many, here or in the
+        backend; it waits for the backend. See `PrefixStore.match` for `geometry`."""
+        entries = self._entries
+        text = entries.text(identity, tokens, least)
+        longest = least - 1 if text is None else len(text.tokens)
+        if self._backend is None or longest >= len(tokens):
+            return text
+        agreed = partial(entries.geometry, identity, geometry)
+        found = shared_compressed(self._backend, identity, tokens, longest, agreed)
+        return text if found is None else entries.keep_text(identity, found)
+
+    def keep_text(self, identity: str, text: CompressedText, priority: int) -> None:
+        """Keep a compressed text, and write it to the backend."""
+        self._entries.keep_text(identity, text, priority)
+        if self._backend is not None:
+            args = text.tokens, text.content, text.geometry
+            share_compressed(self._backend, identity, *args)
+
+    def flush(self) -> None:
+        """Wait until what was to be written until now has been."""
+        if self._writes:
+            self._writer.submit(int).result()
+
+
+def _logged(job: Callable[[], None]) -> None:
+    try:
+        job()
+    except Exception as error:
+        _LOG.warning("a text was not written to the store's backend", exc_info=error)
