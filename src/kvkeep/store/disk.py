@@ -35,6 +35,7 @@ from kvkeep.store.index import MOST_BYTES as INDEXED_BYTES
 from kvkeep.store.index import NAME, Index, Row, is_row
 
 _PARTS = ("blocks", "new", "quarantine")
+_DELETE = "delete from blocks where key = ? and file = ?"
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 Answer = TypeVar("Answer")
@@ -133,12 +134,21 @@ class Disk(Backend):
         file = self.path / "blocks" / f"{uuid.uuid4().hex}.safetensors"
         new = self.path / "new" / file.name
         row = Row(block.key, file.name, size, time.time())
-        insert = "insert or ignore into blocks values (?, ?, ?, ?)"
+
+        def enter(index: sqlite3.Connection) -> bool:
+            insert = "insert or ignore into blocks values (?, ?, ?, ?)"
+            entered = index.execute(insert, row).rowcount > 0
+            if entered and self.budget is not None:  # other processes put blocks meanwhile
+                rows = _beyond(self.budget, index)
+                for _, other in rows:
+                    self._remove(other)
+                index.executemany(_DELETE, rows)
+            return entered
+
         try:
             tensor_file.write(new, tensors, metadata, sync=False, private=True)
             new.replace(file)
-            entered = self._index.change(lambda index: index.execute(insert, row).rowcount)
-            if not entered:  # another process entered the same block
+            if not self._index.change(enter):  # another process entered the same block
                 file.unlink()
         except BaseException as error:
             for left in (new, file):
@@ -149,7 +159,6 @@ class Disk(Backend):
                 raise
             self._failed(error)
             return False
-        self._fit(self.budget)  # other processes put blocks meanwhile
         return True
 
     def contains(self, key: str) -> bool:
@@ -293,9 +302,8 @@ class Disk(Backend):
 
     def _delete_rows(self, rows: Sequence[tuple[object, object]]) -> None:
         """Delete index entries, each given by its key and file."""
-        delete = "delete from blocks where key = ? and file = ?"
         if rows:
-            self._change(lambda index: index.executemany(delete, rows))
+            self._change(lambda index: index.executemany(_DELETE, rows))
 
     def _add_row(self, row: Row) -> None:
         """Add or replace an index entry for a block that was found on disk."""
