@@ -169,6 +169,12 @@ def test_what_does_not_fit():
         make(llama, whole, attention_mask=REAL[:, : HELD - 1])
     with pytest.raises(CapacityError):
         make(llama, whole, "keep_all@fixed:8")
+    with pytest.raises(ShapeError, match="values of 0 layers"):
+        make(llama, [pair[:1] for pair in whole])
+    with pytest.raises(ShapeError, match=r"keys \(2, 15, 8\) and values"):
+        make(llama, [(k[:, 0], v[:, 0]) for k, v in whole])
+    with pytest.raises(ShapeError, match=r"keys of \[1, 2\] rows"):
+        make(llama, [whole[0], tuple(x[:1] for x in whole[1])])
     with pytest.raises(ShapeError, match=r"keys .* and values"):
         make(model, [(k, v[:, :, 1:]) for k, v in pairs], attention_mask=REAL[:, :HELD])
     with pytest.raises(UnsupportedError, match="made of a StaticCache; give a DynamicCache"):

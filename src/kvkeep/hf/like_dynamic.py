@@ -91,9 +91,14 @@ class LikeDynamic:
 
     def _begin_with(self, cache: Any, mask: Tensor | None) -> None:
         given = self._pairs_of(cache)
+        for one, layer in zip(given, self.layers, strict=True):
+            check_tokens(layer, *one)
+        rows = {len(one.keys) for one in given}
+        if len(rows) > 1:
+            raise ShapeError(f"layers have keys of {sorted(rows)} rows; give as many of each")
         columns = _columns(cache, given, self._kinds, mask)
         real = None if mask is None else _checked_mask(mask, len(given[0].keys), columns)
-        for one, layer, kind in zip(given, self.layers, self._kinds, strict=True):
+        for one, kind in zip(given, self._kinds, strict=True):
             held = one.keys.shape[2]
             least = columns if kind.window is None else min(columns, kind.window - 1)
             if not least <= held <= columns:
@@ -101,7 +106,6 @@ class LikeDynamic:
                     f"layer {kind.place} has {held} tokens of {columns}; give "
                     + (f"{columns}" if least == columns else f"the newest {least} at least")
                 )
-            check_tokens(layer, *one)
         for one, layer in zip(given, self.layers, strict=True):
             begin_with_tokens(layer, *one, columns, real)
         if self.recurrent is not None:
@@ -127,7 +131,7 @@ class LikeDynamic:
             listed = [listed[place] for place in self._index if place is not None]
         found = [
             _Pair(k, v)
-            for k, v, *_ in listed
+            for k, v, *_ in ((*pair, None, None) for pair in listed)
             if isinstance(k, Tensor) and isinstance(v, Tensor) and k.numel()
         ]
         if len(found) != len(self.layers):
