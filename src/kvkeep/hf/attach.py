@@ -17,6 +17,7 @@ from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
+from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
 from kvkeep.hf.config import (
     ATTACHMENT,
     decoder_config,
@@ -24,15 +25,7 @@ from kvkeep.hf.config import (
     layer_kinds,
     require_plain_steps,
 )
-from kvkeep.hf.generate_hook import (
-    PREFILL_CHUNK,
-    PromptStore,
-    Settings,
-    generate,
-    prepare_cache,
-    prepare_inputs,
-    refuse_batching,
-)
+from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
 from kvkeep.hf.inputs import (
     arguments_of,
     check_cached,

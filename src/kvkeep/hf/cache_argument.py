@@ -7,9 +7,9 @@ each model's forward.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from transformers import GenerationMixin
@@ -18,7 +18,7 @@ NAMES = ("cache", "past_key_values")
 """The names of the argument; where a call gives both, the first counts."""
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def name_in(function: Callable[..., Any]) -> str | None:
     """The name by which a function takes a cache; None: no argument of it has one of the names."""
     parameters = inspect.signature(function).parameters

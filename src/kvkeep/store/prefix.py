@@ -312,7 +312,8 @@ class PrefixStore:
         elif cache.fed > found and not compressed_tokens(cache):
             text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
-            _unmark(cache)
+            if cache.recurrent is not None:  # the store has these states now
+                cache.recurrent.unmark()
         return Reading(cache, found)
 
     def find(
@@ -442,7 +443,8 @@ class PrefixStore:
         if len(flat(tokens)) == cache.fed:
             cache.mark()
         kept = self.offer(*text, cache, priority=priority, wait=wait)
-        _unmark(cache)
+        if cache.recurrent is not None:  # the store has these states now
+            cache.recurrent.unmark()
         return kept
 
     def offer(
@@ -594,9 +596,3 @@ class PrefixStore:
             self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
             self._hit_tokens += found
             self._asked_tokens += asked
-
-
-def _unmark(cache: Cache) -> None:
-    """Drop the copies of recurrent states, which the store has now."""
-    if cache.recurrent is not None:
-        cache.recurrent.unmark()

@@ -1,0 +1,177 @@
+"""A call of an attached model's `generate()`: its prompt, and the settings in force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.blocks.recompute_option import Recompute
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.continuing import (
+    Fed,
+)
+from kvkeep.hf.multimodal import holds_tensors
+from kvkeep.host import ModelCache, Specs
+from kvkeep.host.adapters import learns_prompts, names_adapters
+
+PREFILL_CHUNK = 1024
+"""Tokens of a prompt that `generate` feeds at once to a cache with a budget."""
+
+
+class PromptStore(Protocol):
+    """The interface of a store that `generate` uses, such as `kvkeep.PrefixStore`."""
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+        capacity: int | None,
+    ) -> ModelCache:
+        """A cache that holds all tokens (n,) but the last."""
+
+    def prefill_rows(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Tensor],
+        *,
+        spec: Specs,
+        namespace: str,
+        chunk: int | None,
+        capacity: int | None,
+    ) -> ModelCache | None:
+        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
+        are too few."""
+
+    def learn(
+        self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
+    ) -> int:
+        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
+
+
+@runtime_checkable
+class BlockPrompt(Protocol):
+    """The interface of a prompt with blocks that `generate` uses, such as
+    `kvkeep.blocks.Encoded`."""
+
+    input_ids: Tensor
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        *,
+        store: Any,
+        recompute: Recompute,
+        spec: Specs,
+        namespace: str,
+        capacity: int | None,
+    ) -> tuple[ModelCache, Any]:
+        """A cache that holds all tokens but the last, and a report."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments with which a model was attached: see `kvkeep.attach`."""
+
+    spec: Specs
+    store: PromptStore | None
+    namespace: str
+    recompute: Recompute
+    prefill_chunk: int | None
+
+
+@dataclass
+class Call:
+    """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
+    row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
+    store or blocks, if any, the cache that records drafts, if any, the cache whose columns are
+    others than those of the token ids, if any, and the cache whose last token is fed again, if any.
+    `fed` is what the call feeds, if that is known."""
+
+    model: PreTrainedModel
+    columns: int
+    ids: Tensor | None
+    blocks: BlockPrompt | None
+    rows: Tensor | None
+    cache: Cache | None = None
+    recording: Cache | None = None
+    moved: Cache | None = None
+    again: Cache | None = None
+    fed: Fed | None = None
+
+
+CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+
+_OTHER: ContextVar[tuple[PreTrainedModel, Settings] | None] = ContextVar("other", default=None)
+
+_OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
+
+
+@contextmanager
+def settings_of_calls(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
+    """Within this context, calls of an attached model's `generate()` use other settings than those
+    with which it was attached. Tasks and threads that are started in it inherit them."""
+    token = _OTHER.set((model, settings))
+    try:
+        yield
+    finally:
+        _OTHER.reset(token)
+
+
+def in_force(model: PreTrainedModel, settings: Settings) -> Settings:
+    """The settings of the current call: those of `settings_of_calls`, or with which the model was
+    attached."""
+    other = _OTHER.get()
+    return other[1] if other is not None and other[0] is model else settings
+
+
+def plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Call | None:
+    """The current call, if its prompt may be read outside of `generate`: one row of token ids, with
+    nothing else that changes the result."""
+    call = CALL.get()
+    if call is None or call.ids is None or not is_plain(model, call, model_kwargs):
+        return None
+    place = model_kwargs.get("position_ids")
+    if model_kwargs.get("attention_mask") is not None:  # a mask of ones was removed before
+        return None
+    return call if place is None or _counts(place, call.ids.shape[1]) else None
+
+
+def is_plain(model: PreTrainedModel, call: Call, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one of this model, and nothing but its token ids, their mask and their
+    positions changes the result."""
+    types = model_kwargs.get("mm_token_type_ids")
+    return call.model is model and not (
+        brings_tensors(model_kwargs, beside=_OF_TEXT)
+        or (types is not None and bool(types.any()))  # 0: a token of text
+        or model.training
+        or names_adapters(model)
+        or learns_prompts(model)
+    )
+
+
+def _counts(place: Tensor, tokens: int) -> bool:
+    """Whether positions (B, n), or (parts, B, n), are 0, 1, 2, ..."""
+    counted = torch.arange(tokens, device=place.device)
+    return place.shape[-1] == tokens and bool((place == counted).all())
+
+
+def brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
+    """Whether a call has other tensors than those in `beside`, such as images, or the features that
+    transformers computed from them before it asked for a cache."""
+    return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
+
+
+def counted(real: Tensor) -> Tensor:
+    """Positions of columns, (B, n), as transformers counts them where a mask is given."""
+    return (real.cumsum(dim=1) - 1).masked_fill(real == 0, 0)

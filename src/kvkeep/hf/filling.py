@@ -1,0 +1,152 @@
+"""What `generate()` takes from a store or from blocks, or compresses, before its first forward."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.calls import CALL, Settings, counted, is_plain, plain_call
+from kvkeep.hf.fingerprint import activation_in
+from kvkeep.host import Activation, host_of
+from kvkeep.host.adapters import names_adapters
+from kvkeep.host.compress import read
+from kvkeep.host.hooks import foreign_hooks
+
+
+def filled(
+    model: PreTrainedModel,
+    settings: Settings,
+    model_kwargs: dict[str, Any],
+    chunk: int | None,
+    capacity: int,
+) -> Cache | None:
+    """A cache that holds the prompt but its last token, from the store or from blocks; None if they
+    would not give the result of a plain `generate`."""
+    call = plain_call(model, model_kwargs)
+    if call is None or call.ids is None or (settings.store is None and call.blocks is None):
+        return None
+    options: dict[str, Any] = {"spec": settings.spec, "namespace": settings.namespace}
+    filled: Any = None
+    try:
+        if call.blocks is not None:
+            options |= {"store": settings.store, "recompute": settings.recompute}
+            filled, _ = call.blocks.prefill(model, capacity=capacity, **options)
+        elif settings.store is not None:
+            filled = settings.store.prefill(
+                model, call.ids[0], chunk=chunk, capacity=capacity, **options
+            )
+    except UnsupportedError as error:
+        _tell_of_hooks(model, error)
+        return None
+    call.cache = filled
+    return call.cache
+
+
+def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
+    """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
+    if foreign_hooks(model):
+        warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
+
+
+def begun_alike(
+    model: PreTrainedModel,
+    settings: Settings,
+    model_kwargs: dict[str, Any],
+    several: int,
+    chunk: int | None,
+    capacity: int,
+) -> Cache | None:
+    """A cache that holds the tokens with which all rows of the prompt begin, from the store; None
+    if it serves no row, or would not give the result of a plain `generate`.
+
+    Columns before a row's first token move behind those tokens, where the mask names them as
+    padding: the cache has the same tokens in all rows, and each column keeps its token.
+    """
+    call, mask = CALL.get(), model_kwargs.get("attention_mask")
+    if call is None or call.rows is None or settings.store is None:
+        return None
+    if not is_plain(model, call, model_kwargs):
+        return None
+    ids = call.rows.cpu()
+    columns = torch.arange(ids.shape[1])
+    real = torch.ones_like(ids) if mask is None else mask[::several].cpu().long()
+    pads = (1 - real).sum(dim=1, keepdim=True)
+    if real.shape != ids.shape or not real.equal((columns >= pads).long()):
+        return None  # padded on the right, or within
+    place = model_kwargs.get("position_ids")
+    if place is not None and not (place.cpu() == counted(real).repeat_interleave(several, 0)).all():
+        return None
+    try:
+        cache: Any = settings.store.prefill_rows(
+            model,
+            [row[pad:] for row, pad in zip(ids, pads.flatten().tolist(), strict=True)],
+            spec=settings.spec,
+            namespace=settings.namespace,
+            chunk=chunk,
+            capacity=capacity,
+        )
+    except ShapeError:
+        return None
+    except UnsupportedError as error:
+        _tell_of_hooks(model, error)
+        return None
+    found: Cache | None = cache
+    if found is None or mask is None:
+        return found
+    if found.recurrent is not None:  # padding behind tokens would change its states
+        return None
+    call.moved = found
+    for layer in found.layers:
+        if layer.holes_after is not None:
+            layer.holes_after = found.fed  # what follows stands for padding in front
+    real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
+    real = real.repeat_interleave(several, dim=0)
+    model_kwargs["attention_mask"] = real.to(mask)
+    if place is not None:
+        model_kwargs["position_ids"] = counted(real).to(place)
+    return found
+
+
+def compress_prompt(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache, chunk: int | None
+) -> None:
+    """Read the prompt but its last token, and compress it.
+
+    Raises:
+        UnsupportedError: the call's prompt is not one row of token ids without padding.
+    """
+    call = plain_call(model, model_kwargs)
+    if call is None or call.ids is None:
+        raise UnsupportedError(
+            "kvzip compresses a prompt of token ids in one row, without padding; give such a "
+            "prompt, or a cache that compress() was called on"
+        )
+    if call.ids.shape[1] > 1:
+        read(host_of(model), cache, call.ids[:, :-1], chunk)
+
+
+def activate_later(model: PreTrainedModel, cache: Cache) -> None:
+    """Set the cache's activation if the prompt invokes an activated adapter after the tokens that
+    the cache holds."""
+    call = CALL.get()
+    if cache.activation is not None and call is not None and call.ids is not None:
+        found = activation_in(model, call.ids[0].cpu())
+        if found is not None and found.start >= cache.fed:
+            cache.activation = found
+
+
+def invoked(model: PreTrainedModel) -> Activation | None:
+    """Where an activated adapter starts to compute in the current call's prompt, if it has one row.
+    None leaves that to PEFT, which tells only a model that is in a `PeftModel`."""
+    call = CALL.get()
+    if call is None or call.model is not model or call.ids is None or names_adapters(model):
+        return None
+    with suppress(UnsupportedError):  # other adapters are active beside it
+        return activation_in(model, call.ids[0].cpu())
+    return None
