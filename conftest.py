@@ -11,6 +11,8 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.sybil import SybilCollection
 
+from kvkeep.hf.cache_argument import OF_GENERATE
+
 _HUB_NAME = Path("HuggingFaceTB/SmolLM2-135M-Instruct")
 
 
@@ -41,6 +43,11 @@ pytest_collect_file = SybilCollection(
             setup=_in_a_directory_with_the_model,
             teardown=_back,
         ),
-        Sybil(parsers=[PythonCodeBlockParser()], patterns=["docs/*.md"]),
+        Sybil(
+            parsers=[PythonCodeBlockParser()],
+            patterns=["docs/*.md"],
+            # Mellea 0.8 needs an older transformers; `make test-versions` runs its examples.
+            excludes=["docs/mellea.md"] if OF_GENERATE == "cache" else [],
+        ),
     ]
 ).pytest()

@@ -19,7 +19,7 @@ from kvkeep.version import TESTED
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "versions"
-TESTS = ("tests/hf", "tests/litgpt", "README.md", "docs")
+TESTS = ("tests/hf", "tests/litgpt", "tests/mellea", "README.md", "docs")
 LITGPT = re.search(r"^LITGPT := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 # What torch and transformers decide the versions of.

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import llguidance.hf
 import pytest
 from support.lighthouse import OPTIONS
 from support.tiny_models import tiny
 from transformers import AutoTokenizer
 
+from kvkeep.hf.cache_argument import OF_GENERATE
 from kvkeep.hf.models import resolve
 from kvkeep.mellea import KVKeepBackend
+
+
+def pytest_collection_modifyitems(items):
+    if OF_GENERATE == "cache":
+        for item in items:
+            if item.path.parent == Path(__file__).parent and item.path.name != "test_versions.py":
+                item.add_marker(pytest.mark.skip(reason="Mellea 0.8 needs transformers below 5.24"))
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,12 @@ from mellea.stdlib.context import ChatContext
 from mellea.stdlib.functional import aact, act
 from mellea.stdlib.requirements import ALoraRequirement
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.adapters import needs_peft_of_transformers
 from support.lighthouse import DOCUMENTS, OPTIONS, QUESTION, prompt_of
 
 from kvkeep.mellea import CACHING, Caching, KVKeepBackend, cached, report_of
+
+pytestmark = needs_peft_of_transformers()
 
 NAME = "requirement-check"
 BASE = "tiny-base"

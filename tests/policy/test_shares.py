@@ -120,4 +120,4 @@ def test_a_batch_promises_the_most_that_a_share_takes():
         most = 0
         for tokens in range(1, 200):
             most = max(most, cache.bytes_for(tokens))
-            assert batch._bytes_of(cache, tokens) >= most
+            assert batch._intake._bytes_of(cache, tokens) >= most

@@ -6,16 +6,14 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from filelock import FileLock
-from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.adapters import needs_peft_of_transformers
 from support.demo_stand_in import stand_in
 from support.joined_logits import expected_apart
 from support.tiny_models import tiny
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import kvkeep
 from kvkeep.blocks.prompt import Encoded
@@ -73,10 +71,7 @@ def test_a_forward_that_fails_leaves_no_adapter_in_charge(monkeypatch):
     assert adapters._OFFSET.get() is None
 
 
-@pytest.mark.skipif(
-    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
-    reason=f"transformers takes adapters of PEFT {MIN_PEFT_VERSION} and newer only",
-)
+@needs_peft_of_transformers()
 @pytest.mark.parametrize("stored", [True, False])
 def test_an_adapter_in_a_model_of_transformers(stored):
     """Without a PeftModel nothing else says where the invocation is."""

@@ -13,12 +13,14 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.calls import CALL, Settings, counted, is_plain, plain_call
 from kvkeep.hf.fingerprint import activation_in
+from kvkeep.hf.unserved import supplying
 from kvkeep.host import Activation, host_of
 from kvkeep.host.adapters import names_adapters
 from kvkeep.host.compress import read
 from kvkeep.host.hooks import foreign_hooks
 
 
+@supplying(None)  # forwards of stores and blocks bring caches of their own
 def filled(
     model: PreTrainedModel,
     settings: Settings,
@@ -54,6 +56,7 @@ def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
         warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
 
 
+@supplying(None)
 def begun_alike(
     model: PreTrainedModel,
     settings: Settings,
@@ -113,6 +116,7 @@ def begun_alike(
     return found
 
 
+@supplying(None)
 def compress_prompt(
     model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache, chunk: int | None
 ) -> None:

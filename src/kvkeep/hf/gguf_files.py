@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from kvkeep.extras import needed_by
 from kvkeep.reading import opened, read_into
 
 _VERSIONS = (2, 3)
@@ -108,7 +109,8 @@ def elements_in(path: Path) -> int:
         OSError: it cannot be read, or is not a regular file.
         ValueError: it is not such a file.
     """
-    import gguf  # noqa: PLC0415 (it may be missing)
+    with needed_by("Reading a GGUF file", "gguf"):
+        import gguf  # noqa: PLC0415 (it may be missing)
 
     with opened(path) as handle:
         size = os.fstat(handle).st_size

@@ -77,7 +77,7 @@ class History:
         if holes_after is None:
             following = seen + real.cumsum(dim=1) - 1
             return following.masked_fill(~real, -1).to(torch.int32)
-        begun = (real.cumsum(dim=1) > 0) | (seen > holes_after)
+        begun = real.cumsum(dim=1) + (seen > holes_after) > 0
         empty = torch.where(begun, HOLE, -1)
         return torch.where(real, seen + begun.cumsum(dim=1) - 1, empty).to(torch.int32)
 

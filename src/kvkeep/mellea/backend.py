@@ -8,12 +8,14 @@ from copy import deepcopy
 from typing import Any, TypeVar, cast, final
 
 import torch
+import transformers
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
-from kvkeep.errors import SpecError, StateError
+from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.extras import needed_by
 from kvkeep.hf.attach import attach, detach
+from kvkeep.hf.cache_argument import OF_GENERATE
 from kvkeep.host import Specs, host_of
 from kvkeep.mellea.caching import CACHING, Resolved, caching_in
 from kvkeep.mellea.call import Call, calling, current_calls
@@ -69,7 +71,7 @@ class KVKeepBackend(LocalHFBackend):
     Raises:
         StateError: the model is attached already.
         SpecError: `recompute`, `sequences` or the spec is invalid.
-        UnsupportedError: see `kvkeep.attach`.
+        UnsupportedError: transformers is 5.24 or newer; or see `kvkeep.attach`.
     """
 
     def __init__(
@@ -85,6 +87,11 @@ class KVKeepBackend(LocalHFBackend):
         model_id: str | ModelIdentifier | None = None,
         **options: Any,
     ) -> None:
+        if OF_GENERATE == "cache":
+            raise UnsupportedError(
+                f"Mellea 0.8 does not know transformers {transformers.__version__}, which gives "
+                "caches another name in its outputs; install 'transformers<5.24'"
+            )
         parsed(recompute)
         if sequences < 1:
             raise SpecError(f"sequences is {sequences}; give at least 1")
