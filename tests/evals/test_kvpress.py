@@ -15,7 +15,6 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.evals import kvpress
 from kvkeep.evals.kvpress import PRESSES, Kvpress, install
 from kvkeep.evals.run import evaluate
-from kvkeep.hf.cache_argument import cache_in
 
 # As kvpress does it, a press cuts a layer's keys and values in a hook after its attention; one that
 # keeps other pairs in each head leaves them and names those that it masks.
@@ -38,7 +37,7 @@ class Press:
             hook.remove()
 
     def cut(self, module, args, options, output):
-        layer = cache_in(options).layers[module.layer_idx]
+        layer = (options.get("cache") or options["past_key_values"]).layers[module.layer_idx]
         kept = int(layer.keys.shape[2] * (1 - self.removed))
         layer.keys, layer.values = layer.keys[:, :, -kept:], layer.values[:, :, -kept:]
 
@@ -47,7 +46,7 @@ class Masking(Press):
         self.removed = press.removed
 
     def cut(self, module, args, options, output):
-        keys = cache_in(options).layers[module.layer_idx].keys
+        keys = (options.get("cache") or options["past_key_values"]).layers[module.layer_idx].keys
         count = int(keys.shape[1] * keys.shape[2] * self.removed)
         module.masked_key_indices = (torch.zeros(count),) * 3
 
