@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-TESTED = {"torch": ">=2.11,<2.15", "transformers": ">=5.23,<5.25"}
+TESTED = {"torch": ">=2.13,<2.16", "transformers": ">=5.23,<5.25"}
 """The versions of each package that pyproject.toml admits, tested at both ends."""
