@@ -69,7 +69,7 @@ def version_of(python: Path, name: str) -> str:
 def tested(name: str, python: Path, tests: list[str]) -> dict[str, str]:
     """Run the tests in an environment: a row of the table."""
     report, log = PLACE / f"{name}.xml", PLACE / f"{name}.log"
-    # The examples of a document go on from each other, and a page names the versions it was made with.
+    # The examples of a document go on from each other; the page names the versions of its sweep.
     command = [python, "-m", "pytest", "-q", "-n", "logical", "--maxprocesses", "4"]
     command += ["--dist", "loadfile", "--deselect", PAGE]
     native = {"KVKEEP_NATIVE": str(_path())}  # one build serves all versions of torch
