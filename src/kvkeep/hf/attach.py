@@ -22,6 +22,7 @@ from kvkeep.hf.config import (
     ATTACHMENT,
     decoder_config,
     decoder_of,
+    is_routed,
     layer_kinds,
     require_plain_steps,
 )
@@ -72,7 +73,6 @@ class Attachment:
     layers: int
     attention: int
     own: str
-    original: str
     store: PromptStore | None
     namespace: str
     recompute: Recompute
@@ -207,7 +207,6 @@ def attach(
         layers,
         0 if own else attending,
         own,
-        original,
         store,
         namespace,
         recompute,
@@ -401,7 +400,8 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
     compiling = torch.compiler.is_compiling()
     if not compiling:
         attachment: Attachment = getattr(decoder, ATTACHMENT)
-        cache.follow(decoder_config(decoder.config))
+        if not is_routed(cache.config):  # it may have been built before `attach`
+            cache.follow(decoder_config(decoder.config))
         if attachment.own:
             require_exact(cache, attachment.own)
         else:

@@ -47,7 +47,6 @@ def attention_over(original: str) -> AttentionFunction:
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         step = begun_step(attention_mask)
-        now = own_implementation(getattr(module, "config", None), original)
         if handed is None and with_values is None and not _is_positions(attention_mask):
             if not torch.compiler.is_compiling():
                 require_hooked(module)
@@ -55,7 +54,7 @@ def attention_over(original: str) -> AttentionFunction:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
                 kwargs["s_aux"] = s_aux
-            return _original(now, module)(
+            return _original(_own(module, original), module)(
                 module,
                 query,
                 key,
@@ -67,7 +66,7 @@ def attention_over(original: str) -> AttentionFunction:
             )
         if step is None:
             _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
-        if query.shape[2] > 1 and not _is_causal(now, module, kwargs):
+        if query.shape[2] > 1 and not _is_causal(_own(module, original), module, kwargs):
             raise UnsupportedError(
                 f"{type(module).__name__} lets tokens attend to later ones; use the cache with "
                 "kvkeep.detach(model)"
@@ -213,6 +212,11 @@ def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool
     which it does not for "eager", its attention functions are causal by this flag."""
     flag = kwargs.get("is_causal")
     return original == "eager" or bool(getattr(module, "is_causal", True) if flag is None else flag)
+
+
+def _own(module: nn.Module, original: str) -> str:
+    """The implementation of a module's attention without a kvkeep cache."""
+    return own_implementation(getattr(module, "config", None), original)
 
 
 def _original(name: str, module: nn.Module) -> AttentionFunction:
