@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Torch's compiler finds code for another capability in its cache, whose results are wrong.
+    place = os.path.join(tempfile.gettempdir(), f"kvkeep-tests-inductor-{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", place)
 
 
 def pytest_configure() -> None:

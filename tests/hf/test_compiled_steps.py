@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -356,3 +359,27 @@ def test_a_graph_has_no_gradients():
     inputs = (q.requires_grad_(), k, v, torch.zeros(1, 1, dtype=torch.int32), 1.0, None, None)
     with pytest.raises(StateError, match="no gradients"):
         torch.ops.kvkeep.step(layer._traced[0].number, *inputs)
+
+
+_LOGITS = """
+import torch, kvkeep
+from support.tiny_models import tiny
+model = tiny("llama", hidden_size=192, intermediate_size=256, vocab_size=200, num_hidden_layers=1)
+ids, found = torch.arange(3, 10)[None], []
+with torch.no_grad():
+    for compile in (False, True):
+        kvkeep.attach(model, compile=compile)
+        cache = kvkeep.Cache(model)
+        model(ids, past_key_values=cache)
+        found.append(model(ids[:, :1], past_key_values=cache).logits)
+        kvkeep.detach(model)
+torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.slow
+def test_torchs_cache_gives_no_code_for_another_width_of_vectors(tmp_path):
+    for capability in (torch.backends.cpu.get_cpu_capability().lower(), "avx2"):
+        settings = {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        run = [sys.executable, "-c", _LOGITS]
+        subprocess.run(run, check=True, cwd="tests", env=os.environ | settings)

@@ -96,7 +96,7 @@ def test_unattached_is_right_or_raises(model, ids):
     model(row[:, :16], past_key_values=cache)
     steps = [model(row[:, i : i + 1], past_key_values=cache).logits for i in range(16, 40)]
     expected = reference(model, row, 16, 0)[:, 16:]
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=5e-5, rtol=1e-5)
     with pytest.raises(UnsupportedError, match="attach"):
         model(row[:, :2], past_key_values=cache)
     with pytest.raises(UnsupportedError, match="attach"):

@@ -50,8 +50,15 @@ _EXTRAS = ("output_attentions", "output_hidden_states")
 _PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False)
 """Arguments that do not change what a step computes, by their values."""
 
-_OPTIONS = {"size_asserts": False, "alignment_asserts": False}
-"""Of torch's compiler: no checks in each step that operations return what they say."""
+_VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+
+
+def _options() -> dict[str, Any]:
+    """Options of torch's compiler: no checks in each step that operations return what they say. The
+    width of vectors, which torch chooses alike by itself, is named because torch's cache on disk
+    otherwise returns code for another width, whose results are wrong."""
+    width = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
+    return {"size_asserts": False, "alignment_asserts": False, "cpp.simdlen": width}
 
 
 _MOST_GRAPHS = 32
@@ -192,7 +199,7 @@ class CompiledSteps:
         """The backend: kvkeep's linear layers, then torch's own compiler."""
         self._advance(1)
         route_linears(graph)
-        lowered: Any = compile_fx(graph, inputs, config_patches=_OPTIONS)
+        lowered: Any = compile_fx(graph, inputs, config_patches=_options())
         self._advance(2)
 
         finder = Finder()
