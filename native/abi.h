@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 9;
+constexpr int KV_ABI = 10;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -58,7 +58,7 @@ struct KvRows {
 };
 
 struct KvCall {
-    const KvSegment* segments;  // these four are set by the library
+    const KvSegment* segments;  // these four, `masses` and `slots_of` are set by the library
     const KvReach* reaches;
     const KvRows* holders;      // for each segment, the rows whose slots it holds; null: all rows
     void* const* outs;          // where each row's output begins, or null: `out` has all rows
@@ -68,6 +68,8 @@ struct KvCall {
     const float* sinks;       // sink logits (heads * group), or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
+    float* const* masses;     // in place of `mass`, for each row: (heads, its slots), zeroed, or null;
+    const int64_t* slots_of;  // and how many slots the row has. Set by the library
     const uint8_t* observed;  // (rows, queries): the queries whose mass counts; null: all
     int64_t segment_count, reach_count;
     int64_t position_row;  // stride; 0 if the rows share the positions
@@ -124,6 +126,8 @@ struct KvEncoding {
     int64_t rows, heads, slots, width;
     int64_t bits, group;
     int64_t hadamard;  // 1: rotate tokens by the Hadamard matrix first
+    float* errors;     // (rows, heads, slots) contiguous, to which the squared distance of each token
+                       // to its decoded form is added; or null
 };
 
 // Returns 0, or 1 if memory cannot be allocated.
@@ -132,56 +136,98 @@ KV_PUBLIC int kv_encode(const KvEncoding* encoding);
 // Computes attention. Returns 0, or 1 if scratch memory cannot be allocated.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
 
-// A step of one layer, of one token a row. All rows have the same positions, without padding, and
-// the query sees all slots. What changes from step to step is in KvToken.
-struct KvStep {
-    KvCall call;              // with one query; dense
-    KvEncoding key, value;    // one token to slot 0; bits are 0 if it is copied as it is
-    KvPlane position;         // positions of all slots
-    int64_t position_heads;
-    KvRanking ranking;        // which slot is freed
+// What a plane of a policy holds for a new token.
+enum KvEnter : int64_t {
+    KV_ENTER_ZERO = 0,
+    KV_ENTER_KEY_NORM = 1,    // minus the norm of its key
+    KV_ENTER_VALUE_NORM = 2,  // the norm of its value
+    KV_ENTER_ERROR = 3,       // how far encoding moved its key and its value, added
+    KV_ENTER_GIVEN = 4,       // what the caller gives
 };
 
-struct KvToken {
-    const void *q, *k, *v;
-    void* out;
-    const int32_t* positions;  // of the tokens as the caller has them, which are compared
-    int64_t position_count;
-    int64_t position;          // what they must be
+// What a policy learns of a step from the mass m of its one query.
+enum KvLearn : int64_t {
+    KV_LEARN_NOTHING = 0,
+    KV_LEARN_SUM = 1,       // score += m
+    KV_LEARN_MEAN = 2,      // score = the mean of m over heads
+    KV_LEARN_FADE = 3,      // score = score * (1 - fade) + m * fade
+    KV_LEARN_WEIGHTED = 4,  // score += m * other / sum(m * other), where `other` is its last plane
+};
+
+// A plane (rows, heads, slots) of float32 that a policy keeps; slots are contiguous.
+struct KvScores {
+    float* data;
+    int64_t row, head;  // strides in elements
+    int64_t heads;
+    int64_t enter;
+};
+
+constexpr int64_t KV_SCORES = 3;  // the most planes of a policy
+
+// A policy's part of a step.
+struct KvRule {
+    KvScores planes[KV_SCORES];  // the score first; for `mixes` the encoding error is the second
+    int64_t count;
+    int64_t learn;     // KvLearn
+    int64_t by_query;  // 1: scores are ranked divided by the number of queries that saw the slot
+    int64_t mixes;     // 1: as mix * score - (1 - mix) * error, both scaled to 0..1 over a head
+    int64_t safe;      // of the heads of a contest, each keeps this many of its slots
+    double fade, mix;
+};
+
+// How the slots of a layer, of some of its rows or of one of its heads take a token. All rows have
+// the same slots in use.
+struct KvStep {
+    KvCall call;         // with one query a row
+    KvEncoding key, value;  // one token to slot 0; bits are 0 if it is copied as it is
+    KvPlane position;    // positions of all slots
+    int64_t position_heads;
+    KvRanking ranking;   // which slots are freed
+    KvRule rule;
+    const int64_t* pads;  // (rows): how many columns of padding each row had; null: none
+    KvReach reaches[2];   // which apply where the query does not see all slots
+    int64_t reach_count;
+    int64_t* left;        // receives the number of slots in use after a step
+};
+
+// Tokens, whose positions are contiguous. Token t of part p of a layer, such as a head, lies t and p
+// strides, in bytes, behind each address.
+struct KvTokens {
+    const char *q, *k, *v;
+    char* out;
+    const int32_t* positions;  // as the caller has them, which are compared; or null
+    int64_t position_count;    // 1: all tokens have the same
+    int64_t q_token, k_token, v_token, out_token;
+    int64_t q_part, k_part, v_part, out_part;
+};
+
+// A step: its records, and what changes from step to step.
+struct KvSequence {
+    const KvStep* step;
+    const KvSegment* segments;
+    const KvSlots* planes;     // of the last segment, as for kv_evict
+    int64_t plane_count;
+    int64_t token, part;       // its first row's, in KvTokens
+    int64_t position;          // the column of the token: a row's position, less its padding
     int64_t slots;             // in use, of the last segment
     int64_t drops;             // 1: first frees the oldest slot that is not protected
+    int64_t evicts;            // how many slots it frees after attention; in a contest, all together
+    int64_t recent;            // how many of the newest positions are protected then
+    int64_t dense;             // 1: the query sees all slots
+    int64_t contest;           // heads of one row that compete for slots have the same number; 0: none
+    const float* given;        // (rows, heads), for KV_ENTER_GIVEN; or null
 };
 
 enum KvStepResult : int { KV_STEP_DONE = 0, KV_STEP_FAILED = 1, KV_STEP_UNLIKE = 2 };
 
-// Frees a slot if asked to, writes the token to the slot after those in use, and attends. `planes`
-// are those of the last segment, as for kv_evict. The last segment's `slots`, and the data of all
-// queries, are not read. Returns KV_STEP_FAILED if memory cannot be allocated, where a slot may
-// have been freed; KV_STEP_UNLIKE, with nothing changed, if the positions are others.
-KV_PUBLIC int kv_step(const KvStep* step, const KvSegment* segments, const KvSlots* planes,
-                      int64_t plane_count, const KvToken* token);
-
-// Tokens of several sequences, side by side: token i is `i` strides, in bytes, behind each address.
-struct KvTokens {
-    const char *q, *k, *v;
-    char* out;
-    const int32_t* positions;  // contiguous
-    int64_t q_stride, k_stride, v_stride, out_stride;
-};
-
-// The step of one sequence, of one row: the arguments of kv_step, with the token at `index`.
-struct KvSequence {
-    const KvStep* step;
-    const KvSegment* segments;
-    const KvSlots* planes;
-    int64_t plane_count;
-    int64_t index, position, slots, drops;
-};
-
-// Makes the steps of `count` sequences, whose calls have the same heads, widths, types and scale.
-// Threads share the work of all. Segments that several sequences begin with are read once for them.
-// Returns what kv_step returns, for all together.
-KV_PUBLIC int kv_step_packed(const KvSequence* sequences, int64_t count, const KvTokens* tokens);
+// Makes `count` steps: each frees a slot if asked to, writes its tokens to the slots after those in
+// use, attends, learns, and frees slots. Several steps have one row each, and their calls the same
+// widths, types and scale; threads share the work of all, and segments that several begin with are
+// read once for them. The last segment's `slots`, and the data of all queries, are not read.
+//
+// Returns KV_STEP_FAILED if memory cannot be allocated: slots may have been freed, if a step drops or
+// evicts. KV_STEP_UNLIKE, with nothing changed, if the positions are others.
+KV_PUBLIC int kv_step(const KvSequence* steps, int64_t count, const KvTokens* tokens);
 
 // A linear layer: weights (outputs, inputs) with elements of one row side by side, and a bias
 // (outputs) or null, of one KvType: F32, BF16 or F16. Any alignment is allowed.
@@ -205,8 +251,7 @@ enum KvRecordedKind : int64_t {
     KV_RECORDED_OTHER = 0,   // made by the caller of kv_repeat
     KV_RECORDED_KERNEL = 1,  // `function`, which returns nothing, with `count` pointers
     KV_RECORDED_LINEAR = 2,  // kv_linear
-    KV_RECORDED_STEP = 3,    // kv_step; after four arguments there is the KvToken itself
-    KV_RECORDED_PACKED = 4,  // kv_step_packed
+    KV_RECORDED_STEP = 3,    // kv_step
 };
 
 constexpr int64_t KV_ARGUMENTS = 16;  // the most of a kernel

@@ -44,6 +44,7 @@ struct Plan {
     std::vector<int64_t> chains_of_rows, first_chain;  // the chains of each row, one row after the
                                                        // other, and where each row's begin
     int64_t records = 0;    // most of any run
+    int64_t slots = 0;      // of all chains
     bool alone = true;      // each tile is one run, so nothing is merged
 
     Plan(const KvCall& call, Range range) : range(range) {
@@ -67,6 +68,7 @@ struct Plan {
             ChainPlan& plan = chains.back();
             ++plan.segments;
             plan.slots += segment.slots;
+            slots += segment.slots;
             work += plan.row_tiles * call.heads * token_tiles * segment.slots;
         }
         const int64_t bytes = work * (call.key_width + call.value_width) * 2;
@@ -292,21 +294,37 @@ struct Job {
                        token - plan.range.first];
     }
 
+    // Where the mass of one row and kv head begins; null: it is not needed.
+    float* mass_of(int64_t row, int64_t head) const {
+        if (!call.masses) return call.mass + (row * call.heads + head) * plan.slots;
+        float* const own = call.masses[row];
+        return own ? own + head * call.slots_of[row] : nullptr;
+    }
+
     // Adds up the mass of each slot over the queries of one row and kv head, or finds the largest.
     void add_mass(int64_t row, int64_t head) {
-        int64_t all_slots = 0;
-        for (int64_t i = 0; i < call.segment_count; ++i) all_slots += call.segments[i].slots;
-        float* mass = call.mass + (row * call.heads + head) * all_slots;
-        for (const KvRun& run : plan.runs) {
+        float* const mass = mass_of(row, head);
+        if (!mass) return;
+        const int64_t* const chains = plan.chains_of(row);
+        int64_t before_chain = 0;
+        for (int64_t i = 0; i < plan.chain_count(row); ++i) {
+            const ChainPlan& chain = plan.chains[chains[i]];
+            add_mass_of(chain, row, head, mass + before_chain);
+            before_chain += chain.slots;
+        }
+    }
+
+    void add_mass_of(const ChainPlan& chain, int64_t row, int64_t head, float* mass) {
+        const int64_t runs = chain.row_tiles * call.heads * plan.token_tiles * chain.parts;
+        for (int64_t i = chain.first; i < chain.first + runs; ++i) {
+            const KvRun& run = plan.runs[i];
             if (run.head != head || row < run.row0 || row >= run.row1) continue;
-            int64_t before = run.slot0;
-            for (int64_t i = 0; i < run.segment; ++i) before += call.segments[i].slots;
             for (int64_t g = 0; g < call.group; ++g)
                 for (int64_t token = run.query0; token < run.query1; ++token) {
                     if (call.observed && !call.observed[row * call.observed_row + token]) continue;
                     const Softmax found = softmax_of(row, head * call.group + g, token);
                     if (found.inverse == 0) continue;  // the query sees nothing
-                    add_weights(run, record_of(call, run, row, g, token), found, mass + before);
+                    add_weights(run, record_of(call, run, row, g, token), found, mass + run.slot0);
                 }
         }
     }
@@ -341,9 +359,7 @@ bool attend(const KvCall& call, Range range) {
         share(records * call.value_width < (1 << 15) ? 1 : threads, call.rows * heads,
               [&](int64_t i) { job.finish(i / heads, i % heads); });
     if (range.mass && !job.failed) {
-        int64_t slots = 0;
-        for (int64_t i = 0; i < call.segment_count; ++i) slots += call.segments[i].slots;
-        share(records * slots < (1 << 17) ? 1 : threads, call.rows * call.heads,
+        share(records * job.plan.slots < (1 << 17) ? 1 : threads, call.rows * call.heads,
               [&](int64_t i) { job.add_mass(i / call.heads, i % call.heads); });
     }
     return !job.failed;
@@ -352,7 +368,7 @@ bool attend(const KvCall& call, Range range) {
 // For the mass all weights of a query are kept until its softmax is known, so the queries are
 // computed in ranges, to limit memory.
 bool attend(const KvCall& call) {
-    if (!call.mass) return attend(call, {0, call.queries, false});
+    if (!call.mass && !call.masses) return attend(call, {0, call.queries, false});
     int64_t of_query = call.rows * call.heads * call.group, slots = 0;
     for (int64_t i = 0; i < call.segment_count; ++i) slots += call.segments[i].slots;
     of_query *= std::max<int64_t>(1, slots);
@@ -382,6 +398,7 @@ int kv_attend(const KvCall* given, const KvSegment* segments, const KvReach* rea
     call.reaches = reaches;
     call.holders = nullptr;
     call.outs = nullptr;
+    call.masses = nullptr;
     return kv_attend_call(call);
 }
 

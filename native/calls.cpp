@@ -35,10 +35,7 @@ int made(const KvRecorded& call) {
             return kv_linear((const KvLinear*)x[0], x[1], (const void*)x[2], x[3], x[4],
                              (void*)x[5]);
         case KV_RECORDED_STEP:
-            return kv_step((const KvStep*)x[0], (const KvSegment*)x[1], (const KvSlots*)x[2], x[3],
-                           (const KvToken*)(x + 4));
-        case KV_RECORDED_PACKED:
-            return kv_step_packed((const KvSequence*)x[0], x[1], (const KvTokens*)x[2]);
+            return kv_step((const KvSequence*)x[0], x[1], (const KvTokens*)x[2]);
         default: return KV_STEP_UNLIKE;
     }
 }

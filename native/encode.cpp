@@ -78,6 +78,20 @@ void encode_group(const KvEncoding& encoding, const float* x, int64_t count, int
     }
 }
 
+// The squared distance of a token to its decoded form. Scales that are no numbers give NaN.
+float squared_error(const KvEncoding& e, const float* x, const int* codes, const uint16_t* scale,
+                    const uint16_t* zero) {
+    double sum = 0;
+    for (int64_t i = 0; i < e.width; ++i) {
+        const int64_t g = i / e.group;
+        const float step = F16::widen1(scale[g]);
+        const float code = (float)(e.bits == 8 || zero ? codes[i] : codes[i] - 8);
+        const float decoded = code * step + (zero ? F16::widen1(zero[g]) : 0.0f);
+        sum += ((double)x[i] - decoded) * ((double)x[i] - decoded);
+    }
+    return (float)sum;
+}
+
 }  // namespace
 
 int kv_encode(const KvEncoding* given) {
@@ -102,6 +116,9 @@ int kv_encode(const KvEncoding* given) {
                         encode_group(e, token.data() + from, count, codes.data() + from, scale + g,
                                      zero ? zero + g : nullptr);
                     }
+                    if (e.errors)
+                        e.errors[(row * e.heads + head) * e.slots + slot] +=
+                            squared_error(e, token.data(), codes.data(), scale, zero);
                     uint8_t* out = (uint8_t*)e.codes.data + at(e.codes);
                     if (e.bits == 8)
                         for (int64_t i = 0; i < e.width; ++i) out[i] = (uint8_t)codes[i];

@@ -1,19 +1,55 @@
-// A decode step of one layer: one token a row is written, and attended to. In Python the parts of
-// a step cost more time than the step itself.
+// A decode step: one token a row is written, attended to, and settled. In Python the parts of a step
+// cost more time than the step itself.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <new>
 #include <vector>
 
 #include "machine.h"
+#include "policy.h"
 
 namespace {
 
 int64_t element_bytes(int64_t type) { return type == KV_F32 ? 4 : 2; }
 
-// Copies or encodes x to slot `slot`.
-bool write(const KvEncoding& written, const void* x, int64_t slot) {
+// The inputs and the output of a step.
+struct Token {
+    const char *q, *k, *v;
+    char* out;
+
+    Token(const KvTokens& all, const KvSequence& step)
+        : q(all.q + step.token * all.q_token + step.part * all.q_part),
+          k(all.k + step.token * all.k_token + step.part * all.k_part),
+          v(all.v + step.token * all.v_token + step.part * all.v_part),
+          out(all.out + step.token * all.out_token + step.part * all.out_part) {}
+};
+
+// Whether the tokens have the positions that they must have.
+bool expected(const KvSequence& step, const KvTokens& tokens) {
+    if (!tokens.positions) return true;
+    for (int64_t row = 0; row < step.step->call.rows; ++row) {
+        const int64_t index = tokens.position_count == 1 ? 0 : step.token + row;
+        if (tokens.positions[index] != kv_position(step, row)) return false;
+    }
+    return true;
+}
+
+// Slots in use after a step, before it evicts.
+int64_t slots_after(const KvSequence& step) { return step.slots + !step.drops; }
+
+bool needs_mass(const KvSequence& step) { return step.step->rule.learn != KV_LEARN_NOTHING; }
+
+// Slots of all segments after a step.
+int64_t all_slots(const KvSequence& step) {
+    int64_t slots = slots_after(step);
+    for (int64_t i = 0; i + 1 < step.step->call.segment_count; ++i) slots += step.segments[i].slots;
+    return slots;
+}
+
+// Copies or encodes x to slot `slot`. `errors` may be null.
+bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors) {
     KvEncoding e = written;
     e.x.data = x;
     if (e.bits) {
@@ -21,6 +57,7 @@ bool write(const KvEncoding& written, const void* x, int64_t slot) {
             if (plane.data) plane.data = (const char*)plane.data + slot * plane.slot * size;
         };
         at(e.codes, 1), at(e.scale, 2), at(e.zero, 2);
+        e.errors = errors;
         return !kv_encode(&e);
     }
     const int64_t size = element_bytes(e.x.type), bytes = e.width * size;
@@ -28,52 +65,71 @@ bool write(const KvEncoding& written, const void* x, int64_t slot) {
         for (int64_t head = 0; head < e.heads; ++head) {
             const int64_t from = row * e.x.row + head * e.x.head;
             const int64_t to = row * e.codes.row + head * e.codes.head + slot * e.codes.slot;
-            memcpy((char*)e.codes.data + to * size, (const char*)x + from * size, bytes);
+            memcpy((char*)e.codes.data + to * size, x + from * size, bytes);
         }
     return true;
 }
 
 // Frees the oldest slot that is not protected.
-bool drop(const KvStep& step, const KvToken& token, const KvSlots* planes, int64_t plane_count) {
-    KvRanking ranking = step.ranking;
-    std::vector<int64_t> victims(ranking.rows * ranking.heads);
+bool drop(const KvSequence& step) {
+    KvRanking ranking = step.step->ranking;
+    std::vector<int64_t> victims(ranking.rows * ranking.heads), newests(step.step->call.rows);
+    for (int64_t row = 0; row < step.step->call.rows; ++row)
+        newests[row] = kv_position(step, row) - 1;
     ranking.out = victims.data();
-    ranking.newest = token.position - 1;
-    ranking.slots = token.slots;
+    ranking.newests = newests.data();
+    ranking.slots = step.slots;
     ranking.count = 1;
     return !kv_lowest(&ranking) &&
-           !kv_evict(planes, plane_count, step.call.rows, victims.data(), ranking.rows,
-                     ranking.heads, 1, token.slots);
+           !kv_evict(step.planes, step.plane_count, step.step->call.rows, victims.data(),
+                     ranking.rows, ranking.heads, 1, step.slots);
 }
 
 // Frees a slot if asked to, and writes the token. Returns false if memory cannot be allocated.
-bool append(const KvStep& step, const KvSlots* planes, int64_t plane_count, const KvToken& token) {
-    int64_t slot = token.slots;
-    if (token.drops) {
-        if (!drop(step, token, planes, plane_count)) return false;
-        --slot;
-    }
-    if (!write(step.key, token.k, slot) || !write(step.value, token.v, slot)) return false;
-    const KvPlane& place = step.position;
-    for (int64_t row = 0; row < step.call.rows; ++row)
-        for (int64_t head = 0; head < step.position_heads; ++head)
+bool append(const KvSequence& step, const Token& token) {
+    const KvStep& s = *step.step;
+    const int64_t slot = step.slots - step.drops, count = s.call.rows * s.call.heads;
+    std::vector<float> errors(2 * count);
+    if (step.drops && !drop(step)) return false;
+    if (!write(s.key, token.k, slot, errors.data()) ||
+        !write(s.value, token.v, slot, errors.data() + count))
+        return false;
+    const KvPlane& place = s.position;
+    for (int64_t row = 0; row < s.call.rows; ++row)
+        for (int64_t head = 0; head < s.position_heads; ++head)
             ((int32_t*)place.data)[row * place.row + head * place.head + slot * place.slot] =
-                (int32_t)token.position;
+                (int32_t)kv_position(step, row);
+    kv_enter(step, token.k, token.v, slot, errors.data());
     return true;
 }
 
-int run(const KvStep& step, const KvSegment* given, const KvSlots* planes, int64_t plane_count,
-        const KvToken& token) {
-    for (int64_t i = 0; i < token.position_count; ++i)
-        if (token.positions[i] != token.position) return KV_STEP_UNLIKE;
-    // All memory is reserved before anything is changed.
-    std::vector<KvSegment> segments(given, given + step.call.segment_count);
+// Attends with the queries of one step, for which the token is written.
+int attend_alone(const KvSequence& step, const Token& token, float* mass) {
+    const KvStep& s = *step.step;
+    std::vector<KvSegment> segments(step.segments, step.segments + s.call.segment_count);
     for (KvSegment& segment : segments) segment.queries.data = token.q;
-    if (!append(step, planes, plane_count, token)) return KV_STEP_FAILED;
-    segments.back().slots = token.slots + !token.drops;
-    KvCall call = step.call;
+    segments.back().slots = slots_after(step);
+    std::vector<int32_t> places, bounds;
+    KvCall call = s.call;
     call.out = token.out;
-    return kv_attend(&call, segments.data(), nullptr) ? KV_STEP_FAILED : KV_STEP_DONE;
+    call.mass = mass;
+    call.dense = step.dense;
+    if (!step.dense) {
+        for (int64_t row = 0; row < call.rows; ++row)
+            places.push_back((int32_t)kv_position(step, row));
+        call.position = places.data();
+        call.position_row = 1;
+        call.reach_count = s.reach_count;
+        if (s.ranking.window && s.ranking.chunked) {
+            for (const int32_t place : places) {
+                bounds.push_back(place - place % (int32_t)s.ranking.window);
+                bounds.push_back(place);
+            }
+            call.bounds = bounds.data();
+            call.bounds_row = 2;
+        }
+    }
+    return kv_attend(&call, segments.data(), s.reaches);
 }
 
 // -- several sequences ------------------------------------------------------------------------
@@ -85,6 +141,8 @@ constexpr int64_t FEWEST_SHARED = 128;  // slots that are worth a chain of their
 class Together {
     const KvTokens& tokens;
     std::vector<const KvSequence*> rows;  // those with the same segments side by side
+    std::vector<float*> masses;
+    std::vector<int64_t> slots_of;
     std::vector<KvSegment> segments;
     std::vector<KvRows> holders;
     std::vector<void*> outs;
@@ -92,11 +150,12 @@ class Together {
     int64_t query_bytes;        // of one row
 
   public:
-    Together(const KvSequence* sequences, int64_t count, const KvTokens& tokens) : tokens(tokens) {
-        const KvCall& call = sequences[0].step->call;
+    Together(std::vector<const KvSequence*> given, const KvTokens& tokens)
+        : tokens(tokens), rows(std::move(given)) {
+        const int64_t count = (int64_t)rows.size();
+        const KvCall& call = rows[0]->step->call;
         query_bytes = call.heads * call.group * call.key_width *
-                      element_bytes(sequences[0].segments[0].queries.type);
-        for (int64_t i = 0; i < count; ++i) rows.push_back(sequences + i);
+                      element_bytes(rows[0]->segments[0].queries.type);
         std::stable_sort(rows.begin(), rows.end(), [](const KvSequence* a, const KvSequence* b) {
             const auto end = [](const KvSequence* x) {
                 return x->segments + x->step->call.segment_count;
@@ -109,17 +168,26 @@ class Together {
         });
         queries.resize(count * query_bytes);
         for (int64_t row = 0; row < count; ++row) {
-            outs.push_back(tokens.out + rows[row]->index * tokens.out_stride);
+            const Token token(tokens, *rows[row]);
+            outs.push_back(token.out);
             for (int64_t head = 0; head < call.heads * call.group; ++head) {
                 const int64_t bytes = query_bytes / (call.heads * call.group);
                 const int64_t from = rows[row]->segments->queries.head * bytes / call.key_width;
-                memcpy(&queries[row * query_bytes + head * bytes], q_of(row) + head * from, bytes);
+                memcpy(&queries[row * query_bytes + head * bytes], token.q + head * from, bytes);
             }
         }
         divide(0, count, 0);
     }
 
-    int attend() {
+    // `mass` gives where the mass of a step is written; null: it is not needed.
+    template <class Mass>
+    int attend(Mass mass) {
+        bool some = false;
+        for (const KvSequence* row : rows) {
+            masses.push_back(mass(row));
+            slots_of.push_back(all_slots(*row));
+            some |= masses.back() != nullptr;
+        }
         KvCall call = rows[0]->step->call;
         call.rows = (int64_t)rows.size();
         call.segment_count = (int64_t)segments.size();
@@ -127,12 +195,13 @@ class Together {
         call.reaches = nullptr;
         call.holders = holders.data();
         call.outs = outs.data();
+        call.masses = some ? masses.data() : nullptr;
+        call.slots_of = slots_of.data();
+        call.dense = 1;
         return kv_attend_call(call);
     }
 
   private:
-    const char* q_of(int64_t row) const { return tokens.q + rows[row]->index * tokens.q_stride; }
-
     int64_t count_of(int64_t row) const { return rows[row]->step->call.segment_count; }
 
     // Whether two rows have the same segment at `depth`, frozen for both.
@@ -174,7 +243,7 @@ class Together {
             KvSegment segment = rows[first]->segments[i];
             const KvSequence& sequence = *rows[first];
             if (i + 1 == sequence.step->call.segment_count)
-                segment.slots = sequence.slots + !sequence.drops;
+                segment.slots = slots_after(sequence);
             segment.follows &= i > from;
             segment.shared = end - first > 1;
             for (KvPlane* plane : {&segment.k.plane, &segment.k.scale, &segment.k.zero,
@@ -190,51 +259,102 @@ class Together {
     }
 };
 
-int run_packed(const KvSequence* sequences, int64_t count, const KvTokens& tokens) {
-    if (tokens.positions)
-        for (int64_t i = 0; i < count; ++i)
-            if (tokens.positions[sequences[i].index] != sequences[i].position)
-                return KV_STEP_UNLIKE;
-    Together together(sequences, count, tokens);
-    std::atomic<bool> failed{false};
-    // Encoding takes longer than copying, but only many tokens are worth another thread.
-    const int64_t threads =
-        threads_for(count * tokens.k_stride * (sequences[0].step->key.bits ? 8 : 1),
-                    sequences[0].step->call.threads);
-    share(threads, count, [&](int64_t i) {
-        const KvSequence& one = sequences[i];
-        const KvToken token{tokens.q + one.index * tokens.q_stride,
-                            tokens.k + one.index * tokens.k_stride,
-                            tokens.v + one.index * tokens.v_stride,
-                            nullptr,
-                            nullptr,
-                            0,
-                            one.position,
-                            one.slots,
-                            one.drops};
-        try {
-            if (!append(*one.step, one.planes, one.plane_count, token)) failed = true;
-        } catch (const std::bad_alloc&) {
-            failed = true;
+// The mass of each step that needs it, (rows, heads, its slots), zeroed.
+class Masses {
+    std::vector<float> memory;
+    std::vector<int64_t> first;
+    const KvSequence* steps;
+
+  public:
+    Masses(const KvSequence* steps, int64_t count) : first(count, -1), steps(steps) {
+        int64_t floats = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            if (!needs_mass(steps[i])) continue;
+            first[i] = floats;
+            const KvCall& call = steps[i].step->call;
+            floats += call.rows * call.heads * all_slots(steps[i]);
         }
-    });
-    return failed || together.attend() ? KV_STEP_FAILED : KV_STEP_DONE;
+        memory.resize(floats);
+    }
+
+    float* of(const KvSequence* step) {
+        const int64_t at = first[step - steps];
+        return at < 0 ? nullptr : memory.data() + at;
+    }
+};
+
+// Attends for all steps: together, where their queries see all slots and their heads are alike.
+int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses) {
+    std::map<int64_t, std::vector<const KvSequence*>> alike;  // by the number of heads
+    for (const KvSequence* step = steps; step < steps + count; ++step) {
+        if (count > 1 && step->dense) alike[step->step->call.heads].push_back(step);
+        else if (attend_alone(*step, Token(tokens, *step), masses.of(step))) return 1;
+    }
+    for (auto& [heads, some] : alike) {
+        Together together(std::move(some), tokens);
+        if (together.attend([&](const KvSequence* step) { return masses.of(step); })) return 1;
+    }
+    return 0;
+}
+
+// Learns from the mass, and frees slots.
+bool settle(const KvSequence& step, float* mass) {
+    *step.step->left = slots_after(step);
+    if (mass) kv_learn(step, mass, slots_after(step));
+    return !step.evicts || step.contest || !kv_free(step, slots_after(step));
+}
+
+// Frees the slots of the heads of each contest.
+bool settle_contests(const KvSequence* steps, int64_t count) {
+    std::vector<const KvSequence*> heads;
+    for (int64_t i = 0; i < count; ++i) {
+        if (!steps[i].contest || !steps[i].evicts) continue;
+        heads.push_back(steps + i);
+        if (i + 1 < count && steps[i + 1].contest == steps[i].contest) continue;
+        if (kv_free_contest(heads.data(), (int64_t)heads.size())) return false;
+        heads.clear();
+    }
+    return true;
+}
+
+int run(const KvSequence* steps, int64_t count, const KvTokens& tokens) {
+    for (int64_t i = 0; i < count; ++i)
+        if (!expected(steps[i], tokens)) return KV_STEP_UNLIKE;
+    Masses masses(steps, count);
+    // Encoding takes longer than copying, but only many tokens are worth another thread.
+    const KvStep& first = *steps[0].step;
+    const int64_t bytes = first.key.width * first.key.heads * element_bytes(first.key.x.type);
+    const int64_t threads =
+        count == 1 ? 1 : threads_for(count * bytes * (first.key.bits ? 8 : 1), first.call.threads);
+    std::atomic<bool> failed{false};
+    const auto each = [&](int64_t threads, auto f) {
+        share(threads, count, [&](int64_t i) {
+            try {
+                if (!f(steps[i])) failed = true;
+            } catch (const std::bad_alloc&) {
+                failed = true;
+            }
+        });
+        return !failed;
+    };
+    if (!each(threads, [&](const KvSequence& x) { return append(x, Token(tokens, x)); }) ||
+        attend(steps, count, tokens, masses))
+        return KV_STEP_FAILED;
+    int64_t ranked = 0;
+    for (int64_t i = 0; i < count; ++i)
+        if (steps[i].evicts || needs_mass(steps[i])) ranked += all_slots(steps[i]);
+    const int64_t settling = count == 1 ? 1 : threads_for(ranked * first.call.heads * 8, first.call.threads);
+    if (!each(settling, [&](const KvSequence& x) { return settle(x, masses.of(&x)); }) ||
+        !settle_contests(steps, count))
+        return KV_STEP_FAILED;
+    return KV_STEP_DONE;
 }
 
 }  // namespace
 
-int kv_step(const KvStep* step, const KvSegment* segments, const KvSlots* planes,
-            int64_t plane_count, const KvToken* token) {
+int kv_step(const KvSequence* steps, int64_t count, const KvTokens* tokens) {
     try {
-        return run(*step, segments, planes, plane_count, *token);
-    } catch (const std::bad_alloc&) {
-        return KV_STEP_FAILED;
-    }
-}
-
-int kv_step_packed(const KvSequence* sequences, int64_t count, const KvTokens* tokens) {
-    try {
-        return run_packed(sequences, count, *tokens);
+        return run(steps, count, *tokens);
     } catch (const std::bad_alloc&) {
         return KV_STEP_FAILED;
     }

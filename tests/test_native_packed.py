@@ -10,6 +10,7 @@ import torch
 from kvkeep import native_library
 from kvkeep.errors import StateError
 from kvkeep.layer.packed import PackedLayer
+from kvkeep.layer.ready import StepCall
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
 from kvkeep.spec import CacheSpec
@@ -76,13 +77,13 @@ class Pair:
 def together(monkeypatch):
     """How many sequences each native call had."""
     found = []
-    real = LIBRARY.kv_step_packed
+    make = StepCall.make
 
-    def counted(sequences, count, tokens):
-        found.append(count)
-        return real(sequences, count, tokens)
+    def counted(self):
+        found.append(self.count)
+        return make(self)
 
-    monkeypatch.setattr(LIBRARY, "kv_step_packed", counted)
+    monkeypatch.setattr(StepCall, "make", counted)
     return found
 
 
@@ -182,7 +183,7 @@ def test_a_failure_is_taken_back_or_noticed(spec, monkeypatch):
     for _ in range(6):
         pair.feed([1, 1])
     with monkeypatch.context() as patch:
-        patch.setattr(LIBRARY, "kv_step_packed", lambda *args: 1)
+        patch.setattr(LIBRARY, "kv_step", lambda *args: 1)
         with pytest.raises(MemoryError, match="scratch"):
             pair.feed([1, 1])
     if spec == "keep_all":

@@ -13,8 +13,10 @@ import torch
 from kvkeep import native_library
 from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.native_step import FAILED, ReadyStep
+from kvkeep.layer.plan import FAILED, StepPlan
 from kvkeep.layer.step import StepInputs
+from kvkeep.planes import POSITION
+from kvkeep.policy import H2O
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.buffer import Buffer
 
@@ -29,7 +31,25 @@ SPECS = [
     "window:5,sinks=2@fixed",
     "window:5,sinks=2+int8@fixed",
     "window:5,keep_from=3,keep_to=5",
+    "h2o:8",
+    "h2o:12,sinks=2,normalize=1+int8",
+    "qh2o:8+int4/int8",
+    "vlen:8@fixed:9",
+    "qvlen:8,recent=2+int8",
+    "tova:8",
+    "snapkv:12,window=4",
+    "knorm:8",
+    "random:8",
+    "h2o:25%,least=6",
+    "window:25%,least=6",
+    "adakv(h2o:8)",
+    "adakv:1.0(knorm:8,recent=3)",
+    "keep_all+kivi",
+    "kvzip:50%",
 ]
+
+SCORES = ("score", "error", "value_norm")
+"""Planes that the library may round otherwise."""
 
 
 class Pair:
@@ -40,7 +60,7 @@ class Pair:
     ) -> None:
         self.rows, self.dtype = rows, dtype
         self.layers = [CacheSpec.parse(spec).layer(capacity=64, **own) for _ in range(2)]
-        self.layers[1]._settles_alone = False
+        self.layers[1].plans = False
         self.random = torch.Generator().manual_seed(0)
 
     def each(self, change) -> None:
@@ -56,33 +76,40 @@ class Pair:
             for heads in (6, 2, 2)
         )
         outs = [layer.step(q, k, v, position, scale=0.2) for layer in self.layers]
-        assert torch.equal(*outs)
+        # Parts of a layer are one call together, whose sums may be rounded otherwise.
+        torch.testing.assert_close(
+            *outs, rtol=1e-5 if self.layers[0].policy.ragged else 0, atol=1e-6
+        )
         one, other = self.layers
         assert torch.equal(one.positions(), other.positions())
         assert one.length == other.length
         assert one.rollback_limit == other.rollback_limit
         assert torch.equal(one.seen, other.seen)
-        a, b = (layer.state().parts["slots"] for layer in self.layers)
-        assert all(torch.equal(a[name], b[name]) for name in b)
+        found, expected = (layer.state().parts for layer in self.layers)
+        for part, planes in expected.items():
+            for name in planes:
+                a, b = found[part][name], planes[name]
+                if name in SCORES:
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+                else:
+                    assert torch.equal(a, b), name
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The columns that were fed in one call."""
     found: list[int] = []
-    run = ReadyStep.run
+    count = StepPlan.count
 
-    def counted(self: ReadyStep) -> bool:
+    def counted(self: StepPlan, *given: object) -> None:
         found.append(self.column)
-        if run(self):
-            return True
-        found.pop()
-        return False
+        count(self, *given)
 
-    monkeypatch.setattr(ReadyStep, "run", counted)
+    monkeypatch.setattr(StepPlan, "count", counted)
     return found
 
 
+@pytest.mark.filterwarnings("ignore::kvkeep.errors.PrecisionWarning")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
 def test_equals_a_step_by_parts(spec: str, rows: int, dtype: torch.dtype, calls: list[int]) -> None:
@@ -90,8 +117,49 @@ def test_equals_a_step_by_parts(spec: str, rows: int, dtype: torch.dtype, calls:
     pair.feed(3)
     for column in range(3, 40):
         pair.feed(position=torch.tensor([column], dtype=torch.int32) if column % 2 else None)
-    # The first prepares the others; after a reallocation they are prepared again.
-    assert len(calls) > 25 or "keep_from" in spec
+    # The first prepares the others; after a reallocation they are prepared again. Heads of
+    # different lengths are parts of one row.
+    alone = rows > 1 and pair.layers[0].policy.ragged
+    assert len(calls) > 15 or "keep_from" in spec or (alone and not calls)
+
+
+@pytest.mark.parametrize("pads", [(0, 2), (0, 12)])
+@pytest.mark.parametrize("spec", ["keep_all", "window:6,sinks=2", "h2o:8", "tova:9", "knorm:8"])
+def test_rows_that_had_padding(spec: str, pads: tuple[int, ...], calls: list[int]) -> None:
+    """Rows of different lengths stay together, or are parted."""
+    pair = Pair(spec, rows=2)
+    real = torch.arange(14) >= torch.tensor(pads)[:, None]
+    pair.feed(14, pair.layers[0].next_positions(14, real.device, real))
+    for _ in range(20):
+        pair.feed()
+    pair.feed(position=pair.layers[0].next_positions(1, real.device, real[:, :1]))
+    for _ in range(4):
+        pair.feed()
+    assert len(calls) > 12
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 12}, {"window": 30}, {"window": 6, "chunked": True}]
+)
+@pytest.mark.parametrize("spec", ["h2o:8", "adakv(h2o:8)", "window:9", "snapkv:10,window=3"])
+def test_a_layer_with_a_window_of_its_own(spec, options, calls) -> None:
+    pair = Pair(spec, **options)
+    for n in (5, *[1] * 40):
+        pair.feed(n)
+    assert len(calls) > 20
+
+
+def test_a_policy_that_overrides_its_rule_is_asked() -> None:
+    """Methods of a class that inherits a rule are called, not the rule."""
+
+    class Oldest(H2O):
+        def score(self, planes, seen):
+            return planes[POSITION].float()
+
+    layer = CacheSpec(Oldest(4, recent=0)).layer()
+    for n in (3, *[1] * 9):
+        layer.step(*(torch.randn(1, heads, n, 32) for heads in (6, 2, 2)), scale=0.2)
+    assert sorted(layer.positions()[0, 0].tolist()) == [8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -209,7 +277,7 @@ def test_a_layer_is_freed_with_its_last_reference(uncollected):
     for _ in range(3):
         pair.feed()
     layer = pair.layers[0]
-    assert layer._next is not None  # a step was made in one call
+    assert layer.untouched  # a step was made in one call
     slots = weakref.ref(layer.storage)
     del layer, pair
     assert slots() is None
@@ -221,7 +289,7 @@ def test_a_step_keeps_no_queries_of_its_forward(uncollected):
     base = torch.randn(1, 500, 10, 32)
     q, k, v = base[:, 7:8].transpose(1, 2).split([6, 2, 2], dim=1)
     layer.step(q, k, v, scale=0.2)
-    assert layer._native is not None
+    assert layer._plan is not None
     whole = weakref.ref(base)
     del base, q, k, v
     assert whole() is None
@@ -261,7 +329,7 @@ def test_a_step_that_fails_after_others_were_called(spec):
     layer = pair.layers[0]
     before = layer.state().copy()
     q, k, v = (torch.randn(1, 1, heads, 32).transpose(1, 2) for heads in (6, 2, 2))
-    ready = layer.prepare(StepInputs(q, k, v, None, 0.2))
+    ready = layer.prepare(StepInputs(q, k, v, None, 0.2), torch.empty_like(q))
     ready.begin()
     ready.start()
     ready.start(False)  # as a recording does when the library stopped before the end

@@ -62,8 +62,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
         library.kv_repeat.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         library.kv_repeat.restype = c_int64
-        library.kv_step.argtypes = (*[c_void_p] * 3, c_int64, c_char_p)
-        library.kv_step_packed.argtypes = (c_char_p, c_int64, c_char_p)
+        library.kv_step.argtypes = (c_char_p, c_int64, c_char_p)
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
         library.kv_use_instructions.restype = c_int
@@ -93,7 +92,7 @@ _NOT_BUILT = (
     "not built: install a C++ compiler (GCC or clang), then kvkeep again from its source "
     "(with pip's option --no-binary kvkeep)"
 )
-_ABI = 9  # KV_ABI of native/abi.h
+_ABI = 10  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

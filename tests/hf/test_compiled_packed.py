@@ -76,7 +76,7 @@ def test_sequences_join_and_leave(noted):
         # Six sequences are the first of eight rows; sometimes one waits, or reads a prompt's chunk.
         both.feed([1, 1, 1, 1, step % 5 > 0, 1] if step % 7 else [1, 1, 4, 1, 1, 1])
     assert noted["repeat"] > 15
-    assert noted["run"] > 15  # h2o's steps are made by parts
+    assert noted["finish"] > 15
 
 
 @pytest.mark.skipif(not native_library.available, reason=native_library.reason)

@@ -16,7 +16,7 @@ from kvkeep import native_library
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.host import GenerationOptions, host_of
 from kvkeep.host.generation import generate
-from kvkeep.layer.native_heads import HeadsStep, ReadyHeads
+from kvkeep.layer.plan import StepPlan
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
 
@@ -110,8 +110,8 @@ def test_later_steps_are_one_native_call(model, ids, spec, monkeypatch):
     """Logits of the call for all heads, and of one call for each; over a growth of the storages."""
     whole = filled(model, ids)
     whole.compress(model, ids, spec)
-    runs, run = [], ReadyHeads.run
-    monkeypatch.setattr(ReadyHeads, "run", lambda step: runs.append(step) or run(step))
+    runs, count = [], StepPlan.count
+    monkeypatch.setattr(StepPlan, "count", lambda *x: runs.append(x) or count(*x))
 
     def steps(cache):
         found = []
@@ -123,9 +123,11 @@ def test_later_steps_are_one_native_call(model, ids, spec, monkeypatch):
 
     one = steps(deepcopy(whole))
     assert len(runs) >= 6 or not native_library.available  # where no storage grows
-    monkeypatch.setattr(HeadsStep, "of", lambda *_: None)
     del runs[:]
-    other = steps(deepcopy(whole))
+    other = deepcopy(whole)
+    for layer in other.layers:
+        layer.plans = False
+    other = steps(other)
     assert not runs
     torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
 
@@ -139,17 +141,14 @@ def test_a_native_step_that_fails_is_taken_back(model, ids, monkeypatch):
         model(token, past_key_values=cache)
         expected = model(token, past_key_values=deepcopy(cache)).logits
         before = [layer.positions().clone() for layer in cache.layers]
-        run = ReadyHeads.run
 
-        def interrupted(step):
-            run(step)
-            step._done = False
+        def interrupted(*given):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(ReadyHeads, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model(token, past_key_values=cache)
-        monkeypatch.setattr(ReadyHeads, "run", run)
+        with monkeypatch.context() as patch:
+            patch.setattr(StepPlan, "count", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(token, past_key_values=cache)
         cache.layers[0].mend()
         assert torch.equal(cache.layers[0].positions(), before[0])
         torch.testing.assert_close(model(token, past_key_values=cache).logits, expected)

@@ -34,7 +34,7 @@ _READABLE = ("plain", "int8", "int4", "int2")
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, _REACH = Struct("=29q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, REACH = Struct("=31q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -89,7 +89,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     dense = view.dense
     kept: list[Tensor] = []  # keeps temporary tensors alive during the call
     segments = pack_segments(view.segments, q, dense, kept)
-    reaches = b"".join([_REACH.pack(*reach) for reach in view.reaches])
+    reaches = b"".join([REACH.pack(*reach) for reach in view.reaches])
     position = None if dense else view.position.to(torch.int32).contiguous()
     bounds = None if view.bounds is None else view.bounds.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -100,6 +100,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         0 if mass is None else mass.data_ptr(),
+        *(0, 0),
         0 if observed is None else observed.data_ptr(),
         len(view.segments),
         len(view.reaches),
@@ -133,7 +134,7 @@ def call_of_step(
     """The fields of a KvCall for one token a row that sees all slots; those of `out` and of the
     segments are 0. `options` have neither sinks nor mass."""
     return (
-        *(0,) * 10,
+        *(0,) * 12,
         segments,
         *(0,) * 6,
         *_shape(q, heads, value_width),

@@ -126,7 +126,7 @@ class Grouped(Codec):
         return hadamard(q) if self.hadamard else q
 
 
-ENCODING = Struct("=27q")
+ENCODING = Struct("=28q")
 """KvEncoding of native/abi.h."""
 
 _BITS = {PLAIN.packing: 0, "int8": 8, "int4": 4}
@@ -150,6 +150,7 @@ def encoding(x: Tensor, planes: Planes, prefix: str, layout: KernelLayout) -> tu
         _BITS[layout.packing],
         layout.group,
         layout.hadamard,
+        0,
     )
 
 

@@ -18,7 +18,7 @@ _MOST = 16  # KV_ARGUMENTS of native/abi.h
 _RECORD, _STEP = Struct(f"={3 + _MOST}q"), Struct(f"=3q{8 * _MOST}s")
 """KvRecorded, also with its arguments packed already."""
 
-_OTHER, _KERNEL, _LINEAR = range(3)  # KvRecordedKind
+_OTHER, _KERNEL, _LINEAR, _MADE_STEP = range(4)  # KvRecordedKind
 
 
 class NativeCall(NamedTuple):
@@ -72,8 +72,8 @@ class NativeCalls:
         if step is None:
             _RECORD.pack_into(self._memory, index * _RECORD.size, _OTHER, *[0] * (2 + _MOST))
         else:
-            kind, arguments = step.recorded()
-            _STEP.pack_into(self._memory, index * _RECORD.size, kind, 0, 0, arguments)
+            place = index * _RECORD.size
+            _STEP.pack_into(self._memory, place, _MADE_STEP, 0, 0, step.call.arguments)
 
     def make(self, first: int, end: int) -> tuple[int, int]:
         """Make calls `first` to `end` - 1.

@@ -7,11 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.layer.ready import StepCall
 from kvkeep.layer.step import StepInputs
 
 
 class Ready(Protocol):
-    """A step that only waits to be run; see `ReadyStep`."""
+    """A step that only waits to be run; see `kvkeep.layer.ready.Ready`."""
 
     def begin(self) -> None:
         """Record the state to return to."""
@@ -25,8 +26,9 @@ class Ready(Protocol):
     def end(self) -> None:
         """Count the tokens if the step has run; otherwise return to the state before it."""
 
-    def recorded(self) -> tuple[int, bytes]:
-        """The step as the library repeats it: its KvRecordedKind, and its arguments."""
+    @property
+    def call(self) -> StepCall:
+        """The call of the library that makes it."""
 
 
 class Repeatable(Protocol):

@@ -13,8 +13,9 @@ from kvkeep.graph.custom_ops import LayerTicket
 from kvkeep.hf.config import decoder_config, is_routed, layer_kinds
 from kvkeep.hf.handover import MaskLength, hand_over
 from kvkeep.layer.history import History
-from kvkeep.layer.native_step import kind_of
-from kvkeep.layer.packed import PackedLayer, ReadyTogether, packed_tokens
+from kvkeep.layer.packed import PackedLayer, ReadyTogether
+from kvkeep.layer.plan import kind_of
+from kvkeep.layer.records import step_tokens
 from kvkeep.layer.step import StepInputs
 
 NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -64,7 +65,7 @@ class RowsOf:
         known = self._known
         if known is None or known[0] is not inputs:
             several = _several(inputs, len(out))._replace(position=None)
-            tokens = packed_tokens(several, out.transpose(0, 2))
+            tokens = step_tokens(several, out.transpose(0, 2), axis=2)
             known = self._known = inputs, kind_of(several), tokens
         return layer.ready_for(*known[1:])
 

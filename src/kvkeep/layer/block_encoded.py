@@ -14,7 +14,7 @@ from kvkeep.codec import Codec, Plain, left_plain, whole
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots, Span
+from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart
 from kvkeep.layer.undivided import Undivided
 from kvkeep.planes import POSITION, Planes, take
 from kvkeep.storage import Storage
@@ -107,6 +107,13 @@ class BlockEncoded(LayerSlots):
 
     def evict(self, victims: Tensor) -> None:
         self.tail.evict(victims)
+
+    def step_parts(self) -> tuple[StepPart, ...]:
+        before = self.blocks.segments()
+        return tuple(x._replace(before=before + x.before) for x in self.tail.step_parts())
+
+    def step_state(self) -> tuple[object, ...]:
+        return self.blocks.length, self.blocks.step_state(), self.tail.step_state()
 
     def fills(self, tokens: int) -> bool:
         return whole(self.tail.length - self.hidden + tokens, *self.blocks.codecs) > 0

@@ -77,7 +77,7 @@ class Hiding(ABC):
         with self.turn, self._moved():
             self._slots.empty(at)
             self._history.hide(kinds.masked_fill(gone, HOLE))
-            self._forget_next()
+            self._forget_plan()
 
     # -- what LayerCache does ---------------------------------------------------------------
 
@@ -90,5 +90,5 @@ class Hiding(ABC):
         """Mark slots as being moved."""
 
     @abstractmethod
-    def _forget_next(self) -> None:
-        """Forget the prepared step."""
+    def _forget_plan(self) -> None:
+        """Forget the plan of the next step."""

@@ -18,10 +18,12 @@ from kvkeep.layer.beginning import runs_for
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.hiding import Hiding
 from kvkeep.layer.history import History, LayerState, Prompt
-from kvkeep.layer.in_one_call import InOneCall, settles_alone
 from kvkeep.layer.new_slots import new_slots
+from kvkeep.layer.plan import StepPlan, settles_alone
 from kvkeep.layer.reaching import limit_in_words
 from kvkeep.layer.readable import Readable
+from kvkeep.layer.ready import Ready, StepCall
+from kvkeep.layer.records import step_tokens
 from kvkeep.layer.settling import Settling
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
@@ -33,7 +35,7 @@ from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
-class LayerCache(Readable, Settling, InOneCall, Hiding):
+class LayerCache(Readable, Settling, Hiding):
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Args:
@@ -50,6 +52,8 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
         holes_after: an integer if padding behind a row's first token counts in positions, as it
             does in transformers' sliding windows: that among the first `holes_after` tokens does
             not. None: no padding counts.
+        plans: whether the native library makes steps of one token in one call, where it can;
+            otherwise extend, attend and settle do, with the same result.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -112,7 +116,8 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
         self._writing = self._moving = False
         self._settles_alone = settles_alone(policy)
         self.by_token = not self._settles_alone
-        self._native = self._next = None
+        self.plans = True
+        self._plan: StepPlan | None = None
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -226,29 +231,49 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
 
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Like `step`, with the inputs as one record."""
-        single = attend is None and inputs.q.shape[2] == 1
         with self.turn:
             self.require_read()
             if not self._writing:  # otherwise `mend` needs it
                 self._begun = None
-            ready = self.prepare(inputs) if single else None
-            if ready is not None:
-                ready.begin()
-                try:
-                    if ready.run():
-                        assert ready.out is not None
-                        self._queries = None
-                        self._await_readings()
-                        return ready.out
-                finally:
-                    ready.end()
+            single = attend is None and inputs.q.shape[2] == 1
+            if single and self._plan is not None:
+                made = self._plan.step(self, inputs)
+                if made is not None:
+                    self._queries = None
+                    self._await_readings()
+                    return made
             if self._divides(inputs.q.shape[2]):
                 return self._recorded(inputs, attend)
             # Where attention weights are wanted all slots stay: they refer to all columns.
             out = driven(self._undone(inputs, packs=attend is None), attend)
-            if single and self._settles_alone:
-                self._describe(inputs)
+            if single and self.plans:
+                self._plan = StepPlan.of(self, inputs)
             return out
+
+    def next_plan(self) -> StepPlan | None:
+        """The plan of the next step of one token a row; None: `run` must make it."""
+        plan = self._plan
+        if plan is None or self.unread:
+            return None
+        return plan if plan.ready(self, self.turn.entries) else None
+
+    def prepare(self, inputs: StepInputs, out: Tensor) -> Ready | None:
+        """Check and pack a step of one token a row; None, with nothing changed, if `run` must make
+        it.
+
+        Args:
+            out: contiguous (B, Hq, 1, Dv), for the result.
+        """
+        plan = self.next_plan()
+        if plan is None or not plan.is_alike(plan.kind) or not plan.takes(inputs):
+            return None
+        call = StepCall(plan.sequences(), step_tokens(inputs, out))
+        return Ready(self, plan, call, inputs.position)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has happened since a step after which there is room for one token."""
+        return self._plan is not None and self._plan.known(self) and not self.unread
 
     def phases(self, inputs: StepInputs) -> Phases:
         """A step like `run`, whose attention the caller computes. Closed early, it is undone."""
@@ -342,12 +367,12 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
         self._forget_readings()
         self._slots = self._slots.reset()
         self._history, self._chunk, self._begun, self._journal = History(), None, None, []
-        self._forget_next()
+        self._forget_plan()
         self.holes_after = None if self.holes_after is None else 0
         self._moving = False
 
-    def _forget_next(self) -> None:
-        self._native = self._next = None
+    def _forget_plan(self) -> None:
+        self._plan = None
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
@@ -365,6 +390,16 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
     def history(self) -> History:
         """A copy of the record of what was fed."""
         return self._history.fork()
+
+    @property
+    def history_now(self) -> History:
+        """What was fed; the next step replaces it."""
+        return self._history
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a step or another change was begun and has not ended."""
+        return self._writing or self._moving
 
     @property
     def offset(self) -> Tensor | None:
@@ -451,7 +486,7 @@ class LayerCache(Readable, Settling, InOneCall, Hiding):
         other._slots, other._history = self._slots.fork(), self._history.fork()
         other._checks, other.evicted, other.turn = Checks(), None, Turn()
         other._journal = [*self._journal]
-        other._native = other._next = None
+        other._plan = None
         return other
 
     @property

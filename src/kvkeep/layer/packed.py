@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from struct import Struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,36 +14,18 @@ from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.native_step import (
-    BEGUN,
-    DONE,
-    FAILED,
-    RUNNING,
-    TOKENS,
-    UNLIKE,
-    ReadyStep,
-    kind_of,
-)
+from kvkeep.layer.plan import BEGUN, DONE, RUNNING, UNLIKE, StepPlan, kind_of
+from kvkeep.layer.ready import StepCall, require_memory
+from kvkeep.layer.records import step_tokens
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
-from kvkeep.native_library import LIBRARY, address_of
-
-_CALL = Struct("=3q")  # the arguments of kv_step_packed
-
-_RECORDED = 4  # KV_RECORDED_PACKED
 
 
-def packed_tokens(inputs: StepInputs, out: Tensor) -> bytes:
-    """The KvTokens of inputs with one token of each sequence, (1, heads, n, width)."""
-    q, k, v, position = inputs[:4]
-    places = position is not None and position.dtype is torch.int32 and position.is_contiguous()
-    return TOKENS.pack(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        position.data_ptr() if position is not None and places else 0,
-        *(x.stride(2) * x.element_size() for x in (q, k, v, out)),
-    )
+class OneStep(NamedTuple):
+    """The step of one sequence that waits to be made: its layer, plan, and packed KvSequences."""
+
+    layer: LayerCache
+    plan: StepPlan
+    sequences: bytes
 
 
 class PackedLayer(AttendingLayer):
@@ -57,7 +39,7 @@ class PackedLayer(AttendingLayer):
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
-        self._ready: dict[int, ReadyStep] = {}  # by the sequence
+        self._ready: dict[int, OneStep] = {}  # by the sequence
         self._state = BEGUN  # of the steps that are ready
 
     def __len__(self) -> int:
@@ -97,19 +79,18 @@ class PackedLayer(AttendingLayer):
         """
         first = 0
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
-            if count == 1:
-                step = layer.prepare_packed(first)
-                if step is not None:
-                    self._ready[sequence] = step
-                    step.begin()
+            plan = layer.next_plan() if count == 1 else None
+            if plan is not None:
+                self._ready[sequence] = OneStep(layer, plan, plan.sequences(first, sequence + 1))
+                plan.take_turn(layer)
             first += count
 
     def end(self) -> None:
         """Count the tokens of the steps that the native library made, and return the others'
         layers to their state before `prepare`."""
-        for step in self._ready.values():
-            step.end(self._state)
-        self._ready.clear()
+        while self._ready:
+            layer, plan, _ = self._ready.popitem()[1]
+            plan.end(layer, self._state)
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
@@ -155,10 +136,10 @@ class PackedLayer(AttendingLayer):
         Args:
             tokens: the packed KvTokens.
         """
-        ready = self._ready
-        if len(ready) < len(self._layers) or any(x.kind is not kind for x in ready.values()):
+        ready = self._ready.values()
+        if len(ready) < len(self._layers) or any(not x.plan.is_alike(kind) for x in ready):
             return None
-        return ReadyTogether(self, b"".join([x.token for x in ready.values()]), len(ready), tokens)
+        return ReadyTogether(self, StepCall(b"".join([x.sequences for x in ready]), tokens))
 
     def note(self, state: int) -> None:
         """Note what became of the steps that were ready: BEGUN, RUNNING or DONE."""
@@ -173,48 +154,45 @@ class PackedLayer(AttendingLayer):
         kind = kind_of(inputs)
         if wants_gradients(*inputs[:3]) or inputs.sinks is not None:
             kind = None
-        for sequence in [x for x, step in ready.items() if step.kind is not kind]:
-            ready.pop(sequence).end()
+        for sequence in [x for x, step in ready.items() if step.plan.kind is not kind]:
+            layer, plan, _ = ready.pop(sequence)
+            plan.end(layer, BEGUN)
         if not ready:
             return ()
-        assert LIBRARY is not None
-        tokens = packed_tokens(inputs, out)
-        packed = b"".join([step.token for step in ready.values()])
+        first = list(accumulate(self._counts, initial=0))
+        packed = [
+            plan.entered(layer, inputs.part(first[index], 1), first[index], index + 1) or sequences
+            for index, (layer, plan, sequences) in ready.items()
+        ]
+        call = StepCall(b"".join(packed), step_tokens(inputs, out, axis=2))
         self._state = RUNNING
-        result = LIBRARY.kv_step_packed(packed, len(ready), tokens)
-        if result == FAILED:
-            raise MemoryError(f"no scratch memory for a step of {len(ready)} sequences")
+        result = call.make()
+        require_memory(result, len(ready))
+        made = tuple(ready)
+        self._state = BEGUN if result == UNLIKE else DONE
         if result == UNLIKE:
-            self._state = BEGUN
             self.end()
-        else:
-            self._state = DONE
-        return ready.keys()
+        return () if result == UNLIKE else made
 
 
 class ReadyTogether:
     """A step of all sequences of a `PackedLayer`, as a recording makes it. `PackedLayer.end` ends
     it."""
 
-    def __init__(self, layer: PackedLayer, sequences: bytes, count: int, tokens: bytes) -> None:
-        self._layer, self._sequences, self._count = layer, sequences, count
-        self._tokens = tokens
-
-    def recorded(self) -> tuple[int, bytes]:
-        """See `kvkeep.graph.ready.Ready`; likewise the others."""
-        addresses = address_of(self._sequences), self._count, address_of(self._tokens)
-        return _RECORDED, _CALL.pack(*addresses)
+    def __init__(self, layer: PackedLayer, call: StepCall) -> None:
+        self._layer, self.call = layer, call
 
     def begin(self) -> None:
         """`PackedLayer.prepare` has begun."""
 
     def start(self, running: bool = True) -> None:
+        """See `Ready`."""
         self._layer.note(RUNNING if running else BEGUN)
 
     def finish(self, result: int) -> bool:
-        if result == FAILED:
-            self._layer.note(RUNNING)
-            raise MemoryError(f"no scratch memory for a step of {self._count} sequences")
+        """See `Ready`."""
+        self._layer.note(RUNNING)
+        require_memory(result, len(self._layer))
         self._layer.note(DONE)
         return True
 

@@ -13,7 +13,7 @@ from kvkeep.attention import Segment
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots, Span, on_one_device
+from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart, on_one_device
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Planes, marked
 from kvkeep.storage import Split, Storage, parted
@@ -62,6 +62,18 @@ class Parted(LayerSlots):
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self._split.append(self.codecs.encode(k, v) | dict(own))
+
+    def step_parts(self) -> tuple[StepPart, ...]:
+        return tuple(
+            StepPart(self.codecs, part.storage, (), row, part.head, place)
+            for part in self._split.parts
+            for place, row in enumerate(
+                range(self._split.batch) if part.rows is None else part.rows.tolist()
+            )
+        )
+
+    def step_state(self) -> tuple[object, ...]:
+        return self._split.storages
 
     def evictable(self) -> Planes:
         """The planes of all parts, padded to one set; a copy."""

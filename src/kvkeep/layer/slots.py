@@ -14,7 +14,7 @@ from kvkeep.codec import Codec
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
-from kvkeep.planes import HOLE, POSITION, Planes, joined, marked, norms, part
+from kvkeep.planes import HOLE, POSITION, Planes, joined, marked, norms, part, unsliced
 from kvkeep.storage import Storage
 
 
@@ -48,6 +48,39 @@ class Span(NamedTuple):
     tokens: int
     shared: bool
     encoded: bool
+
+
+class StepPart(NamedTuple):
+    """Slots that take a token in each step by themselves: a storage behind segments that steps do
+    not change; of it one row, and one head of the layer, if that is all it holds.
+
+    `place` is the index of the row in the storage.
+    """
+
+    codecs: Codecs
+    storage: Storage
+    before: tuple[Segment, ...] = ()
+    row: int | None = None
+    head: int | None = None
+    place: int = 0
+
+    @property
+    def planes(self) -> Planes:
+        """The planes of the part, with spare slots: (b, h, capacity, ...)."""
+        planes = unsliced(self.storage.read())
+        if self.row is None:
+            return planes
+        return {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments that its queries attend to; the last has spare slots."""
+        return (*self.before, Segment(self.planes, *self.codecs))
+
+    def of(self, x: Tensor, heads: int) -> Tensor:
+        """Select the part's rows and heads of x, (B, heads * group, n, D)."""
+        if self.row is not None:
+            x = x.narrow(0, self.row, 1)
+        return x if self.head is None else x.chunk(heads, dim=1)[self.head]
 
 
 class LayerSlots(ABC):
@@ -241,6 +274,15 @@ class LayerSlots(ABC):
         """Encode the `waiting` oldest plain tokens. They are never encoded again. Their plain slots
         are freed, or hidden."""
         raise NotImplementedError("no tokens wait to be encoded")
+
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """The parts that take the token of a step by themselves; none, if steps change slots
+        otherwise."""
+        return ()
+
+    def step_state(self) -> tuple[object, ...]:
+        """Is equal as long as `step_parts` is."""
+        return ()
 
     # -- truncation -------------------------------------------------------------------------
 

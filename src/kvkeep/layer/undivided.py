@@ -14,7 +14,7 @@ from kvkeep.attention import Segment
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.parted import ByRows
-from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
+from kvkeep.layer.slots import Codecs, LayerSlots, StepPart, on_one_device
 from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
 from kvkeep.storage import Concat, Storage, parted
@@ -85,6 +85,14 @@ class Undivided(LayerSlots):
     def positions(self) -> Tensor:
         held = [s.position.expand(self._rows, -1, -1) for s in self.segments()]
         return torch.cat(held, dim=2) if held else torch.empty(0, 1, 0, dtype=torch.int32)
+
+    def step_parts(self) -> tuple[StepPart, ...]:
+        if self._aside.length or self.frozen.hides or not self._storage.length:
+            return ()
+        return (StepPart(self.codecs, self._storage, self.segments()[:-1]),)
+
+    def step_state(self) -> tuple[object, ...]:
+        return self._storage, self.frozen, self._aside.length
 
     def require_room(self, slots: int) -> None:
         self._blank.require(slots)

@@ -12,7 +12,9 @@ from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Arrivals, Observation, Policy
+from kvkeep.policy.protection import Protection
 from kvkeep.policy.ranking import lowest
+from kvkeep.policy.rule import Rule, rule_of
 from kvkeep.policy.scored import Scored
 from kvkeep.policy.share import Share
 
@@ -69,6 +71,18 @@ class AdaKV(Policy):
     def at(self, fed: int) -> Policy:
         inner = self.inner.at(fed)
         return self if inner is self.inner else replace(self, inner=inner)
+
+    def budget_at(self, fed: int) -> int | None:
+        return self.inner.budget_at(fed)
+
+    @property
+    def rule(self) -> Rule | None:
+        inner = rule_of(self.inner)
+        return None if inner is None else inner._replace(floor=self.floor)
+
+    @property
+    def protection(self) -> Protection:
+        return self.inner.protection
 
     @property
     def protected(self) -> int:

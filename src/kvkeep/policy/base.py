@@ -15,6 +15,8 @@ from torch import Tensor
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import Planes, PlaneSpec, Reach
+from kvkeep.policy.protection import Protection
+from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 from kvkeep.rotary import Rotary
 
@@ -153,6 +155,22 @@ class Policy(ABC):
         """The policy to use once `fed` tokens have been fed: one with a budget in tokens, if the
         budget of this one is a share of them."""
         return self
+
+    def budget_at(self, fed: int) -> int | None:
+        """The budget in tokens once `fed` tokens have been fed."""
+        return self.at(fed).budget
+
+    @property
+    def rule(self) -> Rule | None:
+        """What it does in a step of one token, as data for the native library; None: Python does
+        it. A class that overrides a method which the rule describes, such as `score`, must
+        override this too, or its rule is not used."""
+        return None
+
+    @property
+    def protection(self) -> Protection:
+        """The positions that are never evicted."""
+        return Protection()
 
     @property
     def protected(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Need, Observation
+from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
 
@@ -27,6 +28,10 @@ class H2O(Scored):
     @property
     def protected_recent(self) -> int:
         return (self.budget or 0) // 2 if self.recent is None else self.recent
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.ZERO}, Learn.SUM, by_query=self.normalize)
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.rule import Rule
 from kvkeep.policy.window import Window
 
 
@@ -25,6 +26,10 @@ class KeepAll(Policy):
 
     def keeping(self, stop: int) -> Policy:
         return self
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule()
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         raise AssertionError("keep_all has no budget and evicts nothing")

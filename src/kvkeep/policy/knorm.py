@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.planes import Planes, norms
 from kvkeep.policy.base import Arrivals, Observation
+from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
 
@@ -22,6 +23,10 @@ class KNorm(Scored):
     name: ClassVar[str] = "knorm"
     newest: ClassVar[int] = 64
     rollback: ClassVar[bool] = True
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.KEY_NORM})
 
     def enter(self, tokens: Arrivals) -> Planes:
         return {SCORE: -norms(tokens.keys)}

@@ -11,6 +11,7 @@ from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
 from kvkeep.policy.adakv import AdaKV
 from kvkeep.policy.base import Arrivals, Need, Observation, Policy
+from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
 from kvkeep.policy.scorer import LayerScorer, Scorer
 from kvkeep.policy.share import Share
@@ -109,6 +110,10 @@ class Predicted(Scored):
 
     name: ClassVar[str] = "kvzap"
     needs: ClassVar[frozenset[Need]] = frozenset({Need.ROTARY})
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.GIVEN})
 
     def enter(self, tokens: Arrivals) -> Planes:
         assert self.scorer is not None

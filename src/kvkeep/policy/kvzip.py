@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
 
@@ -45,6 +46,10 @@ class KVzip(Policy):
                 f"kvzip sinks {self.sinks}, chunk {self.chunk}, recent {self.recent}: sinks and "
                 "chunk must be at least 1, recent at least 0; use sinks=4,chunk=512,recent=128"
             )
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule()
 
     def slots(self, tokens: int) -> int:
         """How many slots of a head a text of so many tokens keeps, on average of all heads."""

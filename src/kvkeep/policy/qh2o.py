@@ -12,8 +12,10 @@ from kvkeep.errors import SpecError
 from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Arrivals, Need, Observation
 from kvkeep.policy.h2o import H2O
+from kvkeep.policy.rule import Enter, Learn, Rule
+from kvkeep.policy.scored import SCORE
 
-_ERROR = "error"
+ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,20 @@ class QH2O(H2O):
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:
-        return super().planes | {_ERROR: PlaneSpec((), torch.float32)}
+        return super().planes | {ERROR: PlaneSpec((), torch.float32)}
+
+    @property
+    def rule(self) -> Rule | None:
+        enter = {SCORE: Enter.ZERO, ERROR: Enter.ERROR}
+        return Rule(enter, Learn.SUM, by_query=self.normalize, mix=self.mix)
 
     def enter(self, tokens: Arrivals) -> Planes:
         assert tokens.error is not None
-        return {**super().enter(tokens), _ERROR: tokens.error}
+        return {**super().enter(tokens), ERROR: tokens.error}
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         live = planes[POSITION] >= 0
-        worth, error = (_unit(x, live) for x in (super().score(planes, seen), planes[_ERROR]))
+        worth, error = (_unit(x, live) for x in (super().score(planes, seen), planes[ERROR]))
         return self.mix * worth - (1 - self.mix) * error
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from kvkeep.policy.qh2o import QH2O
-from kvkeep.policy.vlen import VLen
+from kvkeep.policy.qh2o import ERROR, QH2O
+from kvkeep.policy.rule import Enter, Learn, Rule
+from kvkeep.policy.scored import SCORE
+from kvkeep.policy.vlen import NORM, VLen
 
 
 @final
@@ -17,3 +19,8 @@ class QVLen(QH2O, VLen):
     """
 
     name: ClassVar[str] = "qvlen"
+
+    @property
+    def rule(self) -> Rule | None:
+        enter = {SCORE: Enter.ZERO, ERROR: Enter.ERROR, NORM: Enter.VALUE_NORM}
+        return Rule(enter, Learn.WEIGHTED, by_query=self.normalize, mix=self.mix)

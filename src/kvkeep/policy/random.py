@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Arrivals, Observation
+from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
 _BITS = 0xFFFFFFFF
@@ -30,6 +31,10 @@ class Random(Scored):
         super().__post_init__()
         if not 0 <= self.seed < 2**31:
             raise SpecError(f"random seed {self.seed}: it must be from 0 to 2**31 - 1; use seed=0")
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.GIVEN})
 
     def enter(self, tokens: Arrivals) -> Planes:
         rows, heads, n, _ = tokens.keys.shape

@@ -11,15 +11,15 @@ differently in a batch than alone. Rounding makes such scores equal.
 from __future__ import annotations
 
 from struct import Struct
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.errors import SpecError, StateError
+from kvkeep.errors import StateError
 from kvkeep.native_library import LIBRARY
 from kvkeep.planes import LAST, POSITION, Planes
 from kvkeep.policy.base import Observation
+from kvkeep.policy.protection import Protection
 
 RANKING = Struct("=19q")
 """KvRanking of native/abi.h."""
@@ -29,34 +29,6 @@ _NOISE = 0xFF
 
 _MOST = torch.tensor(0x7F7FFFFF & ~_NOISE, dtype=torch.int32).view(torch.float32).item()
 """The largest finite score."""
-
-
-class Protection(NamedTuple):
-    """Positions that are never evicted: the newest `recent` of a row, its first `sinks`, and those
-    from `keep_from` to `keep_to` (exclusive)."""
-
-    recent: int = 0
-    sinks: int = 0
-    keep_from: int = 0
-    keep_to: int = 0
-
-    @property
-    def fixed(self) -> int:
-        """How many of them do not move as tokens are fed."""
-        return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
-
-    def until(self, stop: int) -> int:
-        """`keep_to` of a protection of the first `stop` positions too.
-
-        Raises:
-            SpecError: positions are kept already, and not the first ones.
-        """
-        if self.keep_from and self.keep_to > self.keep_from:
-            raise SpecError(
-                f"positions {self.keep_from} to {self.keep_to} are kept already, and a policy "
-                f"keeps one range; leave out keep_from={self.keep_from} or the range"
-            )
-        return max(stop, self.keep_to)
 
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, PlaneSpec
 from kvkeep.policy.base import Observation, Policy
-from kvkeep.policy.ranking import Protection, least_worthy, worth
+from kvkeep.policy.protection import Protection
+from kvkeep.policy.ranking import least_worthy, worth
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
 
@@ -82,7 +83,6 @@ class Scored(Policy):
 
     @property
     def protection(self) -> Protection:
-        """The positions that are never evicted."""
         return Protection(self.protected_recent, self.sinks, self.keep_from, self.keep_to)
 
     @property
@@ -110,6 +110,10 @@ class Scored(Policy):
         if not isinstance(self.tokens, Share):
             return self
         return replace(self, tokens=self.tokens.budget(fed, self.least))
+
+    def budget_at(self, fed: int) -> int | None:
+        share = self.share
+        return self.budget if share is None else share.budget(fed, self.least)
 
     @property
     def room(self) -> int:

@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool1d
 from kvkeep.errors import SpecError
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Need, Observation
+from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
 
@@ -46,6 +47,10 @@ class SnapKV(Scored):
     @property
     def observed(self) -> int:
         return self.window
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.ZERO}, Learn.FADE, 1 / self.window) if self.window > 1 else None
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Need, Observation
+from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
 
@@ -27,6 +28,10 @@ class Tova(Scored):
     @property
     def observed(self) -> int:
         return 1
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.ZERO}, Learn.MEAN)
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None

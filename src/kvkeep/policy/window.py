@@ -10,7 +10,9 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, Reach
 from kvkeep.policy.base import Observation, Policy
-from kvkeep.policy.ranking import Protection, least_worthy
+from kvkeep.policy.protection import Protection
+from kvkeep.policy.ranking import least_worthy
+from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 
 
@@ -60,6 +62,11 @@ class Window(Policy):
             return self
         return self.with_budget(self.size.budget(fed, self.least))
 
+    def budget_at(self, fed: int) -> int | None:
+        if not isinstance(self.size, Share):
+            return self.budget
+        return self.size.budget(fed, self.least)
+
     @property
     def reach(self) -> Reach | None:
         if isinstance(self.size, Share):
@@ -67,8 +74,11 @@ class Window(Policy):
         return Reach(self.size, self.sinks, self.keep_from, self.keep_to)
 
     @property
+    def rule(self) -> Rule | None:
+        return Rule()
+
+    @property
     def protection(self) -> Protection:
-        """The positions that are always kept."""
         return Protection(0, self.sinks, self.keep_from, self.keep_to)
 
     @property

@@ -55,16 +55,7 @@ class Buffer(Storage):
         if self._addresses is None and LIBRARY is not None:
             planes = self._planes.values()
             if planes and all(plane.is_cpu for plane in planes):
-                self._addresses = b"".join(
-                    _PLANE.pack(
-                        plane.data_ptr(),
-                        plane.stride(0) * plane.element_size(),
-                        plane.stride(1) * plane.element_size(),
-                        plane.stride(2) * plane.element_size(),
-                        plane.shape[1],
-                    )
-                    for plane in planes
-                )
+                self._addresses = slots_record(self._planes)
         return self._addresses
 
     def extend_to(self, length: int) -> None:
@@ -252,6 +243,20 @@ class Buffer(Storage):
                     self._move(name, plane, capacity)
                 except SHORTAGE:  # keep the larger buffer, of which a part is used
                     self._planes[name] = plane.narrow(2, 0, capacity)
+
+
+def slots_record(planes: Planes) -> bytes:
+    """The addresses and strides of planes, as KvSlots of native/abi.h."""
+    return b"".join(
+        _PLANE.pack(
+            plane.data_ptr(),
+            plane.stride(0) * plane.element_size(),
+            plane.stride(1) * plane.element_size(),
+            plane.stride(2) * plane.element_size(),
+            plane.shape[1],
+        )
+        for plane in planes.values()
+    )
 
 
 def device_of(planes: Planes) -> torch.device:

@@ -1,0 +1,239 @@
+#include "policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+#include "slots.h"
+
+namespace {
+
+// The norm of a vector of keys or values.
+template <class T>
+float norm(const void* from, int64_t offset, int64_t width) {
+    const auto* x = (const typename T::Element*)from + offset;
+    double sum = 0;
+    for (int64_t i = 0; i < width; ++i) {
+        const double one = T::widen1(x[i]);
+        sum += one * one;
+    }
+    return (float)std::sqrt(sum);
+}
+
+float norm_of(const KvEncoding& e, const char* x, int64_t row, int64_t head) {
+    const int64_t offset = row * e.x.row + head * e.x.head;
+    switch (e.x.type) {
+        case KV_F32: return norm<F32>(x, offset, e.width);
+        case KV_BF16: return norm<BF16>(x, offset, e.width);
+        default: return norm<F16>(x, offset, e.width);
+    }
+}
+
+float* plane_of(const KvScores& plane, int64_t row, int64_t head) {
+    return plane.data + row * plane.row + (plane.heads > 1 ? head * plane.head : 0);
+}
+
+// Scales x so that the counted numbers span 0 to 1, or are 0 if they are equal; NaN stays NaN.
+void to_unit(float* x, const int32_t* position, int64_t slots) {
+    float low = std::numeric_limits<float>::infinity(), high = -low;
+    for (int64_t i = 0; i < slots; ++i)
+        if (position[i] >= 0 && x[i] == x[i]) {
+            low = std::min(low, x[i]);
+            high = std::max(high, x[i]);
+        }
+    const float span = high - low;
+    for (int64_t i = 0; i < slots; ++i) x[i] = span > 0 ? (x[i] - low) / span : x[i] * 0;
+}
+
+// What is ranked of one head, in `made` if it is not the score itself.
+const float* ranked(const KvRule& rule, int64_t row, int64_t head, const int32_t* position,
+                    int64_t newest, int64_t slots, std::vector<float>& made) {
+    if (!rule.count) return nullptr;
+    const float* score = plane_of(rule.planes[0], row, head);
+    if (!rule.by_query && !rule.mixes) return score;
+    made.assign(score, score + slots);
+    if (rule.by_query)
+        for (int64_t i = 0; i < slots; ++i) made[i] /= (float)(newest + 1 - position[i]);
+    if (!rule.mixes) return made.data();
+    const float* error = plane_of(rule.planes[1], row, head);
+    std::vector<float> second(error, error + slots);
+    to_unit(made.data(), position, slots);
+    to_unit(second.data(), position, slots);
+    const float mix = (float)rule.mix, rest = (float)(1 - rule.mix);
+    for (int64_t i = 0; i < slots; ++i) made[i] = mix * made[i] - rest * second[i];
+    return made.data();
+}
+
+const int32_t* positions_of(const KvRanking& ranking, int64_t row, int64_t head) {
+    return ranking.position + row * ranking.position_row + head * ranking.position_head;
+}
+
+// The ranking that follows a step.
+KvRanking after(const KvSequence& step, int64_t slots) {
+    KvRanking ranking = step.step->ranking;
+    ranking.slots = slots;
+    ranking.recent = step.recent;
+    return ranking;
+}
+
+}  // namespace
+
+void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot, const float* errors) {
+    const KvStep& s = *step.step;
+    const int64_t heads = s.call.heads;
+    for (int64_t i = 0; i < s.rule.count; ++i) {
+        const KvScores& plane = s.rule.planes[i];
+        for (int64_t row = 0; row < s.call.rows; ++row)
+            for (int64_t head = 0; head < plane.heads; ++head) {
+                float x = 0;
+                switch (plane.enter) {
+                    case KV_ENTER_KEY_NORM: x = -norm_of(s.key, k, row, head); break;
+                    case KV_ENTER_VALUE_NORM: x = norm_of(s.value, v, row, head); break;
+                    case KV_ENTER_ERROR:
+                        x = std::sqrt(errors[row * heads + head]) +
+                            std::sqrt(errors[(s.call.rows + row) * heads + head]);
+                        break;
+                    case KV_ENTER_GIVEN: x = step.given[row * plane.heads + head]; break;
+                }
+                plane_of(plane, row, head)[slot] = x;
+            }
+    }
+}
+
+void kv_learn(const KvSequence& step, const float* mass, int64_t slots) {
+    const KvStep& s = *step.step;
+    const KvRule& rule = s.rule;
+    const int64_t heads = s.call.heads;
+    for (int64_t row = 0; row < s.call.rows; ++row, mass += heads * slots) {
+        if (rule.learn == KV_LEARN_MEAN) {
+            float* score = plane_of(rule.planes[0], row, 0);
+            for (int64_t i = 0; i < slots; ++i) {
+                float sum = 0;
+                for (int64_t head = 0; head < heads; ++head) sum += mass[head * slots + i];
+                score[i] = sum / (float)heads;
+            }
+            continue;
+        }
+        for (int64_t head = 0; head < heads; ++head) {
+            float* score = plane_of(rule.planes[0], row, head);
+            const float* m = mass + head * slots;
+            if (rule.learn == KV_LEARN_SUM) {
+                for (int64_t i = 0; i < slots; ++i) score[i] += m[i];
+            } else if (rule.learn == KV_LEARN_FADE) {
+                const float fade = (float)rule.fade, kept = (float)(1 - rule.fade);
+                for (int64_t i = 0; i < slots; ++i) score[i] = score[i] * kept + m[i] * fade;
+            } else {
+                const float* other = plane_of(rule.planes[rule.count - 1], row, head);
+                // A value may be NaN, also in an empty slot.
+                const auto moved = [&](int64_t i) {
+                    const float x = m[i] * other[i];
+                    return x > 0 ? x : 0.0f;
+                };
+                double sum = 0;
+                for (int64_t i = 0; i < slots; ++i) sum += moved(i);
+                const float total = (float)sum;
+                if (total > 0)
+                    for (int64_t i = 0; i < slots; ++i) score[i] += moved(i) / total;
+            }
+        }
+    }
+}
+
+int kv_free(const KvSequence& step, int64_t slots) {
+    const KvStep& s = *step.step;
+    const KvRanking ranking = after(step, slots);
+    const int64_t count = step.evicts;
+    try {
+        std::vector<float> worth(slots), made;
+        std::vector<int32_t> order;
+        std::vector<int64_t> victims(ranking.rows * ranking.heads * count);
+        int64_t* out = victims.data();
+        for (int64_t row = 0; row < ranking.rows; ++row)
+            for (int64_t head = 0; head < ranking.heads; ++head, out += count) {
+                const int32_t* position = positions_of(ranking, row, head);
+                const int64_t newest = kv_position(step, row);
+                const float* score = ranked(s.rule, row, head, position, newest, slots, made);
+                kv_worth(ranking, score, position, (int32_t)newest, worth.data());
+                kv_order(worth.data(), position, slots, count, order, out);
+            }
+        *s.left = slots - count;
+        return kv_evict(step.planes, step.plane_count, s.call.rows, victims.data(), ranking.rows,
+                        ranking.heads, count, slots);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+int kv_free_contest(const KvSequence* const* steps, int64_t count) {
+    struct Slot {
+        float worth;
+        int32_t position;
+        int32_t head, slot;
+        bool operator<(const Slot& other) const {
+            if (worth != other.worth) return worth < other.worth;
+            if (position != other.position) return position < other.position;
+            if (head != other.head) return head < other.head;
+            return slot < other.slot;
+        }
+    };
+    const int64_t all = steps[0]->evicts;
+    try {
+        std::vector<Slot> found;  // of all heads, those that may go
+        std::vector<float> made, worth;
+        for (int64_t head = 0; head < count; ++head) {
+            const KvSequence& step = *steps[head];
+            const KvRule& rule = step.step->rule;
+            const int64_t slots = step.slots + 1 - step.drops;
+            const KvRanking ranking = after(step, slots);
+            const int32_t* position = positions_of(ranking, 0, 0);
+            const int64_t newest = kv_position(step, 0);
+            const float* score = ranked(rule, 0, 0, position, newest, slots, made);
+            worth.resize(slots);
+            kv_worth(ranking, score, position, (int32_t)newest, worth.data());
+            const size_t first = found.size();
+            for (int64_t slot = 0; slot < slots; ++slot)
+                found.push_back({worth[slot], position[slot], (int32_t)head, (int32_t)slot});
+            // The best are safe: they go only after all that are not.
+            const int64_t open = std::max<int64_t>(0, slots - rule.safe);
+            const auto begin = found.begin() + (std::ptrdiff_t)first;
+            if (open < slots) std::nth_element(begin, begin + open, found.end());
+            constexpr float MOST = std::numeric_limits<float>::infinity();
+            if (open <= all) {
+                for (auto one = begin + open; one != found.end(); ++one)
+                    if (one->worth != -MOST) one->worth = MOST;
+                continue;
+            }
+            // No more than `all` can go, and these come before any that is safe, unless they are
+            // protected.
+            std::nth_element(begin, begin + all, begin + open);
+            const bool protects = std::any_of(begin, begin + all, [](const Slot& one) {
+                return one.worth == MOST;
+            });
+            if (!protects) {
+                found.resize(first + all);
+                continue;
+            }
+            for (auto one = begin + open; one != found.end(); ++one)
+                if (one->worth != -MOST) one->worth = MOST;
+        }
+        const auto end = found.begin() + std::min<std::ptrdiff_t>(all, (std::ptrdiff_t)found.size());
+        std::nth_element(found.begin(), end, found.end());
+        std::vector<int64_t> victims;
+        for (int64_t head = 0; head < count; ++head) {
+            const KvSequence& step = *steps[head];
+            victims.clear();
+            for (auto one = found.begin(); one != end; ++one)
+                if (one->head == head) victims.push_back(one->slot);
+            *step.step->left = step.slots + 1 - step.drops - (int64_t)victims.size();
+            if (victims.empty()) continue;
+            if (kv_evict(step.planes, step.plane_count, 1, victims.data(), 1, 1,
+                         (int64_t)victims.size(), step.slots + 1 - step.drops))
+                return 1;
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}

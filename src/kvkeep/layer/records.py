@@ -1,0 +1,176 @@
+"""The records of a step of one token a row, as the native library reads them (`native/abi.h`).
+
+Everything that stays the same from step to step is packed once for each part of a layer's slots.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Options
+from kvkeep.attention.native import CALL, REACH, call_of_step, pack_segments, reads
+from kvkeep.codec.groups import ENCODING, encoding
+from kvkeep.layer.slots import Codecs, StepPart
+from kvkeep.layer.step import StepInputs
+from kvkeep.native_library import address_of
+from kvkeep.packing import PLAIN
+from kvkeep.planes import POSITION, Reach, slot_count, unsliced
+from kvkeep.policy import Policy
+from kvkeep.policy.ranking import RANKING
+from kvkeep.policy.rule import Rule
+from kvkeep.storage.buffer import slots_record
+
+# Of native/abi.h; absent pointers are 0.
+_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=5q2d"), Struct("=q")
+_MOST_SCORES = 3  # KV_SCORES
+TOKENS, SEQUENCE = Struct("=14q"), Struct("=14q")
+"""KvTokens and KvSequence."""
+
+
+class PartRecords(NamedTuple):
+    """The packed records of one part, and the memory that they refer to."""
+
+    part: StepPart
+    described: bytes | None
+    """What the part's storage said of its planes."""
+    capacity: int
+    addresses: tuple[int, int, int, int]
+    """The first fields of a KvSequence."""
+    kept: tuple[object, ...]
+
+
+class LayerRecords(NamedTuple):
+    """What the records of all parts of a layer have in common.
+
+    `left`, int64 (parts,), receives how many slots each part has in use after a step.
+    """
+
+    policy: Policy
+    rule: Rule
+    codecs: Codecs
+    value_width: int
+    window: int | None
+    chunked: bool
+    pads: Tensor | None
+    left: Tensor
+
+    def of(self, index: int, part: StepPart, inputs: StepInputs) -> PartRecords:
+        """The records of a part.
+
+        Args:
+            index: of the part.
+            inputs: of the step that has just been made.
+        """
+        q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
+        inputs = inputs._replace(q=q, k=k, v=v)
+        tensors: list[Tensor] = []
+        planes = part.planes
+        segments = pack_segments(part.segments(), q, False, tensors)
+        step = self._step(index, part, inputs)
+        described = slots_record(planes)
+        # What the segments refer to, but not the queries, which each step brings: they may be a
+        # view of those of a long chunk.
+        own = q.untyped_storage().data_ptr()
+        kept = [x for x in tensors if x.untyped_storage().data_ptr() != own]
+        first, second, third = map(address_of, (step, segments, described))
+        return PartRecords(
+            part,
+            part.storage.described(),
+            planes[POSITION].shape[2],
+            (first, second, third, len(planes)),
+            (step, segments, described, kept, self.pads, self.left),
+        )
+
+    def _step(self, index: int, part: StepPart, inputs: StepInputs) -> bytes:
+        """A KvStep."""
+        q, k, v = inputs[:3]
+        planes, policy = part.planes, self.policy
+        heads = planes["k"].shape[1]
+        keys, values = self.codecs.key.layout, self.codecs.value.layout
+        assert keys is not None  # `possible`
+        assert values is not None
+        place = planes[POSITION]
+        rows, position_heads, _ = place.shape
+        places = place.data_ptr(), *place.stride()
+        scores = [planes[name] for name in self.rule.enter]
+        score = (scores[0].data_ptr(), *scores[0].stride()[:2]) if scores else (0, 0, 0)
+        pads = 0 if self.pads is None or part.row is not None else self.pads.data_ptr()
+        own = (policy.reach, None if self.chunked or self.window is None else Reach(self.window))
+        reaches = [reach for reach in own if reach is not None]
+        call = call_of_step(
+            q, heads, self.value_width, len(part.before) + 1, Options(inputs.scale, inputs.softcap)
+        )
+        return b"".join(
+            [
+                CALL.pack(*call),
+                ENCODING.pack(*encoding(k, planes, "k", keys)),
+                ENCODING.pack(*encoding(v, planes, "v", values)),
+                _PLACE.pack(*places, 0, position_heads),
+                RANKING.pack(
+                    *(score[0], places[0], 0, 0, *score[1:], *places[1:3], 0),
+                    *(rows, position_heads, 0, 1, 0, *policy.protection[1:]),
+                    *(self.window or 0, self.chunked),
+                ),
+                self._rule(scores),
+                _NUMBER.pack(pads),
+                *(REACH.pack(*reach) for reach in (*reaches, *[Reach(0)] * (2 - len(reaches)))),
+                _NUMBER.pack(len(reaches)),
+                _NUMBER.pack(self.left.data_ptr() + 8 * index),
+            ]
+        )
+
+    def _rule(self, scores: list[Tensor]) -> bytes:
+        """A KvRule."""
+        rule, budget = self.rule, self.policy.budget or 0
+        entered = zip(scores, rule.enter.values(), strict=True)
+        planes = [
+            _SCORES.pack(x.data_ptr(), *x.stride()[:2], x.shape[1], enter) for x, enter in entered
+        ]
+        planes += [_SCORES.pack(*(0,) * 5)] * (_MOST_SCORES - len(planes))
+        safe = 0 if rule.floor is None else int(rule.floor * budget)
+        mixes = rule.mix is not None
+        numbers = len(scores), rule.learn, rule.by_query, mixes, safe
+        return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0)])
+
+
+def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> bool:
+    """Whether the library can take a step like this one, of one token a row, in a part."""
+    q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
+    if part.storage.described() is None or len(rule.enter) > _MOST_SCORES:
+        return False
+    for segment in part.segments():
+        planes = unsliced(segment.planes)
+        if segment.rotation is not None or not reads(q, segment):
+            return False
+        if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
+            return False
+    planes = part.planes
+    tail = ((codecs.key, k, "k"), (codecs.value, v, "v"))
+    return (
+        all(codec.layout != PLAIN or planes[name].dtype is x.dtype for codec, x, name in tail)
+        and all(planes[x].dtype is torch.float32 and planes[x].stride(2) == 1 for x in rule.enter)
+        and slot_count(planes) > 0
+    )
+
+
+def step_tokens(inputs: StepInputs, out: Tensor, axis: int = 0) -> bytes:
+    """The packed KvTokens of inputs with one token a row, or, with an axis of 2, of one row with a
+    token of each sequence.
+
+    Args:
+        out: for the result, of the shape of the queries with the width of values.
+    """
+    q, k, v, position = inputs[:4]
+    group, size = q.shape[1] // k.shape[1], q.element_size()
+    read = position is not None and position.dtype is torch.int32 and position.is_contiguous()
+    places = (position.data_ptr(), position.numel()) if position is not None and read else (0, 0)
+    return TOKENS.pack(
+        *(x.data_ptr() for x in (q, k, v, out)),
+        *places,
+        *(size * x.stride(axis) for x in (q, k, v, out)),
+        *(size * n * x.stride(1) for n, x in ((group, q), (1, k), (1, v), (group, out))),
+    )

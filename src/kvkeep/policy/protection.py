@@ -1,0 +1,35 @@
+"""Protection: the positions that a policy never evicts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvkeep.errors import SpecError
+
+
+class Protection(NamedTuple):
+    """Positions that are never evicted: the newest `recent` of a row, its first `sinks`, and those
+    from `keep_from` to `keep_to` (exclusive)."""
+
+    recent: int = 0
+    sinks: int = 0
+    keep_from: int = 0
+    keep_to: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """How many of them do not move as tokens are fed."""
+        return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
+
+    def until(self, stop: int) -> int:
+        """`keep_to` of a protection of the first `stop` positions too.
+
+        Raises:
+            SpecError: positions are kept already, and not the first ones.
+        """
+        if self.keep_from and self.keep_to > self.keep_from:
+            raise SpecError(
+                f"positions {self.keep_from} to {self.keep_to} are kept already, and a policy "
+                f"keeps one range; leave out keep_from={self.keep_from} or the range"
+            )
+        return max(stop, self.keep_to)

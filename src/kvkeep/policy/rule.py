@@ -1,0 +1,66 @@
+"""Rule: what a policy does in a step of one token a row, as data that the native library reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvkeep.policy.base import Policy
+
+
+class Enter(IntEnum):
+    """What a plane of the policy holds for a new token; KvEnter of native/abi.h."""
+
+    ZERO = 0
+    KEY_NORM = 1  # minus the norm of its key
+    VALUE_NORM = 2
+    ERROR = 3  # the encoding error of its key and its value, see `Arrivals`
+    GIVEN = 4  # what `Policy.enter` returns
+
+
+class Learn(IntEnum):
+    """How the mass m of a step's query changes the score; KvLearn of native/abi.h."""
+
+    NOTHING = 0
+    SUM = 1  # score + m
+    MEAN = 2  # the mean of m over all heads
+    FADE = 3  # score * (1 - fade) + m * fade
+    WEIGHTED = 4  # score + m * w / sum(m * w), where w is the last plane
+
+
+class Rule(NamedTuple):
+    """A policy's decode step: its planes of the new token, what it learns, how it ranks slots.
+
+    A layer whose policy has a rule makes such a step by one native call. `Policy.enter`, `observe`
+    and `victims` do the same in Python, for chunks and without the library.
+
+    Args:
+        enter: each plane of the policy; the score first, the error of `mix` second.
+        learn: see `Learn`.
+        fade: see `Learn.FADE`.
+        by_query: scores are divided by the number of queries that saw the slot.
+        mix: slots are ranked by mix * score - (1 - mix) * error, both scaled to 0..1 over a head;
+            see `Enter.ERROR`. None: by the score.
+        floor: heads compete for the slots of a layer, and each keeps this share of the budget.
+            None: they do not.
+    """
+
+    enter: Mapping[str, Enter] = {}
+    learn: Learn = Learn.NOTHING
+    fade: float = 0.0
+    by_query: bool = False
+    mix: float | None = None
+    floor: float | None = None
+
+
+_METHODS = ("enter", "observe", "score", "worth", "victims")
+
+
+def rule_of(policy: Policy) -> Rule | None:
+    """The rule of a policy; None if it has none, or overrides a method that its rule describes."""
+    kind = type(policy)
+    owner = next(base for base in kind.__mro__ if "rule" in vars(base))
+    same = all(getattr(kind, x, None) is getattr(owner, x, None) for x in _METHODS)
+    return policy.rule if same else None
