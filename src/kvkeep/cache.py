@@ -358,7 +358,8 @@ class Cache:
     @property
     def fed(self) -> int:
         """Columns ever fed, padding included."""
-        return self.layers[0].fed if self.layers else 0
+        layers = self._layers if not self.lent else self.layers
+        return layers[0].past.columns if layers else 0
 
     @property
     def tokens(self) -> Tensor | None:

@@ -539,7 +539,7 @@ FAULTS = (
     Fault(
         "takes-back-after-an-eviction",
         "layer",
-        "if begun and not self._moving and self._history.floor == begun[0].floor:",
+        "if begun and not self._moving and self.past.floor == begun[0].floor:",
         "if begun and not self._moving:",
         "test_layer.py test_interrupts.py",
     ),
@@ -616,7 +616,7 @@ FAULTS = (
     Fault(
         "steps-that-lasted-taken-back",
         "layer/layer.py",
-        "self._moving |= not self.policy.rollback or self._history.floor != begun[0].floor",
+        "self._moving |= not self.policy.rollback or self.past.floor != begun[0].floor",
         "self._moving |= not self.policy.rollback",
         "policy/test_steps.py",
     ),
@@ -931,8 +931,8 @@ FAULTS = (
     Fault(
         "images-are-not-recorded",
         "layer/layer.py",
-        "self._history.embedded, self._history.offset = True, offset",
-        "self._history.offset = offset",
+        "self.past.embedded, self.past.offset = True, offset",
+        "self.past.offset = offset",
         "hf/test_multimodal.py",
     ),
     Fault(
@@ -973,8 +973,8 @@ FAULTS = (
     Fault(
         "draft-stops-recording",
         "hf/drafts.py",
-        "if self._uncropped and not self.drafting and between_forwards:",
-        "if self._uncropped and between_forwards:",
+        "if not self._uncropped or self.drafting:",
+        "if not self._uncropped:",
         "hf/test_generate.py",
     ),
     Fault(

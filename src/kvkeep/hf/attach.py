@@ -360,7 +360,7 @@ def _supply_cache(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         reach_decoder()
-        args, kwargs = (), arguments_of(decoder, args, kwargs)
+        args, kwargs = (), arguments_of(decoder, args, kwargs) if args else kwargs
         check_rows(kwargs)
     cache = rename_cache(kwargs, attachment.cache_name)
     if not compiling:
@@ -400,6 +400,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
     compiling = torch.compiler.is_compiling()
     if not compiling:
         attachment: Attachment = getattr(decoder, ATTACHMENT)
+        fed, tokens = cache.fed, fed_by(given)
         if not is_routed(cache.config):  # it may have been built before `attach`
             cache.follow(decoder_config(decoder.config))
         if attachment.own:
@@ -407,29 +408,29 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         else:
             check_mask(decoder, given)
         check_cached(decoder)
-        check_learned_prompt(attachment.model, given, cache.fed)
-        check_fed(decoder, given, cache.fed)
+        check_learned_prompt(attachment.model, given, fed)
+        check_fed(decoder, given, fed)
         require_one_text(given)
         cache.forget_unused()
         require_placed(cache, given)
-        tokens, on_device = fed_by(given), cache.tickets[0].on_device
-        cache.awaited = None if tokens is None or on_device else cache.fed + tokens.shape[1]
+        on_device = cache.tickets[0].on_device
+        cache.awaited = None if tokens is None or on_device else fed + tokens.shape[1]
     ask_for_weights(decoder, cache, given)
-    _require_no_keys_given(given)
+    if given.get("return_shared_kv_states"):
+        _refuse_to_give_keys()
     if cache.recurrent is not None and not compiling:
         cache.begin_forward(decoder, given)
         if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
             given["position_ids"] = _next_positions(given, cache.fed)
 
 
-def _require_no_keys_given(given: dict[str, Any]) -> None:
-    """Raise UnsupportedError if a model that drafts is to be given the keys and values that layers
-    share, because those that an attached model hands from layer to layer are the new tokens'."""
-    if given.get("return_shared_kv_states"):
-        raise UnsupportedError(
-            "a drafting model asks for the keys and values of all tokens, which stay in the "
-            "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
-        )
+def _refuse_to_give_keys() -> None:
+    """Raise UnsupportedError: a model that drafts is to be given the keys and values that layers
+    share, but those that an attached model hands from layer to layer are the new tokens'."""
+    raise UnsupportedError(
+        "a drafting model asks for the keys and values of all tokens, which stay in the "
+        "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
+    )
 
 
 def _require_attended(

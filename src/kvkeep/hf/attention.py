@@ -46,6 +46,25 @@ def attention_over(original: str) -> AttentionFunction:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
+        if (  # a decode step, where nothing else can be wrong
+            handed is not None
+            and handed is with_values
+            and asked is not None
+            and asked.position is not None
+            and query.shape[2] == 1
+            and handed.plain
+            and not (handed.taken or dropout or handed.weights or s_aux is not None)
+            and (handed.versions is None or handed.versions == (key._version, value._version))
+            and asked.window == handed.layer.window
+            and kwargs.get("position_bias") is None
+            and not torch.is_autocast_enabled(query.device.type)
+        ):
+            handed.taken = True
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            found = handed.layer.run(
+                StepInputs(query, key, value, asked.position, scale, softcap, None, asked.until)
+            )
+            return found.transpose(1, 2).contiguous(), None
         step = begun_step(attention_mask)
         if handed is None and with_values is None and not _is_positions(attention_mask):
             if not torch.compiler.is_compiling():

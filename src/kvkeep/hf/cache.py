@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from threading import get_ident
 from typing import Any, cast
 
@@ -144,7 +144,8 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
                 "build it as kvkeep.Cache(model)"
             )
         layer_idx = found
-        layer, traced = self.layers[layer_idx], self._traced[layer_idx]
+        layers = self._layers if not self.lent else self.layers
+        layer, traced = layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
             require_plain_steps(self.config, "a compiled graph", "call the model uncompiled")
@@ -161,7 +162,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             )
         if layer_idx == 0 or self.routed is None:
             self.begin(key_states.shape[2], key_states)
-        if layer.fed != self._start:
+        if layer.past.columns != self._start:
             raise UnsupportedError(
                 f"layer {place} is given keys more than once in a forward; use transformers' "
                 "own cache for this model"
@@ -409,20 +410,22 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         graph."""
         if torch.compiler.is_compiling():
             return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
-        return self.layers[self._index.get(layer_idx, 0)].fed  # a forward feeds one after another
+        # A forward feeds one layer after another.
+        layers = self._layers if not self.lent else self.layers
+        return layers[self._index.get(layer_idx, 0)].past.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
         index = self._index.get(layer_idx, 0)  # asked of layer 0 also if it does not attend
-        layer = self.layers[index]
+        layer = self._layers[index] if not self.lent else self.layers[index]
         if torch.compiler.is_compiling():
             kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
         else:
             self._end_recording()
-            kept, fed = layer.reachable, layer.fed
+            kept, fed = layer.reachable, layer.past.columns
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
-        length.traced, length.compileable = self._traced[index], self.is_compileable
+        length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
         length.note = self._note if self._latent else None
         length.hide = self.hide
         return length, fed - kept
@@ -454,6 +457,9 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         self._handed = self._feeding = None
         self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
+        self._fixed = not self._latent and all(
+            layer.storage.fixed_addresses and not layer.readers for layer in self.layers
+        )
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
         """See `ModelCache.replace_layers`."""
@@ -517,12 +523,12 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """Whether `generate` may compile the model with this cache: slots are allocated once, and
         the model is attached. A compiled graph serves all caches, so while tracing the answer
         depends on the model only."""
+        return self._may_compile(is_routed(self.config))
+
+    def _may_compile(self, routed: bool) -> bool:
         if torch.compiler.is_compiling():
-            return is_routed(self.config)
-        plain = is_routed(self.config) and not self.written_out and self.recurrent is None
-        layers = self.layers
-        odd = self._latent or any(layer.readers for layer in layers)
-        return plain and not odd and all(layer.storage.fixed_addresses for layer in layers)
+            return routed
+        return routed and self._fixed and not self.written_out and self.recurrent is None
 
     @property
     def is_initialized(self) -> bool:
@@ -537,18 +543,25 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
     @property
     def is_sliding(self) -> list[bool]:
-        windows = {kind.place for kind in self._kinds if kind.window is not None}
-        return [place in windows for place in range(len(self))]
+        return [*self._places[0]]
 
     @property
     def is_linear(self) -> list[bool]:
-        others = enumerate(recurrent_numbers(self.config) or [0] * len(self))
-        return [number > 0 and place not in self._index for place, number in others]
+        return [*self._places[1]]
 
     @property
     def is_dummy(self) -> list[bool]:
-        places = enumerate(self.is_linear)
-        return [not linear and place not in self._index for place, linear in places]
+        return [*self._places[2]]
+
+    @cached_property
+    def _places(self) -> tuple[list[bool], list[bool], list[bool]]:
+        """Which layers of the model have a window, which are recurrent only, and which neither
+        attend nor are recurrent."""
+        windows = {kind.place for kind in self._kinds if kind.window is not None}
+        numbers, places = recurrent_numbers(self.config) or [0] * len(self), range(len(self))
+        linear = [numbers[place] > 0 and place not in self._index for place in places]
+        dummy = [not linear[place] and place not in self._index for place in places]
+        return [place in windows for place in places], linear, dummy
 
     @property
     def batch_size(self) -> int:

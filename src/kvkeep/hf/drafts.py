@@ -66,9 +66,14 @@ class RecordsDrafts(ModelCache):
         self._record_past(False)
 
     def _end_recording(self) -> None:
-        between_forwards = self.layers[0].fed == self.layers[-1].fed
-        if self._uncropped and not self.drafting and between_forwards:
-            self.end_recording()
+        if not self._uncropped or self.drafting:
+            return
+        first, last = self._layers[0], self._layers[-1]
+        if first.past.columns == last.past.columns:
+            if first.record_past or self.prompt.columns or self.recurrent is not None:
+                self.end_recording()
+            else:
+                self._uncropped = False
 
     def _record_past(self, on: bool) -> None:
         self._uncropped = False

@@ -95,6 +95,8 @@ class Handed:
     shared: ReadLayer | None = None
     weights: bool = False
     """Whether the attention function must return attention weights."""
+    plain: bool = False
+    """Whether the step is made at once, outside of any graph."""
 
 
 def hand_over(k: Tensor, v: Tensor, layer: AttendedLayer, traced: Traced | None) -> Handed:
@@ -104,7 +106,9 @@ def hand_over(k: Tensor, v: Tensor, layer: AttendedLayer, traced: Traced | None)
         traced: the layer's step as an operation of a graph; None where steps are never compiled.
     """
     handed = Handed(layer, traced)
-    if not torch.compiler.is_compiling() and not (k.is_inference() or v.is_inference()):
-        handed.versions = k._version, v._version
+    if not torch.compiler.is_compiling():
+        handed.plain = traced is not None and not traced.on_device
+        if not (k.is_inference() or v.is_inference()):
+            handed.versions = k._version, v._version
     k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
     return handed

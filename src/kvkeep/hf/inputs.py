@@ -167,7 +167,8 @@ def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
     known: int | None = getattr(embeddings, "num_embeddings", None)
     if known is None or not ids.is_cpu or ids.is_floating_point():
         return
-    low, high = (int(x) for x in torch.aminmax(ids))
+    least, most = torch.aminmax(ids)
+    low, high = int(least), int(most)
     if low < 0 or high >= known:
         raise ShapeError(
             f"token id {low if low < 0 else high}: the model's vocabulary has 0 to {known - 1}; "

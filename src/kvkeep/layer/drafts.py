@@ -57,9 +57,9 @@ class Drafts(Reaching, ABC):
     @property
     def rollback_limit(self) -> int:
         """How many of the newest tokens `crop` can remove exactly."""
-        oldest = self._journal[0].history if self._journal else self._history
+        oldest = self._journal[0].history if self._journal else self.past
         before = oldest.columns - oldest.floor if self.policy.rollback else 0
-        return self._history.columns - oldest.columns + before
+        return self.past.columns - oldest.columns + before
 
     def require_rollback(self, tokens: int) -> None:
         """Raise RollbackError when the newest `tokens` tokens cannot be removed."""
@@ -71,7 +71,7 @@ class Drafts(Reaching, ABC):
         if tokens > self.rollback_limit:
             raise RollbackError(
                 f"crop of {tokens} tokens, but {self.rollback_limit} can be removed exactly: "
-                f"{self._history.columns} were fed{self._why_lasting}"
+                f"{self.past.columns} were fed{self._why_lasting}"
             )
 
     @property
@@ -83,7 +83,7 @@ class Drafts(Reaching, ABC):
                 f", and policy {policy.name} cannot undo a step; set record_past before it, "
                 f"{again}, or use keep_all"
             )
-        if not self._history.floor:
+        if not self.past.floor:
             return ""
         if not policy.evicts and self.key_codec.block == 1:
             return f", and the tokens of images share positions; {again}"
@@ -106,7 +106,7 @@ class Drafts(Reaching, ABC):
         self.require_rollback(-tokens)
         with self.turn:
             unread = self._forget_readings()
-            self._return_to(self._history.columns + tokens)
+            self._return_to(self.past.columns + tokens)
             if self.record_past or unread or self._journal:
                 self._fit()
 
@@ -117,9 +117,9 @@ class Drafts(Reaching, ABC):
             if before.history.columns >= columns:
                 self._put_back(index)
                 break
-        fewer = self._history.columns - columns
+        fewer = self.past.columns - columns
         if fewer:
-            left = self._history.without(self._slots.newest_positions(fewer))
+            left = self.past.without(self._slots.newest_positions(fewer))
             self._begun = left, self._slots.mark(fewer)
             self._take_back()
 
@@ -138,9 +138,9 @@ class Drafts(Reaching, ABC):
                 planes[name].copy_(plane)
                 self._slots.keep(name, planes[name])
         self._slots.hidden = before.hidden
-        self._history = copied(before.history)
+        self.past = copied(before.history)
         del self._journal[index:]
-        if not self._history.columns:
+        if not self.past.columns:
             self._forget()
         self._moving = self._writing = False
 
@@ -162,7 +162,7 @@ class Drafts(Reaching, ABC):
         Raises:
             StateError: the layer must see them one by one.
         """
-        columns = self._history.columns
+        columns = self.past.columns
         if not (self.record_past and self._journaled and columns + n > self.prompt.columns):
             return
         if self.by_token and n > 1:
@@ -175,19 +175,19 @@ class Drafts(Reaching, ABC):
         names = (*self._planes_of_policy, POSITION) if columns else ()
         planes = self._slots.evictable() if columns else {}
         held = {name: planes[name].clone() for name in names}
-        history = copied(self._history)
+        history = copied(self.past)
         self._journal.append(Before(history, self._slots.mark(), self._slots.hidden, held))
 
     @property
     def _entries(self) -> int:
         """How many entries the journal has; those of steps that were taken back do not count."""
-        fed = self._history.columns
+        fed = self.past.columns
         return sum(before.history.columns < fed for before in self._journal)
 
     def _together(self, left: int) -> int:
         """How many of the next `left` tokens are fed at once: those that would be without drafts,
         and more only if no decision comes between them."""
-        certain = self.prompt.columns - self._history.columns
+        certain = self.prompt.columns - self.past.columns
         if certain > 0:
             return min(left, certain, self.prompt.chunk or certain)
         return 1 if self.by_token or self._slots.fills(left) else left
@@ -202,7 +202,7 @@ class Drafts(Reaching, ABC):
         """
         self._require_pieces_suffice(inputs)
         entries, n, at = self._entries, inputs.q.shape[2], 0
-        start = self._history, self._slots.mark()
+        start = self.past, self._slots.mark()
         if self._slots.frozen.hides and self.by_token:
             self._slots.thaw()  # it leaves hidden slots out, so lengths change
         found: list[Tensor] = []
@@ -215,8 +215,8 @@ class Drafts(Reaching, ABC):
         except BaseException:
             if len(self._journal) > entries:
                 self._put_back(entries)
-            if self._history.columns > start[0].columns and not self._moving:
-                self._moving = not self.policy.rollback or self._history.floor != start[0].floor
+            if self.past.columns > start[0].columns and not self._moving:
+                self._moving = not self.policy.rollback or self.past.floor != start[0].floor
                 if not self._moving:
                     self._begun = start
                     self._take_back()
@@ -229,7 +229,7 @@ class Drafts(Reaching, ABC):
             return
         device = until.device
         position = self.next_positions(n, device) if inputs.position is None else inputs.position
-        certain = max(0, min(n, self.prompt.columns - self._history.columns))
+        certain = max(0, min(n, self.prompt.columns - self.past.columns))
         chunk, token = self.prompt.chunk or max(1, certain), torch.arange(n, device=device)
         stop = torch.where(token < certain, (token // chunk + 1) * chunk, token + 1)
         last = torch.where(token < certain, stop.clamp(max=certain), stop) - 1

@@ -24,7 +24,7 @@ class Hiding(ABC):
     key_codec: Codec
     turn: Turn
     _slots: LayerSlots
-    _history: History
+    past: History
     _settles_alone: bool
 
     def require_hiding(self, shown: Tensor) -> Tensor:
@@ -38,14 +38,14 @@ class Hiding(ABC):
             UnsupportedError: the layer has decided by these tokens what it keeps, or encoded them
                 together with others.
         """
-        kinds = self._history.columns_as()
+        kinds = self.past.columns_as()
         tokens = shown.new_empty(0) if kinds is None else kinds == 0
         shown = shown.to(tokens.device)
         if tokens.shape != shown.shape or bool((shown & ~tokens).any()):
             raise ShapeError(
                 f"the attention mask shows {shown.sum(dim=1).tolist()} tokens in the "
                 f"{shown.shape[1]} columns before this call, which differ in number or place from "
-                f"the {self._history.seen.tolist()} that the cache was fed; a mask may hide "
+                f"the {self.past.seen.tolist()} that the cache was fed; a mask may hide "
                 "columns, but show none that were hidden: reset() the cache and feed the whole text"
             )
         gone = tokens & ~shown
@@ -70,13 +70,13 @@ class Hiding(ABC):
         if not bool(gone.any()):
             return
         self._accept()
-        kinds = self._history.columns_as()
+        kinds = self.past.columns_as()
         assert kinds is not None
         place = (kinds != -1).cumsum(dim=1) - 1
         at = torch.zeros_like(gone).scatter_(1, place.clamp(min=0), gone)
         with self.turn, self._moved():
             self._slots.empty(at)
-            self._history.hide(kinds.masked_fill(gone, HOLE))
+            self.past.hide(kinds.masked_fill(gone, HOLE))
             self._forget_plan()
 
     # -- what LayerCache does ---------------------------------------------------------------

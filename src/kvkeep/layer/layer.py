@@ -108,7 +108,7 @@ class LayerCache(Readable, Settling, Hiding):
             ragged=policy.ragged,
             budget=policy.budget + policy.room if policy.budget else 0 if policy.evicts else None,
         )
-        self._history, self._checks = History(), Checks()
+        self.past, self._checks = History(), Checks()
         self._chunk: Tensor | None = None  # positions of the last chunk
         self.turn = Turn()  # held by the thread that changes the layer
         # For `mend`: the state before the last chunk; whether it is being written, or slots moved.
@@ -155,14 +155,14 @@ class LayerCache(Readable, Settling, Hiding):
     ) -> View:
         self.require_read()
         self._mend()
-        self._checks.chunk(k, v, position, self._history.geometry)
+        self._checks.chunk(k, v, position, self.past.geometry)
         if until is not None:
             check_places("until", until, k.shape[0], k.shape[2])
             check_range("until", until)
         self.check_gradients(k, v)
         n = k.shape[2]
         self.require(n)
-        if self._history.geometry is None:  # raises if a codec does not support the width
+        if self.past.geometry is None:  # raises if a codec does not support the width
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
@@ -171,13 +171,13 @@ class LayerCache(Readable, Settling, Hiding):
             self._evict(self.length - self.reachable)
         self._note(n)
         own = self.own_planes(k, v, position)
-        self._begun, self._writing = (self._history, self._slots.mark()), True
+        self._begun, self._writing = (self.past, self._slots.mark()), True
         try:
             self._slots.add(k, v, own)
-            if self._history.geometry is None:
-                self._history.geometry = Geometry.of(k, v)
+            if self.past.geometry is None:
+                self.past.geometry = Geometry.of(k, v)
             self._chunk = position
-            self._history, queries = self._history.feed(
+            self.past, queries = self.past.feed(
                 position,
                 k.shape[0],
                 shows_padding=self.policy.shows_padding,
@@ -193,7 +193,7 @@ class LayerCache(Readable, Settling, Hiding):
         return self._view(queries, until)
 
     def _view(self, queries: Tensor | None, until: Tensor | None) -> View:
-        slots, history = self._slots, self._history
+        slots, history = self._slots, self.past
         if queries is None:
             assert history.geometry is not None
             queries = history.next_positions(1, history.geometry.device) - 1
@@ -232,16 +232,17 @@ class LayerCache(Readable, Settling, Hiding):
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Like `step`, with the inputs as one record."""
         with self.turn:
+            single = attend is None and inputs.q.shape[2] == 1
+            if single and self._plan is not None and not self.unread:
+                made = self._plan.step(self, inputs)
+                if made is not None:
+                    if self.readers:
+                        self._queries = None
+                        self._await_readings()
+                    return made
             self.require_read()
             if not self._writing:  # otherwise `mend` needs it
                 self._begun = None
-            single = attend is None and inputs.q.shape[2] == 1
-            if single and self._plan is not None:
-                made = self._plan.step(self, inputs)
-                if made is not None:
-                    self._queries = None
-                    self._await_readings()
-                    return made
             if self._divides(inputs.q.shape[2]):
                 return self._recorded(inputs, attend)
             # Where attention weights are wanted all slots stay: they refer to all columns.
@@ -297,7 +298,7 @@ class LayerCache(Readable, Settling, Hiding):
                 self._pack()
         except BaseException:
             begun = self._begun
-            if begun and not self._moving and self._history.floor == begun[0].floor:
+            if begun and not self._moving and self.past.floor == begun[0].floor:
                 self._take_back()  # no eviction has followed
             raise
         return out
@@ -307,18 +308,18 @@ class LayerCache(Readable, Settling, Hiding):
         what cannot be undone, every later call raises until `reset`."""
         q, k, v, position = inputs[:4]
         self._mend()
-        self._checks.chunk(k, v, position, self._history.geometry)
+        self._checks.chunk(k, v, position, self.past.geometry)
         self.require(q.shape[2])
         position = self.next_positions(q.shape[2], k.device) if position is None else position
         inputs = inputs._replace(position=position.to(k.device))
-        begun, made = (self._history, self._slots.mark()), []
+        begun, made = (self.past, self._slots.mark()), []
         try:
             for part in inputs.parts(most):
                 made.append((yield from self._phases(part)))
         except BaseException:
             if made:
                 self._begun = begun
-                self._moving |= not self.policy.rollback or self._history.floor != begun[0].floor
+                self._moving |= not self.policy.rollback or self.past.floor != begun[0].floor
             raise
         self._chunk = inputs.position
         return torch.cat(made, dim=2)
@@ -343,7 +344,7 @@ class LayerCache(Readable, Settling, Hiding):
             )
         if self._writing:
             self._take_back()
-        history = self._history
+        history = self.past
         if not history.floor and not history.joined and self.length != history.columns:
             raise StateError(
                 f"the layer holds {self.length} slots, but {history.columns} tokens were fed and "
@@ -353,7 +354,7 @@ class LayerCache(Readable, Settling, Hiding):
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `History.next_positions`."""
-        return self._history.next_positions(n, device, real, self.holes_after)
+        return self.past.next_positions(n, device, real, self.holes_after)
 
     # -- whole-state changes ----------------------------------------------------------------
 
@@ -366,7 +367,7 @@ class LayerCache(Readable, Settling, Hiding):
         self._writing, self._moving = False, True
         self._forget_readings()
         self._slots = self._slots.reset()
-        self._history, self._chunk, self._begun, self._journal = History(), None, None, []
+        self.past, self._chunk, self._begun, self._journal = History(), None, None, []
         self._forget_plan()
         self.holes_after = None if self.holes_after is None else 0
         self._moving = False
@@ -376,25 +377,20 @@ class LayerCache(Readable, Settling, Hiding):
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
-        if self._history.geometry is None:
+        if self.past.geometry is None:
             return
         self._accept()
-        index = index.to(self._history.geometry.device)
+        index = index.to(self.past.geometry.device)
         with self.turn, self._moved():
             self._slots = self._slots.take_rows(index)
             if self._chunk is not None and self._chunk.dim() == 2:
                 self._chunk = self._chunk.index_select(0, index)
-            self._history.take_rows(index)
+            self.past.take_rows(index)
 
     @property
     def history(self) -> History:
         """A copy of the record of what was fed."""
-        return self._history.fork()
-
-    @property
-    def history_now(self) -> History:
-        """What was fed; the next step replaces it."""
-        return self._history
+        return self.past.fork()
 
     @property
     def interrupted(self) -> bool:
@@ -405,7 +401,7 @@ class LayerCache(Readable, Settling, Hiding):
     def offset(self) -> Tensor | None:
         """By how much the model's next rotary position exceeds `seen`, int64 (B,); None: by
         nothing. See `mark_embedded`."""
-        return self._history.offset
+        return self.past.offset
 
     def mark_embedded(self, offset: Tensor | None = None, floor: int = 0) -> None:
         """Record that token ids do not tell all that was fed: some tokens were those of images or
@@ -415,17 +411,17 @@ class LayerCache(Readable, Settling, Hiding):
             offset: see the attribute of that name.
             floor: a crop must leave that many columns, because `offset` does not hold before.
         """
-        self._history.embedded, self._history.offset = True, offset
-        self._history.floor = max(self._history.floor, floor)
+        self.past.embedded, self.past.offset = True, offset
+        self.past.floor = max(self.past.floor, floor)
 
     @property
     def tokens(self) -> Tensor | None:
         """The token ids of the first columns fed, (B, n), as far as they are known."""
-        return self._history.tokens
+        return self.past.tokens
 
     @tokens.setter
     def tokens(self, tokens: Tensor) -> None:
-        self._history.tokens = tokens
+        self.past.tokens = tokens
 
     def state(self) -> LayerState:
         """The history and all slots; the planes are views, valid until the next change. Drafts that
@@ -443,11 +439,11 @@ class LayerCache(Readable, Settling, Hiding):
             self._forget()
             self._moving = True
             self._slots = self._slots.load(state.parts, state.history.rows)
-            self._history = state.history.fork()
-            if self.padded and self._history.floor and self._packs and self._packed():
-                fresh = self.fed - self._history.floor
+            self.past = state.history.fork()
+            if self.padded and self.past.floor and self._packs and self._packed():
+                fresh = self.fed - self.past.floor
                 if not self._slots.ends_with_tokens(fresh):
-                    self._history.floor = self.fed
+                    self.past.floor = self.fed
             self._moving = False
 
     def adopt_frozen(self, history: History, runs: Sequence[Run]) -> None:
@@ -455,7 +451,7 @@ class LayerCache(Readable, Settling, Hiding):
         written to a storage that follows them."""
         with self.turn, self._moved():
             self._slots.adopt_frozen(runs, history)
-            self._history, self._journal = history, []
+            self.past, self._journal = history, []
 
     def begin_with(self, text: LayerCache) -> None:
         """Replace the contents by the tokens of a layer that keeps all, as if they had been fed in
@@ -470,7 +466,7 @@ class LayerCache(Readable, Settling, Hiding):
         in use. The slots at the indices `empty`, int64 (B, H, E), are freed."""
         with self.turn, self._moved():
             self._slots.adopt_planes(planes, length, history.rows)
-            self._history, self._journal = history, []
+            self.past, self._journal = history, []
             if empty is not None:
                 self.storage.evict(empty)
 
@@ -483,7 +479,7 @@ class LayerCache(Readable, Settling, Hiding):
     def fork(self) -> LayerCache:
         """A layer in the same state, which shares the frozen slots and copies the others."""
         other = copy(self)
-        other._slots, other._history = self._slots.fork(), self._history.fork()
+        other._slots, other.past = self._slots.fork(), self.past.fork()
         other._checks, other.evicted, other.turn = Checks(), None, Turn()
         other._journal = [*self._journal]
         other._plan = None
@@ -510,17 +506,17 @@ class LayerCache(Readable, Settling, Hiding):
     @property
     def seen(self) -> Tensor:
         """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first."""
-        return self._history.seen
+        return self.past.seen
 
     @property
     def fed(self) -> int:
         """Columns fed so far, including padding."""
-        return self._history.columns
+        return self.past.columns
 
     @property
     def padded(self) -> bool:
         """Whether any row has had padding."""
-        return self._history.pads is not None
+        return self.past.pads is not None
 
     @property
     def slots(self) -> LayerSlots:
@@ -539,7 +535,7 @@ class LayerCache(Readable, Settling, Hiding):
 
     def positions(self) -> Tensor:
         """Positions of all slots, int32 (B, H, S), in slot order; -1 for an empty slot."""
-        geometry = self._history.geometry
+        geometry = self.past.geometry
         return self._slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     @property
@@ -598,7 +594,7 @@ class LayerCache(Readable, Settling, Hiding):
         self._forget_readings()
         before, mark = self._begun
         self._slots.cut(mark)
-        self._history = before
+        self.past = before
         if not before.columns:
             self.reset()
         self._writing = False

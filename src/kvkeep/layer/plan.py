@@ -7,13 +7,13 @@ longer than attention over a few hundred slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.checks import wants_gradients
-from kvkeep.layer.history import History
 from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, possible
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs
@@ -59,7 +59,7 @@ class StepPlan:
     def __init__(
         self, layer: LayerCache, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
     ) -> None:
-        history, policy, slots = layer.history_now, layer.policy, layer.slots
+        history, policy, slots = layer.past, layer.policy, layer.slots
         assert history.geometry is not None  # `of`
         rows = inputs.k.shape[0]
         self._left = torch.zeros(len(parts), dtype=torch.int64)
@@ -70,22 +70,28 @@ class StepPlan:
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)
         ]
-        self._storages: list[Storage] = list(dict.fromkeys(part.storage for part in parts))
+        capacities = {one.part.storage: one.capacity for one in self.parts}
+        self._storages: list[Storage] = [*capacities]
+        self._capacities = [*capacities.values()]
+        self._place = [self._storages.index(part.storage) for part in parts]
         self._before = sum(segment.slots for segment in parts[0].before)
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
         self._frees = policy.evicts or policy.reach is not None
-        # Where every step is like the last, nothing has to be looked up.
-        self._follows = not (self._frees or slots.block > 1)
+        # A share of the tokens fed, and a window that begins anew, are looked up each time.
+        self._follows = policy.share is None and not layer.chunked
+        self._window, self._reach, self._budget = layer.window, policy.reach, policy.budget
+        self._in_blocks, self._free = slots.block > 1, 0
         self._threads = torch.get_num_threads()
         self._turn, self._entries = layer.turn, -1
-        self._begun: tuple[History, tuple[int, ...]] | None = None
         self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = _strides(inputs, self.out_shape)
-        self.column = self.drops = self.evicts = self._recent = 0
+        self.column = self.drops = self.evicts = 0
+        self._recent = 0 if policy.share is not None else policy.protection.recent
         self._lengths: list[int] = []
+        self._mark: tuple[int, ...] = ()  # the state to return to, should the step be interrupted
         self._dense = True
         self._first: Tensor | None = None  # what the policy gives for the new token
 
@@ -93,7 +99,7 @@ class StepPlan:
     def of(cls, layer: LayerCache, inputs: StepInputs) -> StepPlan | None:
         """The plan of steps like the one just made; None if the library cannot make them."""
         rule, slots, policy = rule_of(layer.policy), layer.slots, layer.policy
-        if LIBRARY is None or rule is None or layer.history_now.geometry is None:
+        if LIBRARY is None or rule is None or layer.past.geometry is None:
             return None
         q, k, v = inputs[:3]
         plain = all(
@@ -133,7 +139,7 @@ class StepPlan:
 
     def _find(self, layer: LayerCache) -> bool:
         """Look up what the next step does; False if the library cannot make it."""
-        history, slots = layer.history_now, layer.slots
+        history, slots = layer.past, layer.slots
         if (
             layer.interrupted
             or slots is not self._slots
@@ -148,11 +154,39 @@ class StepPlan:
         length, columns = slots.length, history.columns
         if length != columns and not (history.floor or history.joined):
             return False
-        if slots.block > 1 and slots.fills(1):
-            return False
+        if self._in_blocks:
+            self._free = next(n for n in count() if slots.fills(n + 1))
+            if not self._free:
+                return False
         self.column, self._turn = columns, layer.turn
         self._lengths = [storage.length for storage in self._storages]
+        self._mark = slots.mark()
         return self._decides(layer, length)
+
+    def _follow(self) -> bool:
+        """Find what the next step does from what this one did; False: it must be looked up."""
+        self.column += 1
+        if self._in_blocks:
+            self._free -= 1
+            if not self._free:
+                return False
+        reach, lengths = self._reach, self._lengths
+        if self._in_blocks:
+            self._mark = (self._mark[0], lengths[0])
+        else:
+            self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
+        if reach is not None:
+            length = self._before + max(lengths)
+            self.drops = int(length >= reach.size + reach.fixed)
+            after = (1, length + 1 - self.drops, self.column + 1)
+            self._dense = self._pads is None and not limits(reach, self._window, *after)
+        elif self._budget is not None:
+            self.evicts = max(0, self._surplus(self._budget))
+        if self._before and (self.drops or self.evicts):
+            return False
+        if len(lengths) == 1:
+            return lengths[0] - self.drops < self._capacities[0]
+        return self._has_room()
 
     def _decides(self, layer: LayerCache, length: int) -> bool:
         """Find which slots the next step frees and what its query sees; False if there is no room
@@ -171,12 +205,21 @@ class StepPlan:
         budget = policy.budget_at(columns + 1) if policy.evicts else None
         if budget is not None:
             self.evicts = max(0, self._surplus(budget))
-            if self.evicts:
+            if self.evicts and policy.share is not None:
                 self._recent = policy.at(columns + 1).protection.recent
         frees = self.drops or self.evicts
         if self.drops > 1 or (frees and self._before):
             return False
-        return all(one.part.storage.length - self.drops < one.capacity for one in self.parts)
+        return self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether the storages have a slot for the next token. Parts that are shorter than the
+        longest free fewer slots before it is written."""
+        spare = max(self._lengths) - self.drops
+        for held, capacity in zip(self._lengths, self._capacities, strict=True):
+            if min(held, spare) >= capacity:
+                return False
+        return True
 
     def _surplus(self, budget: int) -> int:
         """How many slots exceed the budget after the token, before the policy evicts."""
@@ -207,23 +250,35 @@ class StepPlan:
             MemoryError: there is no scratch memory.
         """
         entries, position = layer.turn.entries, inputs.position
-        if not (self.ready(layer, entries - 1) and self.takes(inputs)):
+        if (
+            self._entries != entries - 1
+            or self._turn is not layer.turn
+            or self._threads != torch.get_num_threads()
+            or (self._frees and (layer.record_past or layer.evicted is not None))
+        ) and not self.ready(layer, -2):
             return None
-        places = count = 0
+        q, k, v = inputs[:3]
+        gradients = q.requires_grad or k.requires_grad or v.requires_grad
+        if inputs.sinks is not None or inputs.until is not None or gradients:
+            if not self.takes(inputs):
+                return None
+        elif _exactly(inputs) != self._exactly and not self._takes_like(inputs):
+            return None
+        places = given = 0
         if position is not None:
             if position.dtype is not torch.int32 or not position.is_contiguous():
                 return None
-            places, count = position.data_ptr(), position.numel()
+            places, given = position.data_ptr(), position.numel()
         if self._given:
             self.enter(layer, inputs)
-        q, k, v = inputs[:3]
         out = q.new_empty(self.out_shape)
         tokens = TOKENS.pack(
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), places, count),
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), places, given),
             *self._strides,
         )
         sequences = self.sequences()
-        self.begin(layer)
+        layer._begun, layer._writing = (layer.past, self._mark), True
+        layer._moving = (self.drops or self.evicts) > 0
         assert LIBRARY is not None
         result = LIBRARY.kv_step(sequences, len(self.parts), tokens)
         if result == UNLIKE:
@@ -255,12 +310,13 @@ class StepPlan:
             )
         packed, compete = [], self._rule.floor is not None
         longest = max(self._lengths)
-        for one in self.parts:
+        for one, place in zip(self.parts, self._place, strict=True):
             row, head = one.part.row or 0, one.part.head or 0
             pad = 0 if self._pads is None else int(self._pads[row])
-            held = one.part.storage.length
+            held = self._lengths[place]
             # Shorter parts have room for what the longest must free.
-            drops, evicts = (max(0, n - longest + held) for n in (self.drops, self.evicts))
+            drops = max(0, self.drops - longest + held)
+            evicts = max(0, self.evicts - longest + held)
             given = 0 if self._first is None else self._first[row, head:].data_ptr()
             packed.append(
                 SEQUENCE.pack(
@@ -309,7 +365,8 @@ class StepPlan:
             StateError: another thread is changing the layer.
         """
         layer.turn.__enter__()
-        self.begin(layer)
+        layer._begun, layer._writing = (layer.past, self._mark), True
+        layer._moving = (self.drops or self.evicts) > 0
 
     def end(self, layer: LayerCache, state: int, position: Tensor | None = None) -> None:
         """End it.
@@ -326,11 +383,6 @@ class StepPlan:
                 self.forget(layer)
         finally:
             layer.turn.__exit__(None, None, None)
-
-    def begin(self, layer: LayerCache) -> None:
-        """Record the state to return to, should the step be interrupted."""
-        layer._begun, layer._writing = (layer._history, layer._slots.mark()), True
-        layer._moving = (self.drops or self.evicts) > 0
 
     def forget(self, layer: LayerCache) -> None:
         """Nothing was changed after all."""
@@ -350,28 +402,31 @@ class StepPlan:
             position: the token's positions, if the caller knows them.
         """
         column, evicts = self.column, self.evicts
+        follows = self._follows
         if evicts > 1 or len(self.parts) > 1:
-            self._count_parts()
+            follows &= self._count_parts()
         else:
             held = self._lengths[0] + 1 - self.drops - evicts
             self._storages[0].extend_to(held)
             self._lengths[0] = held
         floor = column + (evicts > 0) if evicts or self.drops else None
-        layer._history = layer._history.with_column(floor=floor)
+        layer.past = layer.past.with_column(floor=floor)
         layer._chunk = position
         layer._writing = layer._moving = False
-        if self._follows and self._lengths[0] < self.parts[0].capacity and len(self.parts) == 1:
-            self.column, self._entries = column + 1, entries
-        else:
-            self._entries = -1
+        self._entries = entries if follows and self._follow() else -1
 
-    def _count_parts(self) -> None:
-        """Count the token in each storage, which then frees what it no longer needs."""
-        left = dict(zip([one.part.storage for one in self.parts], self._left.tolist(), strict=True))
-        for storage, length in left.items():
+    def _count_parts(self) -> bool:
+        """Count the token in each storage, which then frees what it no longer needs. Returns
+        whether all slots are where they were."""
+        stay = True
+        for index, length in zip(self._place, self._left.tolist(), strict=True):
+            storage = self._storages[index]
             storage.extend_to(length)
-            if self.evicts:
+            if length < self._lengths[index]:  # spare capacity may be freed
                 storage.truncate(length)
+                stay &= storage.capacity == self._capacities[index]
+            self._lengths[index] = length
+        return stay
 
 
 def _no_plan() -> None:

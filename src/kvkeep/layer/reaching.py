@@ -24,12 +24,12 @@ class Reaching:
     prompt: Prompt
     """What is certain of the text although `record_past` is set."""
     _slots: LayerSlots
-    _history: History
+    past: History
 
     @property
     def _tentative(self) -> bool:
         """Whether the newest tokens may be taken back."""
-        return self.record_past and self._history.columns > self.prompt.columns
+        return self.record_past and self.past.columns > self.prompt.columns
 
     @property
     def reachable(self) -> int:
@@ -38,7 +38,7 @@ class Reaching:
         if reach is None or self._tentative:
             return self._slots.length
         if self.chunked and reach == Reach(self.window or 0):
-            held = (self._history.newest + 1) % reach.size
+            held = (self.past.newest + 1) % reach.size
             return min(self._slots.length, held if isinstance(held, int) else int(held.max()))
         return min(self._slots.length, reach.size - 1 + reach.fixed)
 

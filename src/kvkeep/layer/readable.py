@@ -16,28 +16,28 @@ class Readable:
 
     policy: Policy
     _slots: LayerSlots
-    _history: History
+    past: History
 
     def in_order(self, view: View) -> Held:
         """Keys and values of a view in the order of their positions, for attention that masks by
         column. They are copied if `moved`."""
-        assert self._history.geometry is not None
-        dtype = self._history.geometry.dtype
+        assert self.past.geometry is not None
+        dtype = self.past.geometry.dtype
         return view.in_order(dtype, dtype, moved=self.moved)
 
     @property
     def moved(self) -> bool:
         """Whether the order of slots may differ from that of positions, or is about to: after an
         eviction, or when the layer holds more than its budget, or tokens to encode as a block."""
-        slots, policy = self._slots, self.policy.at(self._history.columns)
+        slots, policy = self._slots, self.policy.at(self.past.columns)
         over = slots.length > (policy.budget or slots.length)
-        return bool(self._history.floor) or over or bool(slots.waiting)
+        return bool(self.past.floor) or over or bool(slots.waiting)
 
     @property
     def kept(self) -> float:
         """The share of the tokens fed that is held, on average over rows and heads; 1 before the
         first token."""
-        seen, position = int(self._history.seen.sum()), self._slots.positions()
+        seen, position = int(self.past.seen.sum()), self._slots.positions()
         return int((position >= 0).sum()) / (seen * position.shape[1]) if seen else 1.0
 
     def held(self) -> Held | None:
@@ -48,11 +48,11 @@ class Readable:
         Valid until the next change. If nothing had to be decoded or moved, these are views of the
         slots: do not write to them.
         """
-        if self._history.geometry is None or not self._slots.length:
+        if self.past.geometry is None or not self._slots.length:
             return None
-        newest = torch.zeros(1, dtype=torch.int32, device=self._history.geometry.device)
+        newest = torch.zeros(1, dtype=torch.int32, device=self.past.geometry.device)
         held = self.in_order(View(self._slots.segments(), newest))
-        columns = self._history.columns
+        columns = self.past.columns
         if held.position.shape[2] < columns and self.kept == 1:  # only padding was freed
             held = held.widened(columns)
         return held if self._slots.storage.lasting else Held(*(x.clone() for x in held[:3]))

@@ -52,11 +52,11 @@ class Settling(ReadAgain, Drafts):
         """The observation, completed with the layer's own state."""
         return (observation or Observation())._replace(
             position=self._chunk,
-            newest=self._history.newest,
+            newest=self.past.newest,
             window=self.window,
             chunked=self.chunked,
             rotary=self.rotary,
-            state=self._history.memory,
+            state=self.past.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
@@ -66,7 +66,7 @@ class Settling(ReadAgain, Drafts):
     ) -> None:
         """Pass the observation, if any, to the policy, and free `count` slots, if positive; or
         hide them until the next crop."""
-        policy = self.policy.at(self._history.columns)
+        policy = self.policy.at(self.past.columns)
         observes = observation is not None and policy.observes
         if not observes and count <= 0:
             return
@@ -85,7 +85,7 @@ class Settling(ReadAgain, Drafts):
                     self._slots.hide(victims, count)
                 else:
                     self._slots.evict(victims)
-                self._history.floor = self._history.columns
+                self.past.floor = self.past.columns
 
     def _fit(self, observation: Observation | None = None, *, hide: bool = False) -> None:
         """Evict down to the budget, and encode the tokens whose block is now full. With `hide` no
@@ -95,14 +95,14 @@ class Settling(ReadAgain, Drafts):
             observation = None
             with self._moved():
                 self._slots.free_hidden()
-                self._history.floor = self._history.columns
-        budget = self.policy.at(self._history.columns).budget
+                self.past.floor = self.past.columns
+        budget = self.policy.at(self.past.columns).budget
         surplus = 0 if budget is None else self._slots.surplus(budget)
         self._evict(surplus, observation, hide=hide)
         if self._slots.waiting:
             with self._moved():
                 self._slots.encode_waiting(hide=hide)
-                self._history.floor = self._history.columns
+                self.past.floor = self.past.columns
         if not hide:
             self._journal = []
 
@@ -121,7 +121,7 @@ class Settling(ReadAgain, Drafts):
             return
         with self._moved():
             if self._packed():
-                self._history.floor = self._history.columns
+                self.past.floor = self.past.columns
 
     def _packed(self) -> bool:
         """Move rows of very different lengths to storages of their own; whether that was done."""

@@ -25,7 +25,8 @@ class Concat(Storage):
 
     @property
     def length(self) -> int:
-        return self.capacity
+        planes = self._planes
+        return next(iter(planes.values())).shape[2] if planes else 0
 
     def append(self, planes: Planes) -> slice:
         start = self.length
