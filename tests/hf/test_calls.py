@@ -1,5 +1,5 @@
-"""How many functions of kvkeep a decode step calls: in Python each costs about a microsecond, and ten
-where weights have displaced it from the processor's caches."""
+"""How many functions of kvkeep a decode step calls: in Python each costs about a microsecond, and
+ten where weights have displaced it from the processor's caches."""
 
 from __future__ import annotations
 

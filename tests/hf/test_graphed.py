@@ -54,7 +54,8 @@ def alike(cache, expected):
     for mine, other in zip(cache.layers, expected.layers, strict=True):
         for one in (mine, other):
             if one.policy.reach is not None:
-                one._evict(one.length - one.reachable)
+                with one.turn:
+                    one._evict(one.length - one.reachable)
         assert mine.length == other.length
     assert held(cache) == held(expected)
 

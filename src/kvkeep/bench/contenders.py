@@ -72,10 +72,10 @@ class Contenders:
             )
         model.generation_config.eos_token_id = None
         self._plain, self._tokenizer, self._routed = model, tokenizer, twin(model)
-        attach(self._routed, linears=True)
+        attach(self._routed)
         self._compiled = twin(model) if COMPILED in against else None
         if self._compiled is not None:
-            attach(self._compiled, linears=True, compile=True)
+            attach(self._compiled, compile=True)
         self._specs = {named(spec): spec for spec in specs}
         self._directory, self._prefix = directory, prefix
         self._read = {

@@ -67,9 +67,9 @@ class Systems:
         directory: Path,
     ) -> None:
         plain, static, routed, fused = (twin(model) for _ in range(4))
-        attach(model)
-        attach(routed, linears=True)
-        attach(fused, linears=True, compile=FUSED in ways)
+        attach(model, linears=False)
+        attach(routed)
+        attach(fused, compile=FUSED in ways)
         self._ways = {EAGER: model, LINEARS: routed, FUSED: fused}
         self.kvkeep, self.directory = model, directory
         self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)

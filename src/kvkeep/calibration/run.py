@@ -84,7 +84,7 @@ def calibrate(
     except OSError as error:
         raise CalibrationError(f"cannot write {held}: {error}") from error
     identity = sampled(model)
-    with host.attach("keep_all"):
+    with host.attach("keep_all", linears=False):
         gathered = []
         for index, row in enumerate(rows):
             progress(f"text {index + 1} of {count}", (1 - _TRAINING) * index / count)

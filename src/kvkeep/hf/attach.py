@@ -113,7 +113,7 @@ def attach(
     namespace: str = "",
     recompute: Recompute = RECOMPUTE,
     prefill_chunk: int | None = PREFILL_CHUNK,
-    linears: bool = False,
+    linears: bool = True,
     compile: bool = False,
 ) -> Attachment:
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
@@ -137,7 +137,7 @@ def attach(
             `prefill_chunk_size` takes precedence.
         linears: let kvkeep's kernel compute the model's linear layers where it is faster: on the
             CPU, for at most 32 rows (tokens of all texts), without gradients. The weights are used
-            where they lie; results differ from torch's by rounding only.
+            where they lie; results differ from torch's by rounding only. False: never.
         compile: run steps of one token a row, without padding, in a graph that `torch.compile`
             makes in the first step; what it compiled is kept on disk for later processes. On the
             CPU the graph's linear layers are kvkeep's. Modules must not be replaced or hooked
@@ -340,7 +340,7 @@ def attach_routed(model: PreTrainedModel, purpose: str) -> Attachment:
         UnsupportedError: the model computes attention itself, or cannot be attached.
     """
     given: Attachment | None = getattr(model, ATTACHMENT, None)
-    attachment = given or attach(model)
+    attachment = given or attach(model, linears=False)
     if attachment.own:
         if given is None:
             detach(model)

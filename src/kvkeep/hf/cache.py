@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import partial
 from threading import get_ident
 from typing import Any, cast
 
@@ -110,6 +110,12 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             require_fitting(self.specs)
         # The place of each layer that attends among all layers of the model, and its index here.
         self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
+        # Which layers of the model have a window, are recurrent only, or are neither.
+        windows = {kind.place for kind in self._kinds if kind.window is not None}
+        places = range(len(self))
+        linear = [bool(numbers and numbers[x]) and x not in self._index for x in places]
+        dummy = [not linear[x] and x not in self._index for x in places]
+        self._places = [x in windows for x in places], linear, dummy
         self._fed_since = Forwards()
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
@@ -552,16 +558,6 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     @property
     def is_dummy(self) -> list[bool]:
         return [*self._places[2]]
-
-    @cached_property
-    def _places(self) -> tuple[list[bool], list[bool], list[bool]]:
-        """Which layers of the model have a window, which are recurrent only, and which neither
-        attend nor are recurrent."""
-        windows = {kind.place for kind in self._kinds if kind.window is not None}
-        numbers, places = recurrent_numbers(self.config) or [0] * len(self), range(len(self))
-        linear = [numbers[place] > 0 and place not in self._index for place in places]
-        dummy = [not linear[place] and place not in self._index for place in places]
-        return [place in windows for place in places], linear, dummy
 
     @property
     def batch_size(self) -> int:

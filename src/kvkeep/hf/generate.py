@@ -101,7 +101,7 @@ def generate(
     inputs = _encode(tokenizer, prompt, system, raw).to(model.device)
     if keep_until is not None:
         cache = spec_keeping(cache, inputs["input_ids"], keep_until, tokenizer)
-    attach(model, cache, linears=True)
+    attach(model, cache)
     kept = Cache(model, cache, capacity=inputs["input_ids"].shape[1] + max_new_tokens)
     return follow(
         model,

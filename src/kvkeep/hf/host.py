@@ -145,7 +145,7 @@ class TransformersHost(Host):
         return is_routed(self._text)
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False, compile: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool = False
     ) -> AbstractContextManager[object]:
         return attach(self.model, spec, linears=linears, compile=compile)
 

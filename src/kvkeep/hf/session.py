@@ -250,7 +250,7 @@ class Session:
             if kept is not None:
                 self._specs = from_saved(header.notes.get("cache") or header.specs, scorer, kept)
                 self.spec = _text(self._specs)
-            self._attached = attach(self.model, self._specs, linears=True)
+            self._attached = attach(self.model, self._specs)
             self.cache = Cache(self.model, self._specs)
         except (SpecError, CapacityError) as error:
             if kept is None:

@@ -159,7 +159,7 @@ class Host(ABC):
         return True
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = False, compile: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool = False
     ) -> AbstractContextManager[object]:
         """Route the model's attention through kvkeep's caches until the returned context manager
         exits or `detach` is called; with `linears`, its linear layers through `kvkeep.linears`

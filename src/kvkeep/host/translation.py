@@ -114,7 +114,7 @@ def _same_rotary(one: Rotary | None, other: Rotary | None) -> bool:
 @torch.no_grad()
 def _keys_and_values(host: Host) -> list[tuple[Tensor, Tensor]]:
     """The keys and values, (1, H, n, D), of each layer for a few tokens."""
-    with nullcontext() if host.attached else host.attach():
+    with nullcontext() if host.attached else host.attach(linears=False):
         cache = host.new_cache()
         host.feed(torch.arange(_TOKENS, device=host.device)[None] % host.vocabulary, cache)
     found = [held for layer in cache.layers if (held := layer.held()) is not None]

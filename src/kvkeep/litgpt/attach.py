@@ -63,7 +63,7 @@ class Attachment:
         detach(self.model)
 
 
-def attach(gpt: GPT, spec: Specs, *, linears: bool = False) -> Attachment:
+def attach(gpt: GPT, spec: Specs, *, linears: bool = True) -> Attachment:
     """Make forwards of `gpt` with `input_pos` use a kvkeep cache. `set_kv_cache` is not needed; the
     dense mask of LitGPT's own cache is not allocated.
 

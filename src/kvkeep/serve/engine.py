@@ -193,7 +193,7 @@ class Engine:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
-        self._host.attach(cache, linears=True, compile=compile)
+        self._host.attach(cache, compile=compile)
         if compile:
             try:
                 self._host.warm(cache, self.limits.sequences, progress)
