@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from mmap import PAGESIZE
 from pathlib import Path
 from shutil import which
@@ -215,10 +216,10 @@ def test_op_with_the_mass():
 
 def test_decode_with_random_weights():
     sizes = ("--model", "random-tiny", "--contexts", "8,20", "--turns", "1")
-    result = run("decode", *sizes, "--device", "cpu", "--ways", "eager,graph")
+    result = run("decode", *sizes, "--device", "cpu", "--ways", "default,graph")
     assert result.exit_code == 0
     assert "microseconds per token held: kvkeep" in result.stdout
-    assert "kvkeep, graph" in result.stdout
+    assert "kvkeep+graph" in result.stdout
 
 
 @pytest.mark.usefixtures("_model")
@@ -229,7 +230,7 @@ def test_decode():
     assert [(row["system"], row["context"]) for row in result["rows"]] == [
         (system, context)
         for context in (8, 200)
-        for system in ("kvkeep", "kvkeep+linears", "kvkeep+linears+compile", "hf-dynamic")
+        for system in ("kvkeep", "kvkeep+compile", "hf-dynamic")
     ]
     assert all(row["agrees"] for row in result["rows"])
     median = {(row["system"], row["context"]): row["median_ms"] for row in result["rows"]}
@@ -247,13 +248,13 @@ def test_decode_by_litgpt():
     options = ("--host", "litgpt", "--contexts", "8,200", "--turns", "1", "--device", "cpu")
     result = last_line(run("decode", *options, "--specs", "keep_all;h2o:64", "--json"))
     assert result["host"] == "litgpt"
-    rows = {(row["system"], row["context"]): row for row in result["rows"]}
-    ours = ("kvkeep", "kvkeep h2o:64", "kvkeep+linears", "kvkeep+linears h2o:64")
-    assert set(rows) == {(name, held) for name in (*ours, "litgpt") for held in (8, 200)}
+    rows = {(row["system"], row["spec"], row["context"]): row for row in result["rows"]}
+    ours = product(("kvkeep", "kvkeep-linears"), ("keep_all", "h2o:64"))
+    assert set(rows) == {(*name, held) for name in (*ours, ("litgpt", None)) for held in (8, 200)}
     for held in (8, 200):
-        assert rows["kvkeep", held]["agrees"]
-        assert rows["litgpt", held]["error"] == 0
-        assert rows["litgpt", held]["median_ms"] > 0
+        assert rows["kvkeep", "keep_all", held]["agrees"]
+        assert rows["litgpt", None, held]["error"] == 0
+        assert rows["litgpt", None, held]["median_ms"] > 0
     for wrong in (("--ways", "graph"), ("--against", "hf-dynamic"), ("--host", "jax")):
         assert run("decode", *options, *wrong).exit_code == 2
 
@@ -263,9 +264,9 @@ def test_decode_by_litgpt():
 def test_decode_of_several_specs():
     specs = ("--specs", "h2o:8+int8;keep_all", "--device", "cpu")
     rows = last_line(run("decode", "--contexts", "20", "--turns", "1", *specs, "--json"))["rows"]
-    kinds = ("kvkeep", "kvkeep+linears", "kvkeep+linears+compile")
-    ours = [kind + spec for kind in kinds for spec in (" h2o:8+int8", "")]
-    assert sorted(row["system"] for row in rows) == sorted([*ours, "hf-dynamic"])
+    ours = product(("kvkeep", "kvkeep+compile"), ("h2o:8+int8", "keep_all"))
+    found = {(row["system"], row["spec"]) for row in rows}
+    assert found == {*ours, ("hf-dynamic", None)}
 
 
 @pytest.mark.usefixtures("_model")

@@ -22,15 +22,16 @@ from kvkeep.bench.systems import (
     EAGER,
     FUSED,
     GRAPH,
-    LINEARS,
     LITGPT,
     LLAMA_CPP,
     OTHERS,
+    PLAIN,
     SPEC,
     STEPS_AHEAD,
     WAYS,
     Feed,
     Systems,
+    labels,
 )
 from kvkeep.bench.text import tokens_of_text
 from kvkeep.bench.timing import interleaved, spread, timer_for
@@ -72,18 +73,18 @@ def run(
         model: a name from `kvkeep models`, a directory, or a hub name; or "random-1b", random
             weights in the shape of Llama 3.2 1B, whose caches get random content too.
         host: the library that runs the model: "transformers", or "litgpt", with copies of the same
-            weights (a Llama). There `ways` are "eager" and "linears", and `against` is "litgpt",
+            weights (a Llama). There `ways` are "default" and "eager", and `against` is "litgpt",
             LitGPT's own cache, which then takes the place of hf-dynamic.
         device: device to measure on; None: CUDA if available.
         dtype: dtype of weights and cache.
         contexts: tokens held at the start of the steps; a slope needs at least two. None: 128, 2048
             and 7936, for a random model 2048, 8192, 32768 and 131072.
-        specs: cache specs of kvkeep; each is a system, named "kvkeep" for keep_all and otherwise
-            "kvkeep SPEC".
-        ways: how kvkeep's steps run: "eager", "linears" (linear layers by kvkeep's kernel, for the
-            CPU), "compile" (these, in a compiled graph), "graph" (with fixed storage, in a CUDA
-            graph) and "compiled" (in a CUDA graph too). None: the first three on the CPU, otherwise
-            "eager", "graph" and "compiled".
+        specs: cache specs of kvkeep; each is a system.
+        ways: how kvkeep's steps run: "default" (as `attach(model)` makes them: "kvkeep"), "eager"
+            (without kvkeep's linear layers: "kvkeep-linears"), "compile" ("kvkeep+compile"),
+            "graph" (with fixed storage, in a CUDA graph: "kvkeep+graph") and "compiled" (in a CUDA
+            graph too). None: "default" and "compile" on the CPU, otherwise "default", "graph" and
+            "compiled".
         against: "hf-dynamic", "hf-static" (compiled, which takes minutes), and "llama.cpp" (needs
             llama-cpp-python). None: the first on the CPU, otherwise the first two.
         turns, burst: each system runs `turns` + 1 times `burst` steps; the first burst is not
@@ -91,10 +92,11 @@ def run(
         seconds: time limit; cases that have not started by then are skipped.
 
     Returns:
-        `rows` (`system`, `context`, `median_ms`, `spread_ms`; if hf-dynamic is measured too,
-        `error`, the largest difference from its logits over a few greedy steps, relative to their
-        norm, and `agrees`, whether that is within `tolerance` and the greedy tokens are the same or
-        tied; `skipped`, the reason why a case was not measured), `slope_us_per_token` of each
+        `rows` (`system`, `spec` of kvkeep's, `context`, `median_ms`, `spread_ms`; if hf-dynamic is
+        measured too, `error`, the largest difference from its logits over a few greedy steps,
+        relative to their norm, and `agrees`, whether that is within `tolerance` and the greedy
+        tokens are the same or tied; `skipped`, the reason why a case was not measured),
+        `slope_us_per_token` of each
         system by least squares, and `bandwidth_floor_us_per_token`: one token's bytes divided by
         the bandwidth measured in this run.
 
@@ -111,12 +113,12 @@ def run(
     all_ways: Sequence[str] = WAYS
     defaults: tuple[Sequence[str], Sequence[str]]
     if host == LITGPT:
-        others, all_ways = (LITGPT,), (EAGER, LINEARS)
-        defaults = all_ways if on_cpu else (EAGER,), others
+        others, all_ways = (LITGPT,), (PLAIN, EAGER)
+        defaults = all_ways if on_cpu else (PLAIN,), others
     elif on_cpu:
-        defaults = (EAGER, LINEARS, FUSED), (DYNAMIC,)
+        defaults = (PLAIN, FUSED), (DYNAMIC,)
     else:
-        defaults = (EAGER, GRAPH, COMPILED), OTHERS[:2]
+        defaults = (PLAIN, GRAPH, COMPILED), OTHERS[:2]
     ways, against = ways or defaults[0], defaults[1] if against is None else against
     for spec in specs:
         parse_specs(spec)
@@ -249,7 +251,7 @@ class _Table:
 
 def _row(system: str, context: int) -> dict[str, Any]:
     numbers = ("median_ms", "spread_ms", "agrees", "error", "skipped")
-    return {"system": system, "context": context} | dict.fromkeys(numbers)
+    return labels(system) | {"context": context} | dict.fromkeys(numbers)
 
 
 def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:
@@ -287,7 +289,8 @@ def _step(feed: Feed, token: Tensor) -> Callable[[], object]:
 
 def _slope(rows: Sequence[dict[str, Any]], system: str) -> float | None:
     """Microseconds per token held, by least squares; None for a single context."""
-    mine = [row for row in rows if row["system"] == system and row.get("median_ms") is not None]
+    own = labels(system).items()
+    mine = [row for row in rows if own <= row.items() and row.get("median_ms") is not None]
     if len(mine) < 2:
         return None
     x, y = [row["context"] for row in mine], [row["median_ms"] * 1e3 for row in mine]

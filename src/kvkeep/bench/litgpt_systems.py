@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from transformers import PreTrainedModel
 
 from kvkeep.bench.decode_loop import bytes_per_token
-from kvkeep.bench.systems import LINEARS, LITGPT, Feed, named, twin
+from kvkeep.bench.systems import EAGER, LITGPT, Feed, named, twin
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import changing_ropes
 from kvkeep.host import host_of
@@ -84,7 +84,7 @@ class LitGPTSystems:
 
     Args:
         model: of transformers, from which the LitGPT model is made.
-        ways: "eager" and "linears", or one of them.
+        ways: "default" and "eager", or one of them.
         against: `LITGPT`, or nothing.
     """
 
@@ -97,7 +97,7 @@ class LitGPTSystems:
         self._token_bytes = bytes_per_token(model)
         self._hosts = {way: host_of(twin(self._plain)) for way in ways}
         for way, host in self._hosts.items():
-            host.attach(linears=way == LINEARS)
+            host.attach(linears=way != EAGER)
         self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
         self.names = (*self._ours, *against)
 

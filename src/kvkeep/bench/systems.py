@@ -23,24 +23,33 @@ them."""
 KVKEEP, SPEC = "kvkeep", "keep_all"
 LLAMA_CPP, LITGPT = "llama.cpp", "litgpt"
 OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
-EAGER, LINEARS, FUSED, GRAPH, COMPILED = "eager", "linears", "compile", "graph", "compiled"
-WAYS = (EAGER, LINEARS, FUSED, GRAPH, COMPILED)
+PLAIN, EAGER, FUSED, GRAPH, COMPILED = "default", "eager", "compile", "graph", "compiled"
+WAYS = (PLAIN, EAGER, FUSED, GRAPH, COMPILED)
 STEPS_AHEAD = 64
 """Slots for steps that are not timed: those compared, and those before a graph is captured."""
 
 _COMPILING = 40.0  # seconds that a compilation takes
 
 
-def named(spec: str, way: str = EAGER) -> str:
+_NAMES = {
+    PLAIN: KVKEEP,
+    EAGER: f"{KVKEEP}-linears",
+    FUSED: f"{KVKEEP}+compile",
+    GRAPH: f"{KVKEEP}+graph",
+    COMPILED: f"{KVKEEP}+compile+graph",
+}
+
+
+def named(spec: str, way: str = PLAIN) -> str:
     """The name of a kvkeep cache whose steps run in one of the `WAYS`."""
-    name = KVKEEP if spec == SPEC else f"{KVKEEP} {spec}"
-    return {
-        EAGER: name,
-        LINEARS: name.replace(KVKEEP, f"{KVKEEP}+{LINEARS}", 1),
-        FUSED: name.replace(KVKEEP, f"{KVKEEP}+{LINEARS}+{FUSED}", 1),
-        GRAPH: f"{name}, graph",
-        COMPILED: f"{name}, compiled, graph",
-    }[way]
+    return _NAMES[way] if spec == SPEC else f"{_NAMES[way]} {spec}"
+
+
+def labels(name: str) -> dict[str, str | None]:
+    """The columns of a row that name a system: a kvkeep cache has a spec too."""
+    system, _, spec = name.partition(" ")
+    ours = system in _NAMES.values()
+    return {"system": system, "spec": (spec or SPEC) if ours else None}
 
 
 def twin(model: Any) -> Any:
@@ -66,11 +75,11 @@ class Systems:
         against: Sequence[str],
         directory: Path,
     ) -> None:
-        plain, static, routed, fused = (twin(model) for _ in range(4))
-        attach(model, linears=False)
-        attach(routed)
+        plain, static, eager, fused = (twin(model) for _ in range(4))
+        attach(model)
+        attach(eager, linears=False)
         attach(fused, compile=FUSED in ways)
-        self._ways = {EAGER: model, LINEARS: routed, FUSED: fused}
+        self._ways = {PLAIN: model, EAGER: eager, FUSED: fused}
         self.kvkeep, self.directory = model, directory
         self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
@@ -110,7 +119,7 @@ class Systems:
             return _fed(self._transformers[name], cache)
         spec, way = self._ours[name]
         if way in self._ways:
-            first = way == EAGER and spec == SPEC
+            first = way == PLAIN and spec == SPEC
             return _fed(self._ways[way], self._whole() if first else self._filled(spec))
         fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
         graphed = import_module("kvkeep.hf.cuda_graph").Graphed

@@ -251,9 +251,10 @@ def decode(
     ways: Annotated[
         str | None,
         typer.Option(
-            help="How kvkeep's steps run, comma-separated: eager, linears (with kvkeep's kernel of "
-            "linear layers), compile (these, in a compiled graph), graph (a CUDA graph), compiled "
-            "(in a CUDA graph too); default: the first three, on CUDA eager, graph and compiled."
+            help="How kvkeep's steps run, comma-separated: default (as attach() makes them), eager "
+            "(without kvkeep's linear layers), compile (in a compiled graph), graph (a CUDA "
+            "graph), compiled (in a CUDA graph too); default: default and compile, on CUDA "
+            "default, graph and compiled."
         ),
     ] = None,
     against: Annotated[
