@@ -70,7 +70,12 @@ class RecordsDrafts(ModelCache):
             return
         first, last = self._layers[0], self._layers[-1]
         if first.past.columns == last.past.columns:
-            if first.record_past or self.prompt.columns or self.recurrent is not None:
+            if (
+                first.record_past
+                or last.record_past
+                or self.prompt.columns
+                or self.recurrent is not None
+            ):
                 self.end_recording()
             else:
                 self._uncropped = False

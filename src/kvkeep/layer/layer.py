@@ -233,7 +233,7 @@ class LayerCache(Readable, Settling, Hiding):
         """Like `step`, with the inputs as one record."""
         with self.turn:
             single = attend is None and inputs.q.shape[2] == 1
-            if single and self._plan is not None and not self.unread:
+            if single and self._plan is not None and self.plans and not self.unread:
                 made = self._plan.step(self, inputs)
                 if made is not None:
                     if self.readers:

@@ -81,8 +81,9 @@ class PackedLayer(AttendingLayer):
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
             plan = layer.next_plan() if count == 1 else None
             if plan is not None:
-                self._ready[sequence] = OneStep(layer, plan, plan.sequences(first, sequence + 1))
+                sequences = plan.sequences(first, sequence + 1)
                 plan.take_turn(layer)
+                self._ready[sequence] = OneStep(layer, plan, sequences)
             first += count
 
     def end(self) -> None:

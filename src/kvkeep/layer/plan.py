@@ -78,7 +78,9 @@ class StepPlan:
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
-        self._frees = policy.evicts or policy.reach is not None
+        # What a policy learned cannot be taken back by truncation.
+        self._changes = rule.learn != Learn.NOTHING
+        self._frees = policy.evicts or policy.reach is not None or self._changes
         # A share of the tokens fed, and a window that begins anew, are looked up each time.
         self._follows = policy.share is None and not layer.chunked
         self._window, self._reach, self._budget = layer.window, policy.reach, policy.budget
@@ -113,6 +115,8 @@ class StepPlan:
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
+        if rule.floor is not None and policy.share is not None:
+            return None  # how many slots are safe grows with the tokens fed
         if rule.learn != Learn.NOTHING and any(part.before for part in parts):
             return None  # a policy's planes of frozen slots lie elsewhere
         if not parts or not all(possible(part, slots.codecs, inputs, rule) for part in parts):
@@ -172,16 +176,17 @@ class StepPlan:
                 return False
         reach, lengths = self._reach, self._lengths
         if self._in_blocks:
-            self._mark = (self._mark[0], lengths[0])
+            self._mark = (self._mark[0], self._mark[1] + 1)
         else:
             self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
+        length = self._before + max(lengths)
         if reach is not None:
-            length = self._before + max(lengths)
             self.drops = int(length >= reach.size + reach.fixed)
-            after = (1, length + 1 - self.drops, self.column + 1)
-            self._dense = self._pads is None and not limits(reach, self._window, *after)
         elif self._budget is not None:
             self.evicts = max(0, self._surplus(self._budget))
+        if reach is not None or self._window is not None:
+            after = (1, length + 1 - self.drops, self.column + 1)
+            self._dense = self._pads is None and not limits(reach, self._window, *after)
         if self._before and (self.drops or self.evicts):
             return False
         if len(lengths) == 1:
@@ -237,7 +242,10 @@ class StepPlan:
 
     def _takes_like(self, inputs: StepInputs) -> bool:
         """Whether inputs differ from those of the plan in nothing that matters."""
-        plain = all(type(x) is Tensor and x.shape[2] == 1 and not x.is_neg() for x in inputs[:3])
+        plain = all(
+            type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
+            for x in inputs[:3]
+        )
         return plain and kind_of(inputs) is self.kind
 
     # -- a step -----------------------------------------------------------------------------
@@ -266,7 +274,7 @@ class StepPlan:
             return None
         places = given = 0
         if position is not None:
-            if position.dtype is not torch.int32 or not position.is_contiguous():
+            if not _is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
         if self._given:
@@ -278,13 +286,14 @@ class StepPlan:
         )
         sequences = self.sequences()
         layer._begun, layer._writing = (layer.past, self._mark), True
-        layer._moving = (self.drops or self.evicts) > 0
+        layer._moving = self._changes or (self.drops or self.evicts) > 0
         assert LIBRARY is not None
         result = LIBRARY.kv_step(sequences, len(self.parts), tokens)
         if result == UNLIKE:
             self.forget(layer)
             return None
         if result == FAILED:
+            layer._moving = (self.drops or self.evicts) > 0  # nothing was learned
             self.fail(layer)
             raise MemoryError(f"no scratch memory for a step over {layer.length} slots")
         self.count(layer, entries, position)
@@ -355,8 +364,8 @@ class StepPlan:
                 layer.next_positions(n, device) if inputs.position is None else inputs.position
             )
             arrivals = Arrivals(inputs.k, inputs.v, position, None, layer.rotary)
-            (plane,) = layer.policy.enter(arrivals).values()
-            self._first = plane[:, :, 0].float().contiguous()
+            given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
+            self._first = layer.policy.enter(arrivals)[given][:, :, 0].float().contiguous()
 
     def take_turn(self, layer: LayerCache) -> None:
         """Begin a step that waits to be made. Until `end` the layer belongs to this thread.
@@ -366,7 +375,7 @@ class StepPlan:
         """
         layer.turn.__enter__()
         layer._begun, layer._writing = (layer.past, self._mark), True
-        layer._moving = (self.drops or self.evicts) > 0
+        layer._moving = self._changes or (self.drops or self.evicts) > 0
 
     def end(self, layer: LayerCache, state: int, position: Tensor | None = None) -> None:
         """End it.
@@ -432,6 +441,12 @@ class StepPlan:
 def _no_plan() -> None:
     """What a plan is when it is copied."""
     return None
+
+
+def _is_read(position: Tensor, rows: int) -> bool:
+    """Whether the library reads the positions of one token a row where they lie."""
+    fits = position.shape in ((1,), (rows, 1))
+    return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()
 
 
 def _exactly(inputs: StepInputs) -> tuple[object, ...]:
