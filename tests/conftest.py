@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Torch's compiler finds code for another capability in its cache, whose results are wrong.
     place = os.path.join(tempfile.gettempdir(), f"kvkeep-tests-inductor-{capability}")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", place)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
 
 
 def pytest_configure() -> None:

@@ -379,7 +379,7 @@ torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 @pytest.mark.slow
 def test_torchs_cache_gives_no_code_for_another_width_of_vectors(tmp_path):
-    for capability in (torch.backends.cpu.get_cpu_capability().lower(), "avx2"):
+    for capability in (torch.backends.cpu.get_cpu_capability().lower(), "avx2", "default"):
         settings = {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         run = [sys.executable, "-c", _LOGITS]
         subprocess.run(run, check=True, cwd="tests", env=os.environ | settings)

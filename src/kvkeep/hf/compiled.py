@@ -7,6 +7,7 @@ each input; torch fuses the small operations between them. It serves all caches 
 from __future__ import annotations
 
 import inspect
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter, is_
@@ -51,6 +52,8 @@ _PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False
 """Arguments that do not change what a step computes, by their values."""
 
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+if platform.machine() in ("x86_64", "AMD64"):
+    _VECTOR_BITS["DEFAULT"] = 0
 
 
 def _options() -> dict[str, Any]:
