@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from kvkeep import native_library
+from kvkeep.codec import Plain
 from kvkeep.errors import StateError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.plan import FAILED, StepPlan
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
-from kvkeep.policy import H2O
+from kvkeep.policy import H2O, KeepAll
 from kvkeep.spec import CacheSpec
+from kvkeep.storage import Growing
 from kvkeep.storage.buffer import Buffer
 
 pytestmark = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
@@ -343,3 +345,39 @@ def test_a_step_that_fails_after_others_were_called(spec):
     else:  # a slot may have been freed
         with pytest.raises(StateError, match="contents of the slots are unknown"):
             layer.step(q, k, v, scale=0.2)
+
+
+def test_a_policy_that_keeps_more_than_the_window_of_its_layer() -> None:
+    pair = Pair("keep_all")
+    pair.layers = [LayerCache(KeepAll(), Plain(), Plain(), Growing(), window=12) for _ in range(2)]
+    pair.layers[1].plans = False
+    for n in (5, *[1] * 30):
+        pair.feed(n)
+
+
+def test_heads_that_compete_for_a_share_keep_their_floor() -> None:
+    layers = [CacheSpec.parse("adakv:0.9(knorm:25%,least=6,recent=2)").layer() for _ in range(2)]
+    layers[1].plans = False
+    for n in (60, *[1] * 40):
+        q, k, v = (torch.randn(1, heads, n, 32) for heads in (6, 2, 2))
+        k[:, 0] *= 4
+        outs = [layer.step(q, k, v, scale=0.2) for layer in layers]
+        torch.testing.assert_close(*outs)
+
+
+def test_what_was_learned_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call has changed scores, although it frees no slot."""
+    pair = Pair("h2o:40")
+    for n in (5, 1, 1):
+        pair.feed(n)
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    q, k, v = (torch.randn(1, 1, heads, 32).transpose(1, 2) for heads in (6, 2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(StepPlan, "count", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.layers[0].step(q, k, v, scale=0.2)
+    with pytest.raises(StateError, match="unknown"):
+        pair.layers[0].step(q, k, v, scale=0.2)
