@@ -42,8 +42,8 @@ def settles_alone(policy: Policy) -> bool:
 class StepPlan:
     """The steps of one token a row of one layer, packed once and made many times.
 
-    A plan knows what the next step does, as long as nobody else takes the layer's turn; `find`
-    looks it up. It is the only code beside `LayerCache` that moves a layer's cursor.
+    A plan knows what the next step does, as long as nobody else takes the layer's turn;
+    otherwise it looks it up. It is the only code beside `LayerCache` that moves a layer's cursor.
 
     Attributes:
         kind: see `kind_of`: inputs of this kind fit.
@@ -258,7 +258,7 @@ class StepPlan:
             MemoryError: there is no scratch memory.
         """
         entries, position = layer.turn.entries, inputs.position
-        if (
+        if (  # what `ready` asks first, without another call in each step
             self._entries != entries - 1
             or self._turn is not layer.turn
             or self._threads != torch.get_num_threads()
@@ -307,15 +307,11 @@ class StepPlan:
             contest: a number that no other layer of the call has.
         """
         if len(self.parts) == 1:
+            given = 0 if self._first is None else self._first.data_ptr()
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
-                *(
-                    self._recent,
-                    self._dense,
-                    0,
-                    0 if self._first is None else self._first.data_ptr(),
-                ),
+                *(self._recent, self._dense, 0, given),
             )
         packed, compete = [], self._rule.floor is not None
         longest = max(self._lengths)
@@ -324,20 +320,14 @@ class StepPlan:
             pad = 0 if self._pads is None else int(self._pads[row])
             held = self._lengths[place]
             # Shorter parts have room for what the longest must free.
-            drops = max(0, self.drops - longest + held)
-            evicts = max(0, self.evicts - longest + held)
+            drops, evicts = max(0, self.drops - longest + held), self.evicts
+            if not compete:
+                evicts = max(0, evicts - longest + held)
             given = 0 if self._first is None else self._first[row, head:].data_ptr()
             packed.append(
                 SEQUENCE.pack(
                     *one.addresses,
-                    *(
-                        token + row,
-                        head,
-                        self.column - pad,
-                        held,
-                        drops,
-                        self.evicts if compete else evicts,
-                    ),
+                    *(token + row, head, self.column - pad, held, drops, evicts),
                     *(self._recent, self._dense, contest if compete else 0, given),
                 )
             )
@@ -358,14 +348,12 @@ class StepPlan:
 
     def enter(self, layer: LayerCache, inputs: StepInputs) -> None:
         """Ask the policy for its plane of the new token."""
-        if self._given:
-            n, device = 1, inputs.k.device
-            position = (
-                layer.next_positions(n, device) if inputs.position is None else inputs.position
-            )
-            arrivals = Arrivals(inputs.k, inputs.v, position, None, layer.rotary)
-            given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
-            self._first = layer.policy.enter(arrivals)[given][:, :, 0].float().contiguous()
+        k, v, position = inputs[1:4]
+        if position is None:
+            position = layer.next_positions(1, k.device)
+        planes = layer.policy.enter(Arrivals(k, v, position, None, layer.rotary))
+        given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
+        self._first = planes[given][:, :, 0].float().contiguous()
 
     def take_turn(self, layer: LayerCache) -> None:
         """Begin a step that waits to be made. Until `end` the layer belongs to this thread.

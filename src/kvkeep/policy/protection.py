@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvkeep.errors import SpecError
+from kvkeep.planes import Reach
 
 
 class Protection(NamedTuple):
@@ -19,7 +20,7 @@ class Protection(NamedTuple):
     @property
     def fixed(self) -> int:
         """How many of them do not move as tokens are fed."""
-        return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
+        return Reach(0, *self[1:]).fixed
 
     def until(self, stop: int) -> int:
         """`keep_to` of a protection of the first `stop` positions too.
