@@ -19,7 +19,7 @@ from kvkeep.bench import append, decode, device, environment, op, rivals
 from kvkeep.bench.decode_loop import DYNAMIC, STATIC, new_cache
 from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep.bench.random_model import fill, random_model
-from kvkeep.bench.systems import named
+from kvkeep.bench.systems import labels, named
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.host.progress import Work, silent
@@ -282,14 +282,14 @@ def test_decode_of_a_random_model(ways, against):
         turns=1,
         burst=2,
     )
-    rows = by(result, "system", "context")
-    exact, lossy = ([named(spec, way) for way in ways] for spec in specs)
-    exact += against
-    assert set(rows) == {(name, n) for name in exact + lossy for n in (16, 40)}
-    for (name, _), row in rows.items():
+    rows = by(result, "system", "spec", "context")
+    ours = [labels(named(spec, way)) for spec in specs for way in ways]
+    systems = [*((one["system"], one["spec"]) for one in ours), *((name, None) for name in against)]
+    assert set(rows) == {(*system, n) for system in systems for n in (16, 40)}
+    for (_, spec, _), row in rows.items():
         assert row["median_ms"] > 0
-        assert row["agrees"] is (name in exact)
-        assert row["error"] < 1e-5 or name in lossy
+        assert row["agrees"] is (spec != "window:8")
+        assert row["error"] < 1e-5 or spec == "window:8"
     assert all(slope is not None for slope in result["slope_us_per_token"].values())
 
 
@@ -297,8 +297,8 @@ def test_decode_goes_on_without_graphs(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvkeep.hf.cuda_graph", None)
     sizes = {"contexts": (16,), "turns": 1, "ways": ("eager", "graph")}
     rows = by(decode.run("random-tiny", device="cpu", **sizes), "system")
-    assert "ModuleNotFoundError" in rows["kvkeep, graph",]["skipped"]
-    assert rows["kvkeep",]["agrees"]
+    assert "ModuleNotFoundError" in rows["kvkeep+graph",]["skipped"]
+    assert rows["kvkeep-linears",]["agrees"]
 
 
 def test_decode_without_time_or_a_device():
@@ -347,7 +347,7 @@ def test_caches_are_filled_alike(system):
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"ways": ("fast",)}, SpecError, "no way 'fast' to run a step; there is eager"),
+        ({"ways": ("fast",)}, SpecError, "no way 'fast' to run a step; there is default, eager"),
         ({"dtype": "bits"}, SpecError, "no dtype 'bits'"),
         ({"against": ("llama.cpp",)}, UnsupportedError, "llama.cpp needs a prompt"),
     ],
