@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 10;
+constexpr int KV_ABI = 11;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -246,27 +246,65 @@ constexpr int64_t KV_LINEAR_ROWS = 32;  // the most rows of a call
 KV_PUBLIC int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row,
                         int64_t rows, void* out);
 
-// A call to repeat.
-enum KvRecordedKind : int64_t {
-    KV_RECORDED_OTHER = 0,   // made by the caller of kv_repeat
-    KV_RECORDED_KERNEL = 1,  // `function`, which returns nothing, with `count` pointers
-    KV_RECORDED_LINEAR = 2,  // kv_linear
-    KV_RECORDED_STEP = 3,    // kv_step
+// -- programs that torch's AOTInductor compiles ---------------------------------------------------
+// They call the functions of native/program.cpp, which use the C interface of torch that such
+// programs use too. It is given here, so that this library needs nothing of torch to be built.
+
+struct KvAtenTensor;  // torch's AtenTensorHandle refers to one
+
+// The last argument of each receives the result. All return 0, or else an error.
+struct KvTorch {
+    int32_t (*data)(KvAtenTensor*, void**);
+    int32_t (*dim)(KvAtenTensor*, int64_t*);
+    int32_t (*sizes)(KvAtenTensor*, int64_t**);
+    int32_t (*strides)(KvAtenTensor*, int64_t**);
+    int32_t (*type)(KvAtenTensor*, int32_t*);
+    int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t type,
+                             int32_t device, int32_t index, KvAtenTensor**);
+    int32_t (*threads)(uint32_t*);
+    int32_t (*step)(const struct KvTracedStep*);  // makes a step that is not prepared
 };
 
-constexpr int64_t KV_ARGUMENTS = 16;  // the most of a kernel
+KV_PUBLIC void kv_use_torch(const KvTorch* torch);
 
-struct KvRecorded {
-    int64_t kind;
-    const void* function;
-    int64_t count;
-    int64_t arguments[KV_ARGUMENTS];
+// A tensor on the CPU. `type` is the number of torch's ScalarType. data is null if there is none.
+struct KvTensor {
+    void* data;
+    const int64_t *sizes, *strides;
+    int64_t dim, type;
 };
 
-// Makes the calls `first` to `end` - 1, in order. Returns `end`; or the first call that did not
-// succeed, and in `result` a KvStepResult: KV_STEP_FAILED also for other calls, KV_STEP_UNLIKE also
-// for KV_RECORDED_OTHER.
-KV_PUBLIC int64_t kv_repeat(const KvRecorded* calls, int64_t first, int64_t end, int64_t* result);
+// The arguments of kvkeep::step, and where its result goes: contiguous.
+struct KvTracedStep {
+    int64_t number;
+    KvTensor q, k, v, position, sinks, until, out;
+    double scale;
+    double softcap;  // 0 for none
+};
+
+// Strides in elements. `row` is 0 if any stride will do.
+struct KvLayout {
+    int64_t heads, width, row, head;
+};
+
+// The inputs that a prepared step takes: the elements of their last axis are side by side.
+struct KvKind {
+    KvLayout q, k, v;
+    int64_t type;  // KvType
+    double scale, softcap;
+};
+
+// The memory of a ticket, a tensor that names a layer in a program.
+struct KvTicket {
+    const KvTicket* self;         // a copy of a ticket has no step
+    int64_t number;               // names the layer for KvTorch.step
+    int64_t fed;                  // columns
+    const KvSequence* sequences;  // of the prepared step
+    int64_t count;                // 0: none is prepared
+    int64_t rows;                 // how many it has; rows behind them are spare, and become 0
+    const KvKind* kind;
+    int64_t result;               // of the prepared step: KvStepResult, or -1 if it was not made
+};
 
 // The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();

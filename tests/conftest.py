@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,9 +70,26 @@ def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def fresh_graphs():
-    """Nothing compiled before or after the test, and torch's counters at zero."""
+def fresh_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing compiled before or after the test, on disk neither, and torch's counters at zero."""
+    from kvkeep.hf import saved_steps
+
+    monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def saved_graphs(
+    fresh_graphs: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Like `fresh_graphs`, with the compiled steps on disk of other tests."""
+    from kvkeep.hf import saved_steps
+
+    found = tmp_path_factory.getbasetemp() / "steps"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        found = found.parent.parent / "steps"
+    found.mkdir(exist_ok=True)
+    monkeypatch.setattr(saved_steps, "directory", lambda: found)

@@ -10,7 +10,6 @@ import torch
 from kvkeep import native_library
 from kvkeep.errors import StateError
 from kvkeep.layer.packed import PackedLayer
-from kvkeep.layer.ready import StepCall
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
 from kvkeep.spec import CacheSpec
@@ -75,15 +74,16 @@ class Pair:
 
 @pytest.fixture
 def together(monkeypatch):
-    """How many sequences each native call had."""
+    """How many sequences each native call of several had."""
     found = []
-    make = StepCall.make
+    make = LIBRARY.kv_step
 
-    def counted(self):
-        found.append(self.count)
-        return make(self)
+    def counted(sequences, count, tokens):
+        if count > 1:
+            found.append(count)
+        return make(sequences, count, tokens)
 
-    monkeypatch.setattr(StepCall, "make", counted)
+    monkeypatch.setattr(LIBRARY, "kv_step", counted)
     return found
 
 

@@ -33,17 +33,17 @@ def _path() -> Path | None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """The library. The OpenMP functions that it calls are those that torch has loaded for all to
-    see. A torch that shows none may have them in a file of its own; otherwise they are the
-    system's."""
+    """The library, whose names compiled programs see. The OpenMP functions that it calls are those
+    that torch has loaded for all to see. A torch that shows none may have them in a file of its
+    own; otherwise they are the system's."""
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     except OSError:
         own = [*Path(torch.__file__).parent.glob("lib/libgomp*")]
         for openmp in own or [Path("libgomp.so.1")]:
             with suppress(OSError):
                 ctypes.CDLL(str(openmp), ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -60,8 +60,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
         library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
-        library.kv_repeat.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-        library.kv_repeat.restype = c_int64
+        library.kv_use_torch.argtypes = (c_char_p,)
+        library.kv_use_torch.restype = None
         library.kv_step.argtypes = (c_char_p, c_int64, c_char_p)
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
@@ -92,7 +92,7 @@ _NOT_BUILT = (
     "not built: install a C++ compiler (GCC or clang), then kvkeep again from its source "
     "(with pip's option --no-binary kvkeep)"
 )
-_ABI = 10  # KV_ABI of native/abi.h
+_ABI = 11  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

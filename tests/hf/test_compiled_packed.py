@@ -11,14 +11,15 @@ from torch._dynamo.utils import counters
 
 import kvkeep
 from kvkeep import native_library
-from kvkeep.graph.recording import Recording
+from kvkeep.graph.package import Package
+from kvkeep.hf import saved_steps
 from kvkeep.hf.rows import RowsOf
 from kvkeep.host import Piece, host_of
 from kvkeep.layer.packed import ReadyTogether
 
-pytestmark = pytest.mark.usefixtures("fresh_graphs")
+pytestmark = pytest.mark.usefixtures("saved_graphs")
 
-SPECS = ["keep_all@fixed:64", "keep_all", "window:6", "keep_all+int8", "h2o:9", "keep_all"]
+SPECS = ["keep_all@fixed:64", "adakv(h2o:9)", "window:6", "keep_all+int8", "h2o:9", "keep_all"]
 
 
 def hosts(family="llama"):
@@ -51,9 +52,9 @@ class Both:
 
 @pytest.fixture
 def noted(monkeypatch):
-    """How often a graph was repeated; how often a layer's step in it was left to Python, and how
-    often it was one call of the library."""
-    found = {"repeat": 0, "run": 0, "finish": 0}
+    """How often a program has run; how often a layer's step in it was made in Python, and how often
+    it was prepared."""
+    found = {"programs": 0, "python": 0, "prepared": 0}
 
     def counting(name, real):
         def counted(self, *given):
@@ -62,8 +63,12 @@ def noted(monkeypatch):
 
         return counted
 
-    for owner, name in ((Recording, "repeat"), (RowsOf, "run"), (ReadyTogether, "finish")):
-        monkeypatch.setattr(owner, name, counting(name, getattr(owner, name)))
+    for owner, method, name in (
+        (Package, "run", "programs"),
+        (RowsOf, "run", "python"),
+        (ReadyTogether, "end", "prepared"),
+    ):
+        monkeypatch.setattr(owner, method, counting(name, getattr(owner, method)))
     return found
 
 
@@ -75,8 +80,8 @@ def test_sequences_join_and_leave(noted):
     for step in range(24):
         # Six sequences are the first of eight rows; sometimes one waits, or reads a prompt's chunk.
         both.feed([1, 1, 1, 1, step % 5 > 0, 1] if step % 7 else [1, 1, 4, 1, 1, 1])
-    assert noted["repeat"] > 15
-    assert noted["finish"] > 15
+    assert noted["programs"] > 15
+    assert noted["prepared"] > 15
 
 
 @pytest.mark.skipif(not native_library.available, reason=native_library.reason)
@@ -84,13 +89,13 @@ def test_sequences_join_and_leave(noted):
 def test_steps_of_plain_caches_are_calls_of_the_library(noted):
     both = Both(hosts(), ["keep_all@fixed:64"] * 3)
     both.feed([5, 9, 3])
-    for _ in range(3):  # compile, record, and describe the layers' steps
+    for _ in range(3):  # compile, and describe the layers' steps
         both.feed([1, 1, 1])
     noted.update(dict.fromkeys(noted, 0))
     for _ in range(4):
         both.feed([1, 1, 1])
     layers = len(both.caches[0][0])
-    assert noted == {"repeat": 4, "run": 0, "finish": 4 * layers}
+    assert noted == {"programs": 4, "python": 0, "prepared": 4 * layers}
 
 
 @torch.no_grad()
@@ -116,7 +121,8 @@ def test_a_failure_within_a_graph_is_taken_back(monkeypatch):
 
 
 @torch.no_grad()
-def test_warmed_steps_compile_nothing(noted):
+def test_warmed_steps_compile_nothing(noted, monkeypatch, tmp_path):
+    monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
     both = Both(hosts(), ["keep_all+int8", "window:6"])
     both.hosts[1].warm("keep_all", 2)
     graphs = counters["stats"]["unique_graphs"]
@@ -125,4 +131,4 @@ def test_warmed_steps_compile_nothing(noted):
     both.feed([1, 1])
     both.feed([1, 0])
     assert counters["stats"]["unique_graphs"] == graphs
-    assert noted["repeat"] >= 2
+    assert noted["programs"] >= 2

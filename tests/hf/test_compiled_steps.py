@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,13 +20,18 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep import native_library
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.linear_op import route_linears
-from kvkeep.graph.native_calls import NativeCalls
-from kvkeep.graph.recording import Recording
+from kvkeep.graph.package import Package
 from kvkeep.hf import compiled as compiled_module
+from kvkeep.hf import saved_steps
 from kvkeep.hf.compiled import CompiledSteps
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.plan import FAILED
+from kvkeep.layer.ready import Ready
 
-pytestmark = pytest.mark.usefixtures("fresh_graphs")
+pytestmark = pytest.mark.usefixtures("saved_graphs")
+needs_library = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "vocab_size": 200}
 
@@ -54,7 +60,8 @@ def pair(family, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_one_graph_for_generate_and_for_loops(family, compiled):
+def test_one_graph_for_generate_and_for_loops(family, compiled, monkeypatch, tmp_path):
+    monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
     plain, model = pair(family)
     ids = torch.randint(3, 200, (1, 7))
     expected = plain.generate(ids, max_new_tokens=9, do_sample=False)
@@ -74,7 +81,7 @@ def test_one_graph_for_generate_and_for_loops(family, compiled):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+@needs_library
 def test_layers_of_one_input_are_one_operation():
     class Block(nn.Module):
         def __init__(self):
@@ -197,21 +204,27 @@ def test_weights_that_change_between_steps():
 
 
 @pytest.fixture
-def repeated(monkeypatch):
-    """For each call of a recording, whether it was repeated."""
+def ran(monkeypatch):
+    """For each run of a program, how many layers' steps were made in Python."""
     found = []
-    repeat = Recording.repeat
+    run, step = Package.run, LayerCache.run
 
-    def noted(self, ids, layers):
-        out = repeat(self, ids, layers)
-        found.append(out is not None)
-        return out
+    def noted(self, *given):
+        found.append(0)
+        return run(self, *given)
 
-    monkeypatch.setattr(Recording, "repeat", noted)
+    def by_python(self, *given):
+        if found:
+            found[-1] += 1
+        return step(self, *given)
+
+    monkeypatch.setattr(Package, "run", noted)
+    monkeypatch.setattr(LayerCache, "run", by_python)
     return found
 
 
-def test_a_recorded_step_serves_all_caches(repeated):
+@needs_library
+def test_a_program_serves_all_caches(ran):
     plain, model = pair("mistral")
     specs = ("keep_all", "window:5,sinks=1", "h2o:6", "keep_all+int8", "keep_all@concat")
     with torch.no_grad():
@@ -231,10 +244,22 @@ def test_a_recorded_step_serves_all_caches(repeated):
                     # Codes of int8 may round otherwise.
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
             assert all(one.stats() == other.stats() for one, other in caches)
-    assert repeated == [True] * 2 * (20 * len(specs) - 2)
+    assert len(ran) == 2 * 20 * len(specs)
 
 
-def test_a_recording_follows_the_number_of_threads_and_the_weights(repeated):
+@needs_library
+def test_a_prepared_step_needs_no_python(ran):
+    _, model = pair("llama")
+    with torch.no_grad():
+        cache = kvkeep.Cache(model, "h2o:6")
+        model(torch.randint(3, 200, (1, 7)), past_key_values=cache)
+        for _ in range(4):
+            model(torch.tensor([[5]]), past_key_values=cache)
+    assert ran == [2, 0, 0, 0]
+
+
+@needs_library
+def test_a_program_follows_the_number_of_threads_and_the_weights(ran):
     plain, model = pair("llama", num_hidden_layers=1)
     ids = torch.randint(3, 200, (1, 7))
     threads = torch.get_num_threads()
@@ -252,12 +277,12 @@ def test_a_recording_follows_the_number_of_threads_and_the_weights(repeated):
             )
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
     torch.set_num_threads(threads)
-    assert repeated == [True] * 4  # steps 3, 5, 6 and 9: those before compile or record
+    assert len(ran) == 9
 
 
 @pytest.fixture
-def recorded():
-    """A model with a recorded step, a cache for its next step, and that step's logits."""
+def stepped():
+    """A model with a compiled step, a cache for its next step, and that step's logits."""
     _, model = pair("llama")
     ids = torch.randint(3, 200, (1, 7))
     with torch.no_grad():
@@ -268,32 +293,21 @@ def recorded():
         yield model, cache, ids[:, :1], last
 
 
-def stop(patch, at, result):
-    """Let the library make no call `at`, and return `result` for it."""
-    make = NativeCalls.make
+@pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()])
+def test_a_step_that_fails_within_a_program_leaves_a_cache_that_can_be_rewound(
+    stepped, monkeypatch, error
+):
+    model, cache, token, last = stepped
 
-    def stopped(self, first, end):
-        if not first <= at < end:
-            return make(self, first, end)
-        assert make(self, first, at) == (at, 0)
-        return at, result
+    def fails(*given):
+        raise error
 
-    patch.setattr(NativeCalls, "make", stopped)
-
-
-@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
-@pytest.mark.parametrize("failing", ["step", "kernel"])
-def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(recorded, monkeypatch, failing):
-    model, cache, token, last = recorded
-    recording = model.forward._known[1, 1]._recording
-    at = recording._steps[1].call
-    if failing == "kernel":
-        at = next(i for i in range(at, 0, -1) if recording._calls[i].native.is_kernel)
     with monkeypatch.context() as patch:
-        stop(patch, at, 1)
-        error, message = (MemoryError, "scratch") if failing == "step" else (RuntimeError, "kernel")
-        with pytest.raises(error, match=message):
+        patch.setattr(cache.layers[1], "prepare", lambda: None)
+        patch.setattr(cache.layers[1], "run", fails)
+        with pytest.raises(type(error)):
             model(token, past_key_values=cache)
+    assert [layer.fed for layer in cache.layers] == [10, 9]
     with pytest.raises(StateError, match="rewind"):
         model(token, past_key_values=cache)
     cache.rewind(9)
@@ -302,23 +316,47 @@ def test_a_recording_that_fails_leaves_a_cache_that_can_be_rewound(recorded, mon
         cache.crop(-1)
 
 
-@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
-def test_a_recorded_step_of_a_layer_that_the_library_refuses(recorded, monkeypatch):
-    model, cache, token, last = recorded
-    stop(monkeypatch, model.forward._known[1, 1]._recording._steps[1].call, 2)
+@needs_library
+def test_no_scratch_memory_for_a_prepared_step(stepped, monkeypatch):
+    model, cache, token, last = stepped
+
+    class Failing:
+        def boxed_run(self, given):
+            raise RuntimeError("aoti_torch_cpu_step(...) API call failed")
+
+    program = model.forward._steps[1, 1]._program
+    with monkeypatch.context() as patch:
+        patch.setattr(Ticket, "result", FAILED)
+        patch.setattr(program, "_program", SimpleNamespace(loader=Failing()))
+        with pytest.raises(MemoryError, match="scratch"):
+            model(token, past_key_values=cache)
+    assert {layer.fed for layer in cache.layers} == {9}
+    assert model(token, past_key_values=cache).logits.equal(last)
+
+
+@needs_library
+def test_a_program_with_inputs_that_a_prepared_step_does_not_take(stepped, monkeypatch):
+    model, cache, token, last = stepped
+    kind = Ready.__init__
+
+    def other(self, layer, plan):
+        kind(self, layer, plan)
+        self.kind = bytes(len(self.kind))
+
+    monkeypatch.setattr(Ready, "__init__", other)
     torch.testing.assert_close(model(token, past_key_values=cache).logits, last)
     assert {layer.fed for layer in cache.layers} == {10}
 
 
-def test_the_error_of_a_recorded_kernel_is_raised(recorded, monkeypatch):
-    model, cache, token, last = recorded
+def test_the_error_of_a_kernel_is_raised(stepped, monkeypatch):
+    model, cache, token, last = stepped
     monkeypatch.setattr(compiled_module, "check_fed", lambda *given: None)
     with pytest.raises(RuntimeError, match="out of bounds"):
         model(token * 0 + 200, past_key_values=cache)
     assert model(token, past_key_values=cache).logits.equal(last)
 
 
-def test_threads_with_caches_of_their_own_share_a_recording():
+def test_threads_with_caches_of_their_own_share_a_program():
     _, model = pair("llama")
     prompts = [torch.randint(3, 200, (1, 5 + i)) for i in range(4)]
 
@@ -331,8 +369,8 @@ def test_threads_with_caches_of_their_own_share_a_recording():
     assert all(a.equal(b) for a, b in zip(alone, together, strict=True))
 
 
-def test_what_cannot_be_recorded_runs_as_compiled(repeated):
-    plain, model = pair("mixtral", num_hidden_layers=1)  # a token's experts depend on it
+def test_a_step_whose_experts_depend_on_the_token():
+    plain, model = pair("mixtral", num_hidden_layers=1)
     ids = torch.randint(3, 200, (1, 7))
     with torch.no_grad():
         caches = [kvkeep.Cache(one) for one in (plain, model)]
@@ -342,7 +380,6 @@ def test_what_cannot_be_recorded_runs_as_compiled(repeated):
                 for one, cache in zip((plain, model), caches, strict=True)
             )
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-    assert not repeated
 
 
 def test_detached_and_copied():

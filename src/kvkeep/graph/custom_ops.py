@@ -7,8 +7,10 @@ compiled in.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import count
+from struct import Struct
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary, ref
 
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import StateError
+from kvkeep.layer.ready import NOT_MADE, PreparedStep
 from kvkeep.layer.step import StepInputs
+from kvkeep.native_library import address_of
 
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # their work on the host is not replayed by CUDA graphs
 INPUTS = (
@@ -112,18 +116,46 @@ class OfLayer:
 
 _steps: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count(1)
+_TICKET = Struct("=8q")  # KvTicket of native/abi.h
 
 
 class Ticket:
-    """Refers to a layer's steps in this process, by a number, while they are alive."""
+    """Refers to a layer's steps in this process, by a number, while they are alive. In its memory a
+    step can be prepared, which a program then makes without Python.
+
+    Attributes:
+        number: the ticket as a tensor; a copy of it refers to no prepared step.
+    """
 
     on_device = False
 
     def __init__(self, steps: Steps) -> None:
-        number = next(_numbers)
-        _steps[number] = steps
+        self._number = next(_numbers)
+        _steps[self._number] = steps
+        self._memory = bytearray(_TICKET.size)
         with torch.inference_mode(False):
-            self.number = torch.tensor([number])
+            self.number = torch.frombuffer(self._memory, dtype=torch.int64)
+        self._address = self.number.data_ptr()
+        self.clear(0)
+        self._kept: PreparedStep | None = None
+
+    def prepare(self, fed: int, step: PreparedStep | None) -> None:
+        """Set how many columns are fed, and the step to make; None: Python makes it."""
+        if step is None:
+            self.clear(fed)
+            return
+        self._kept = step  # the memory refers to it
+        records = address_of(step.sequences), step.count, step.rows, address_of(step.kind)
+        _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *records, NOT_MADE)
+
+    def clear(self, fed: int) -> None:
+        """Set how many columns are fed; no step is prepared."""
+        _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *[0] * 4, NOT_MADE)
+
+    @property
+    def result(self) -> int:
+        """What became of the prepared step: a KvStepResult, or `NOT_MADE`."""
+        return int.from_bytes(self._memory[-8:], sys.byteorder, signed=True)
 
     def fed(self) -> Tensor:
         """See `Traced`."""
@@ -152,7 +184,12 @@ def led_to(ticket: Tensor) -> Steps:
     Raises:
         StateError: they are gone, or of another process.
     """
-    steps: Steps | None = _steps.get(int(ticket))
+    return steps_of(int(ticket[1]))
+
+
+def steps_of(number: int) -> Steps:
+    """Like `led_to`, by a ticket's number."""
+    steps: Steps | None = _steps.get(number)
     if steps is None:
         raise StateError(_GONE)
     return steps

@@ -14,8 +14,6 @@ from kvkeep.hf.config import decoder_config, is_routed, layer_kinds
 from kvkeep.hf.handover import MaskLength, hand_over
 from kvkeep.layer.history import History
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
-from kvkeep.layer.plan import kind_of
-from kvkeep.layer.records import step_tokens
 from kvkeep.layer.step import StepInputs
 
 NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -36,7 +34,6 @@ class RowsOf:
     def __init__(self, window: int | None, chunked: bool = False) -> None:
         self.window, self.chunked = window, chunked
         self._layer: PackedLayer | None = None
-        self._known: tuple[StepInputs, object, bytes] | None = None
 
     @property
     def history(self) -> History:
@@ -58,16 +55,10 @@ class RowsOf:
         """Zeros: the model is given the positions, and the layers know them."""
         return torch.zeros(1, n, dtype=torch.int32, device=device)
 
-    def prepare(self, inputs: StepInputs, out: Tensor) -> ReadyTogether | None:
-        """See `kvkeep.graph.ready.Repeatable`."""
-        layer = self._layer
-        assert layer is not None
-        known = self._known
-        if known is None or known[0] is not inputs:
-            several = _several(inputs, len(out))._replace(position=None)
-            tokens = step_tokens(several, out.transpose(0, 2), axis=2)
-            known = self._known = inputs, kind_of(several), tokens
-        return layer.ready_for(*known[1:])
+    def prepare(self) -> ReadyTogether | None:
+        """See `LayerCache.prepare`."""
+        assert self._layer is not None
+        return self._layer.prepared()
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all rows: (rows, Hq, 1, Dv); 0 in spare rows."""

@@ -22,8 +22,7 @@ from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.plan import StepPlan, settles_alone
 from kvkeep.layer.reaching import limit_in_words
 from kvkeep.layer.readable import Readable
-from kvkeep.layer.ready import Ready, StepCall
-from kvkeep.layer.records import step_tokens
+from kvkeep.layer.ready import Ready
 from kvkeep.layer.settling import Settling
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
@@ -258,18 +257,10 @@ class LayerCache(Readable, Settling, Hiding):
             return None
         return plan if plan.ready(self, self.turn.entries) else None
 
-    def prepare(self, inputs: StepInputs, out: Tensor) -> Ready | None:
-        """Check and pack a step of one token a row; None, with nothing changed, if `run` must make
-        it.
-
-        Args:
-            out: contiguous (B, Hq, 1, Dv), for the result.
-        """
+    def prepare(self) -> Ready | None:
+        """Prepare the next step of one token a row; None: `run` must make it."""
         plan = self.next_plan()
-        if plan is None or not plan.is_alike(plan.kind) or not plan.takes(inputs):
-            return None
-        call = StepCall(plan.sequences(), step_tokens(inputs, out))
-        return Ready(self, plan, call, inputs.position)
+        return None if plan is None or plan.looks or self.readers else Ready(self, plan)
 
     @property
     def untouched(self) -> bool:

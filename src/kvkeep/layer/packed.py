@@ -14,10 +14,11 @@ from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.plan import BEGUN, DONE, RUNNING, UNLIKE, StepPlan, kind_of
-from kvkeep.layer.ready import StepCall, require_memory
-from kvkeep.layer.records import step_tokens
+from kvkeep.layer.plan import BEGUN, DONE, RUNNING, UNLIKE, Kind, StepPlan, kind_of
+from kvkeep.layer.ready import require_memory, state_after
+from kvkeep.layer.records import SEQUENCE, step_tokens
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
+from kvkeep.native_library import LIBRARY
 
 
 class OneStep(NamedTuple):
@@ -130,21 +131,19 @@ class PackedLayer(AttendingLayer):
                 step.close()  # one that is not finished is taken back
         return singles
 
-    def ready_for(self, kind: object, tokens: bytes) -> ReadyTogether | None:
+    def prepared(self) -> ReadyTogether | None:
         """The steps of all sequences, to be made by one call of the library; None: not all are
-        ready, for inputs of this kind (see `kind_of`).
-
-        Args:
-            tokens: the packed KvTokens.
-        """
-        ready = self._ready.values()
-        if len(ready) < len(self._layers) or any(not x.plan.is_alike(kind) for x in ready):
+        ready, or they take different inputs."""
+        ready = [*self._ready.values()]
+        if len(ready) < len(self._layers) or any(
+            x.plan.looks or x.plan.kind is not ready[0].plan.kind for x in ready
+        ):
             return None
-        return ReadyTogether(self, StepCall(b"".join([x.sequences for x in ready]), tokens))
+        return ReadyTogether(self, ready)
 
-    def note(self, state: int) -> None:
-        """Note what became of the steps that were ready: BEGUN, RUNNING or DONE."""
-        self._state = state
+    def note(self, result: int) -> None:
+        """Note what became of the steps that were ready: see `PreparedStep.end`."""
+        self._state = state_after(result)
 
     def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         """Make the steps that are ready by one native call; returns their sequences. Those of other
@@ -152,7 +151,7 @@ class PackedLayer(AttendingLayer):
         ready = self._ready
         if not ready:
             return ()
-        kind = kind_of(inputs)
+        kind: Kind | None = kind_of(inputs)
         if wants_gradients(*inputs[:3]) or inputs.sinks is not None:
             kind = None
         for sequence in [x for x, step in ready.items() if step.plan.kind is not kind]:
@@ -165,9 +164,10 @@ class PackedLayer(AttendingLayer):
             plan.entered(layer, inputs.part(first[index], 1), first[index], index + 1) or sequences
             for index, (layer, plan, sequences) in ready.items()
         ]
-        call = StepCall(b"".join(packed), step_tokens(inputs, out, axis=2))
+        assert LIBRARY is not None
+        sequences, tokens = b"".join(packed), step_tokens(inputs, out)
         self._state = RUNNING
-        result = call.make()
+        result = LIBRARY.kv_step(sequences, len(sequences) // SEQUENCE.size, tokens)
         require_memory(result, len(ready))
         made = tuple(ready)
         self._state = BEGUN if result == UNLIKE else DONE
@@ -177,25 +177,18 @@ class PackedLayer(AttendingLayer):
 
 
 class ReadyTogether:
-    """A step of all sequences of a `PackedLayer`, as a recording makes it. `PackedLayer.end` ends
-    it."""
+    """A step of all sequences of a `PackedLayer`, which has begun and is ended by it. See
+    `PreparedStep`."""
 
-    def __init__(self, layer: PackedLayer, call: StepCall) -> None:
-        self._layer, self.call = layer, call
+    def __init__(self, layer: PackedLayer, steps: Sequence[OneStep]) -> None:
+        self._layer = layer
+        self.sequences = b"".join([x.sequences for x in steps])
+        self.count = len(self.sequences) // SEQUENCE.size
+        self.rows, self.kind = len(steps), steps[0].plan.packed_kind
 
     def begin(self) -> None:
         """`PackedLayer.prepare` has begun."""
 
-    def start(self, running: bool = True) -> None:
-        """See `Ready`."""
-        self._layer.note(RUNNING if running else BEGUN)
-
-    def finish(self, result: int) -> bool:
-        """See `Ready`."""
-        self._layer.note(RUNNING)
-        require_memory(result, len(self._layer))
-        self._layer.note(DONE)
-        return True
-
-    def end(self) -> None:
-        """`PackedLayer.end` does."""
+    def end(self, result: int) -> None:
+        """See `PreparedStep`."""
+        self._layer.note(result)

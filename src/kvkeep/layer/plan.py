@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from struct import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kvkeep.checks import wants_gradients
 from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, possible
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs
-from kvkeep.native_library import LIBRARY
+from kvkeep.native_library import LIBRARY, TYPES
 from kvkeep.planes import hides_chunks, limits
 from kvkeep.policy import Arrivals, Policy
 from kvkeep.policy.rule import Enter, Learn, Rule, rule_of
@@ -26,8 +27,32 @@ from kvkeep.storage import Storage
 if TYPE_CHECKING:
     from kvkeep.layer.layer import LayerCache
 
+_KIND = Struct("=13q2d")
 FAILED, UNLIKE = 1, 2  # KvStepResult
 BEGUN, RUNNING, DONE = range(3)  # of a step that waits to be made
+
+
+class Layout(NamedTuple):
+    """Of queries, keys or values of one token a row; strides are in elements."""
+
+    rows: int
+    heads: int
+    width: int
+    by_row: int  # 0 if there is one row
+    by_head: int
+    by_element: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Kind(NamedTuple):
+    """What must be the same in all steps that use the same records."""
+
+    q: Layout
+    k: Layout
+    v: Layout
+    scale: float
+    softcap: float | None
 
 
 def settles_alone(policy: Policy) -> bool:
@@ -47,6 +72,7 @@ class StepPlan:
 
     Attributes:
         kind: see `kind_of`: inputs of this kind fit.
+        packed_kind: the same as a KvKind.
     """
 
     column: int
@@ -88,6 +114,7 @@ class StepPlan:
         self._threads = torch.get_num_threads()
         self._turn, self._entries = layer.turn, -1
         self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
+        self.packed_kind = _packed(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = _strides(inputs, self.out_shape)
         self.column = self.drops = self.evicts = 0
@@ -342,9 +369,10 @@ class StepPlan:
         self.enter(layer, inputs)
         return self.sequences(token, contest)
 
-    def is_alike(self, kind: object) -> bool:
-        """Whether a step of inputs of this kind can be made without looking at them."""
-        return self.kind is kind and not self._given
+    @property
+    def looks(self) -> bool:
+        """Whether a step needs its inputs beforehand."""
+        return self._given
 
     def enter(self, layer: LayerCache, inputs: StepInputs) -> None:
         """Ask the policy for its plane of the new token."""
@@ -447,29 +475,30 @@ def _exactly(inputs: StepInputs) -> tuple[object, ...]:
     )
 
 
-_kinds: dict[object, object] = {}
+_kinds: dict[Kind, Kind] = {}
 _MOST_KINDS = 1024
 
 
-def kind_of(inputs: StepInputs) -> object:
-    """What must be the same in all steps that use the same records, whatever the number of tokens:
-    equal kinds are the same object."""
-    kind = (
-        _layout(inputs.q),
-        _layout(inputs.k),
-        _layout(inputs.v),
-        inputs.scale,
-        inputs.softcap,
-    )
+def kind_of(inputs: StepInputs) -> Kind:
+    """The kind of inputs, whatever their number of tokens: equal kinds are the same object."""
+    q, k, v = map(_layout, inputs[:3])
+    kind = Kind(q, k, v, inputs.scale, inputs.softcap)
     if len(_kinds) == _MOST_KINDS:
         _kinds.clear()
     return _kinds.setdefault(kind, kind)
 
 
-def _layout(x: Tensor) -> tuple[object, ...]:
+def _layout(x: Tensor) -> Layout:
     rows, heads, _, width = x.shape
     by_row, by_head, _, by_element = x.stride()
-    return (rows, heads, width, by_row if rows > 1 else 0, by_head, by_element, x.dtype, x.device)
+    by_row = by_row if rows > 1 else 0
+    return Layout(rows, heads, width, by_row, by_head, by_element, x.dtype, x.device)
+
+
+def _packed(kind: Kind) -> bytes:
+    """As a KvKind of native/abi.h."""
+    layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
+    return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
 
 
 def _strides(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:

@@ -157,9 +157,8 @@ def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> 
     )
 
 
-def step_tokens(inputs: StepInputs, out: Tensor, axis: int = 0) -> bytes:
-    """The packed KvTokens of inputs with one token a row, or, with an axis of 2, of one row with a
-    token of each sequence.
+def step_tokens(inputs: StepInputs, out: Tensor) -> bytes:
+    """The packed KvTokens of inputs of one row with a token of each sequence.
 
     Args:
         out: for the result, of the shape of the queries with the width of values.
@@ -171,6 +170,6 @@ def step_tokens(inputs: StepInputs, out: Tensor, axis: int = 0) -> bytes:
     return TOKENS.pack(
         *(x.data_ptr() for x in (q, k, v, out)),
         *places,
-        *(size * x.stride(axis) for x in (q, k, v, out)),
+        *(size * x.stride(2) for x in (q, k, v, out)),
         *(size * n * x.stride(1) for n, x in ((group, q), (1, k), (1, v), (group, out))),
     )

@@ -1,0 +1,167 @@
+// kvkeep's operators as programs call them that torch's AOTInductor has compiled. The signatures are
+// those that it derives from the operators' schemas (kvkeep.graph.shims).
+#include <cstring>
+#include <initializer_list>
+#include <new>
+#include <vector>
+
+#include "abi.h"
+
+namespace {
+
+KvTorch torch;
+
+constexpr int32_t DONE = 0, FAILED = 1;  // of torch's interface
+constexpr int32_t CPU = 0, FLOAT16 = 5, FLOAT32 = 6, BFLOAT16 = 15, INT32 = 3, INT64 = 4;
+
+// The KvType of a ScalarType; -1 if there is none.
+int64_t type_of(int64_t type) {
+    switch (type) {
+        case FLOAT32: return KV_F32;
+        case BFLOAT16: return KV_BF16;
+        case FLOAT16: return KV_F16;
+        default: return -1;
+    }
+}
+
+bool describe(KvAtenTensor* given, KvTensor& x) {
+    int32_t type = 0;
+    int64_t *sizes = nullptr, *strides = nullptr;
+    if (torch.data(given, &x.data) || torch.dim(given, &x.dim) || torch.sizes(given, &sizes) ||
+        torch.strides(given, &strides) || torch.type(given, &type))
+        return false;
+    x.sizes = sizes, x.strides = strides, x.type = type;
+    return true;
+}
+
+bool describe_optional(KvAtenTensor** given, KvTensor& x) {
+    x = {};
+    return !given || !*given || describe(*given, x);
+}
+
+// A new contiguous tensor.
+bool make(std::initializer_list<int64_t> sizes, int32_t type, KvAtenTensor** out, KvTensor& x) {
+    std::vector<int64_t> strides(sizes.size());
+    int64_t stride = 1;
+    for (size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
+    return !torch.empty_strided((int64_t)sizes.size(), sizes.begin(), strides.data(), type, CPU, 0, out) &&
+           describe(*out, x);
+}
+
+KvTicket* ticket_of(KvAtenTensor* given) {
+    void* data = nullptr;
+    return torch.data(given, &data) ? nullptr : (KvTicket*)data;
+}
+
+// Whether x (rows, heads, 1, width) is what a prepared step takes.
+bool fits(const KvTensor& x, const KvLayout& layout, int64_t type) {
+    return x.dim == 4 && x.sizes[1] == layout.heads && x.sizes[2] == 1 && x.sizes[3] == layout.width &&
+           x.strides[1] == layout.head && x.strides[3] == 1 && type_of(x.type) == type &&
+           (!layout.row || x.strides[0] == layout.row);
+}
+
+bool fits(const KvTracedStep& step, const KvTicket& ticket) {
+    const KvKind& kind = *ticket.kind;
+    return fits(step.q, kind.q, kind.type) && fits(step.k, kind.k, kind.type) &&
+           fits(step.v, kind.v, kind.type) && step.scale == kind.scale &&
+           step.softcap == kind.softcap && !step.sinks.data && !step.until.data &&
+           step.q.sizes[0] >= ticket.rows;
+}
+
+int run_prepared(const KvTracedStep& step, KvTicket& ticket) {
+    const int64_t size = step.q.type == FLOAT32 ? 4 : 2;
+    const int64_t group = step.q.sizes[1] / step.k.sizes[1];
+    const KvTensor &q = step.q, &k = step.k, &v = step.v, &out = step.out;
+    const int64_t made = ticket.rows * out.strides[0], all = out.sizes[0] * out.strides[0];
+    if (made < all) memset((char*)out.data + made * size, 0, (all - made) * size);
+    const KvTokens tokens = {(const char*)q.data,
+                             (const char*)k.data,
+                             (const char*)v.data,
+                             (char*)out.data,
+                             nullptr,
+                             0,
+                             size * q.strides[0],
+                             size * k.strides[0],
+                             size * v.strides[0],
+                             size * out.strides[0],
+                             size * group * q.strides[1],
+                             size * k.strides[1],
+                             size * v.strides[1],
+                             size * group * out.strides[1]};
+    return kv_step(ticket.sequences, ticket.count, &tokens);
+}
+
+}  // namespace
+
+void kv_use_torch(const KvTorch* given) { torch = *given; }
+
+extern "C" {
+
+KV_PUBLIC int32_t aoti_torch_cpu_fed(KvAtenTensor* of, KvAtenTensor** out) {
+    KvTensor x;
+    const KvTicket* ticket = ticket_of(of);
+    if (!ticket || !make({}, INT64, out, x)) return FAILED;
+    *(int64_t*)x.data = ticket->fed;
+    return DONE;
+}
+
+KV_PUBLIC int32_t aoti_torch_cpu_next_positions(KvAtenTensor* of, int64_t n, KvAtenTensor** real,
+                                                int32_t, int32_t, KvAtenTensor** out) {
+    KvTensor x;
+    const KvTicket* ticket = ticket_of(of);
+    if (!ticket || (real && *real) || !make({1, n}, INT32, out, x)) return FAILED;
+    for (int64_t i = 0; i < n; ++i) ((int32_t*)x.data)[i] = (int32_t)(ticket->fed + i);
+    return DONE;
+}
+
+KV_PUBLIC int32_t aoti_torch_cpu_step(KvAtenTensor* of, KvAtenTensor* q, KvAtenTensor* k,
+                                      KvAtenTensor* v, KvAtenTensor* position, double scale,
+                                      double* softcap, KvAtenTensor** sinks, KvAtenTensor** until,
+                                      KvAtenTensor** out) {
+    KvTracedStep step;
+    KvTicket* ticket = ticket_of(of);
+    if (!ticket || !describe(q, step.q) || !describe(k, step.k) || !describe(v, step.v) ||
+        !describe(position, step.position) || !describe_optional(sinks, step.sinks) ||
+        !describe_optional(until, step.until))
+        return FAILED;
+    const int64_t* sizes = step.q.sizes;
+    if (!make({sizes[0], sizes[1], sizes[2], step.v.sizes[3]}, (int32_t)step.q.type, out, step.out))
+        return FAILED;
+    step.number = ticket->number;
+    step.scale = scale, step.softcap = softcap ? *softcap : 0;
+    if (ticket->self != ticket || !ticket->count || !fits(step, *ticket)) return torch.step(&step);
+    ticket->result = run_prepared(step, *ticket);
+    return ticket->result;
+}
+
+KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** weights, int64_t count,
+                                         KvAtenTensor*** biases, int64_t, KvAtenTensor** out) try {
+    KvTensor x, result;
+    uint32_t threads = 1;
+    if (!describe(input, x) || torch.threads(&threads)) return FAILED;
+    std::vector<KvLinear> linears;
+    int64_t outputs = 0, numbers = 1, dense = 1;
+    for (int64_t i = 0; i < count; ++i) {
+        KvTensor weight, bias;
+        if (!describe(weights[i], weight) || !describe_optional(biases[i], bias)) return FAILED;
+        linears.push_back({weight.data, bias.data, type_of(weight.type), weight.sizes[1],
+                           weight.sizes[0], weight.strides[0], threads});
+        outputs += weight.sizes[0];
+    }
+    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim), strides(x.dim);
+    sizes.back() = outputs;
+    for (int64_t i = x.dim; i-- > 0;) {
+        strides[i] = i + 1 == x.dim ? 1 : strides[i + 1] * sizes[i + 1];
+        if (x.sizes[i] > 1 && x.strides[i] != numbers) dense = 0;
+        numbers *= x.sizes[i];
+    }
+    if (!dense || type_of(x.type) < 0 || linears.empty()) return FAILED;
+    if (torch.empty_strided(x.dim, sizes.data(), strides.data(), (int32_t)x.type, CPU, 0, out) ||
+        !describe(*out, result))
+        return FAILED;
+    const int64_t inputs = x.sizes[x.dim - 1];
+    return kv_linear(linears.data(), count, x.data, inputs, numbers / inputs, result.data);
+} catch (const std::bad_alloc&) {
+    return FAILED;
+}
+}

@@ -1,0 +1,111 @@
+"""kvkeep's operators as programs call them that torch's AOTInductor has compiled: functions of the
+native library, `native/program.cpp`, which need no Python if a step is prepared."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from struct import Struct
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.graph import custom_ops
+from kvkeep.graph.linear_op import linears
+from kvkeep.layer.step import StepInputs
+from kvkeep.native_library import LIBRARY
+
+_TICKET = "AtenTensorHandle ticket"
+SHIMS = {
+    custom_ops.fed: [f"AOTITorchError aoti_torch_cpu_fed({_TICKET}, AtenTensorHandle* out)"],
+    custom_ops.next_positions: [
+        f"AOTITorchError aoti_torch_cpu_next_positions({_TICKET}, int64_t n, "
+        "const AtenTensorHandle* real, int32_t device, int32_t index, AtenTensorHandle* out)"
+    ],
+    custom_ops.step: [
+        f"AOTITorchError aoti_torch_cpu_step({_TICKET}, AtenTensorHandle q, AtenTensorHandle k, "
+        "AtenTensorHandle v, AtenTensorHandle position, double scale, double* softcap, "
+        "AtenTensorHandle* sinks, AtenTensorHandle* until, AtenTensorHandle* out)"
+    ],
+    linears: [
+        "AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle x, const AtenTensorHandle* "
+        "weights, int64_t count, const AtenTensorHandle** biases, int64_t bias_count, "
+        "AtenTensorHandle* out)"
+    ],
+}
+"""Declarations of the functions that compute operators, for AOTInductor."""
+
+_FUNCTIONS = (
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+    "aoti_torch_get_dtype",
+    "aoti_torch_empty_strided",
+    "torch_get_num_threads",
+)
+"""The functions of torch in KvTorch of native/abi.h."""
+
+_DTYPES = {3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+_TORCH, _TENSOR, _TRACED = Struct("=8q"), Struct("=5q"), Struct("=q280s2d")
+_raised = local()
+
+
+@cache
+def connect() -> None:
+    """Give the native library torch's functions, and the one that makes steps in Python."""
+    assert LIBRARY is not None
+    own = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    addresses = [ctypes.cast(getattr(own, name), c_void_p).value for name in _FUNCTIONS]
+    step = ctypes.cast(_called_step, c_void_p).value
+    LIBRARY.kv_use_torch(_TORCH.pack(*addresses, step))
+
+
+def raised() -> BaseException | None:
+    """The error of the last step that this thread made in Python for a program; None: it had
+    none."""
+    error: BaseException | None = getattr(_raised, "error", None)
+    _raised.error = None
+    return error
+
+
+def _step(address: int) -> int:
+    """Make a step that is not prepared: KvTracedStep -> 0, or 1 after an error."""
+    try:
+        _make_step(address)
+    except BaseException as error:  # it cannot pass through the program
+        _raised.error = error
+        return 1
+    return 0
+
+
+_called_step = ctypes.CFUNCTYPE(c_int32, c_void_p)(_step)
+
+
+def _make_step(address: int) -> None:
+    packed = ctypes.string_at(address, _TRACED.size)
+    number, tensors, scale, softcap = _TRACED.unpack(packed)
+    q, k, v, position, sinks, until, out = map(_tensor, _TENSOR.iter_unpack(tensors))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert out is not None
+    inputs = StepInputs(q, k, v, position, scale, softcap or None, sinks, until)
+    out.copy_(custom_ops.steps_of(number).in_graph(inputs))
+
+
+def _tensor(described: tuple[int, ...]) -> Tensor | None:
+    """A view of the memory of a KvTensor."""
+    data, at_sizes, at_strides, dim, kind = described
+    if not data:
+        return None
+    numbers: Any = c_int64 * dim
+    sizes, strides = ([*numbers.from_address(at)] if dim else [] for at in (at_sizes, at_strides))
+    dtype = _DTYPES[kind]
+    count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(data)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(sizes, strides)
