@@ -15,6 +15,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
+os.environ["KVKEEP_STEPS"] = ""  # compiled steps of earlier processes would be used
+
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Torch's compiler finds code for another capability in its cache, whose results are wrong.
     place = os.path.join(tempfile.gettempdir(), f"kvkeep-tests-inductor-{capability}")

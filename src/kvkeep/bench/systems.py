@@ -76,8 +76,8 @@ class Systems:
         directory: Path,
     ) -> None:
         plain, static, eager, fused = (twin(model) for _ in range(4))
-        attach(model)
-        attach(eager, linears=False)
+        attach(model, compile=False)
+        attach(eager, linears=False, compile=False)
         attach(fused, compile=FUSED in ways)
         self._ways = {PLAIN: model, EAGER: eager, FUSED: fused}
         self.kvkeep, self.directory = model, directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
+from kvkeep.hf.compiled import CompiledSteps
 from kvkeep.hf.config import (
     ATTACHMENT,
     decoder_config,
     decoder_of,
     is_routed,
     layer_kinds,
+    odd_steps,
     require_plain_steps,
 )
 from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
@@ -41,6 +43,7 @@ from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
+from kvkeep.hf.saved_steps import exist as has_saved_steps
 from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.unserved import not_served, require_supplied
 from kvkeep.hf.weights import ask_for_weights
@@ -48,9 +51,6 @@ from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.linears import route, unroute
-
-if TYPE_CHECKING:  # torch's compiler is slow to import
-    from kvkeep.hf.compiled import CompiledSteps
 
 _METHODS = ("generate", "prepare_inputs_for_generation", "init_continuous_batching")
 """The methods of a model in place of which `attach` sets others."""
@@ -65,7 +65,7 @@ class Attachment:
     the model computes attention itself, over all keys and values, and `own` says why; its caches
     must then be exact, such as "keep_all+int8". `linears` is the number of linear layers whose
     calls of few rows kvkeep's kernel computes; `compiled` whether steps of one token run in a
-    compiled graph. `cache_name` is the name by which the decoder's forward takes its cache.
+    compiled program. `cache_name` is the name by which the decoder's forward takes its cache.
     """
 
     model: PreTrainedModel
@@ -114,7 +114,7 @@ def attach(
     recompute: Recompute = RECOMPUTE,
     prefill_chunk: int | None = PREFILL_CHUNK,
     linears: bool = True,
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> Attachment:
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
@@ -138,10 +138,12 @@ def attach(
         linears: let kvkeep's kernel compute the model's linear layers where it is faster: on the
             CPU, for at most 32 rows (tokens of all texts), without gradients. The weights are used
             where they lie; results differ from torch's by rounding only. False: never.
-        compile: run steps of one token a row, without padding, in a graph that `torch.compile`
-            makes in the first step; what it compiled is kept on disk for later processes. On the
-            CPU the graph's linear layers are kvkeep's. Modules must not be replaced or hooked
-            while the model is attached.
+        compile: run steps of one token a row, without padding, in a program that torch compiles in
+            the first step, for a minute or so, and that is kept on disk for later processes
+            ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU its linear layers are
+            kvkeep's. Attributes of modules must not be changed while the model is attached. None:
+            if an earlier process has compiled the steps of such a model; results differ from
+            uncompiled ones by rounding. False: never.
 
     Returns:
         A description of the attached model, which is also a context manager.
@@ -193,6 +195,8 @@ def attach(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
             f"itself, because {own}; attach it without compile=True"
         )
+    able = linears and not own and not recurrent and not odd_steps(text)
+    compiled = bool(compile) or (compile is None and able and has_saved_steps(model))
     by_token = route_tokens(decoder) if recurrent else []
     if implementation is not None:
         route_attention(model, implementation)
@@ -211,7 +215,7 @@ def attach(
         namespace,
         recompute,
         route(model) if linears else 0,
-        compile,
+        compiled,
         cache_name(decoder),
         hooks,
         by_token,
@@ -227,10 +231,8 @@ def attach(
         inputs = update_wrapper(partial(prepare_inputs, model), before)  # its signature is read
         model.__dict__["prepare_inputs_for_generation"] = inputs
         model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
-    if compile:
-        from kvkeep.hf.compiled import CompiledSteps  # noqa: PLC0415 - torch's compiler is slow to import
-
-        model.__dict__["forward"] = CompiledSteps(model)
+    if compiled:
+        model.__dict__["forward"] = CompiledSteps(model, bool(compile))
     return attachment
 
 
@@ -299,7 +301,8 @@ def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
-    """The forward of a model that is attached with `compile=True`; None if it is not."""
+    """The forward of an attached model whose steps are compiled, or were by an earlier process;
+    None: there is no such forward."""
     attachment: Attachment | None = getattr(model, ATTACHMENT, None)
     return model.__dict__.get("forward") if attachment and attachment.compiled else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from pathlib import Path
 from sys import modules as imported
 from threading import Lock
@@ -48,6 +48,7 @@ _PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False
 """Arguments that do not change what a step computes, by their values."""
 
 _ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
+_FORWARD = methodcaller("get", "forward")
 
 
 class CompiledSteps:
@@ -62,7 +63,7 @@ class CompiledSteps:
             only programs that are found on disk are used.
     """
 
-    def __init__(self, model: PreTrainedModel, compile: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, compile: bool) -> None:
         self._model, self.compile = model, compile
         self._own: Callable[..., Any] = model.forward
         self.__signature__ = inspect.signature(self._own)  # which `generate` reads
@@ -149,7 +150,7 @@ class CompiledSteps:
         model = self._model
         if not available or model.device.type != "cpu" or not is_plain(model):
             return None
-        found = saved_steps.find(saved_steps.key_of(model, [*given], len(given["input_ids"])))
+        found = saved_steps.find(saved_steps.name_of(model, [*given], len(given["input_ids"])))
         return None if found is None else Step.loaded(model, *found)
 
     def _fits(self, given: dict[str, Any], cache: Cache) -> bool:
@@ -224,12 +225,14 @@ class Step:
         self._weights = [owner[name] for owner, name in owners]
         self._addresses = [*map(_ADDRESS, self._weights)]
         self._dtypes = [*map(_DTYPE, self._weights)]
-        self._watched = [
-            x
-            for module in model.modules()
-            for x in (module._forward_hooks, module._forward_pre_hooks)
-        ]
-        self._hooks, self._training = [*map(len, self._watched)], model.training
+        self._training, parts = model.training, [*model.modules()]
+        self._hooks = [x for part in parts for x in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooked = [*map(len, self._hooks)]
+        self._own = [vars(part) for part in parts]
+        self._forwards = [own.get("forward") for own in self._own]
+        places = [(part._modules, name) for part in parts for name in part._modules]
+        self._parents, self._part_names = [x for x, _ in places], [name for _, name in places]
+        self._parts = [x[name] for x, name in places]
         program.bind(self._weights)
 
     @classmethod
@@ -243,13 +246,15 @@ class Step:
             return None
 
     def fits(self) -> bool:
-        """Whether the model has the weights, the hooks and the mode that the step was made for."""
+        """Whether the model has the weights, modules, hooks and mode that the step was made for."""
         held = self._weights
         # A few C calls for each weight: Python would take a twentieth of a step.
         return (
             self._model.training is self._training
             and not torch.is_autocast_enabled(self._model.device.type)
-            and list(map(len, self._watched)) == self._hooks
+            and list(map(len, self._hooks)) == self._hooked
+            and all(map(is_, map(_FORWARD, self._own), self._forwards))
+            and all(map(is_, map(dict.get, self._parents, self._part_names), self._parts))
             and all(map(is_, map(dict.get, self._owners, self._names), held))
             and list(map(_ADDRESS, held)) == self._addresses
             and list(map(_DTYPE, held)) == self._dtypes

@@ -165,7 +165,7 @@ class Compiler:
         model, known = self._model, self._inputs(inputs)
         if known is None or not available or model.device.type != "cpu" or not is_plain(model):
             return None
-        file = saved_steps.new_file(self._key())
+        file = saved_steps.new_file(self._name())
         try:
             compile_package(copied(graph), inputs, known.places, file)
             return Package(file), file
@@ -174,9 +174,9 @@ class Compiler:
             file.unlink(missing_ok=True)
             return None
 
-    def _key(self) -> str:
+    def _name(self) -> str:
         given = self._given
-        return saved_steps.key_of(self._model, [*given], len(given["input_ids"]))
+        return saved_steps.name_of(self._model, [*given], len(given["input_ids"]))
 
     def _of_package(self, package: Package, file: Path) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -217,7 +217,7 @@ class Compiler:
         weights, others = ran.inputs.weights, ran.inputs.others
         signature = Signature(weights, others, places[0], type(out).__name__)
         if ran.file is not None:
-            saved_steps.keep(ran.file, self._key(), signature._asdict())
+            saved_steps.keep(ran.file, self._name(), signature._asdict())
         return Step(self._model, ran.program, signature)
 
     def _advance(self, stage: int) -> None:

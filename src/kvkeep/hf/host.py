@@ -145,13 +145,14 @@ class TransformersHost(Host):
         return is_routed(self._text)
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool | None = None
     ) -> AbstractContextManager[object]:
         return attach(self.model, spec, linears=linears, compile=compile)
 
     @torch.inference_mode()
     def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
-        if compiled_steps(unwrapped(self.model)) is None or self.unpackable:
+        steps = compiled_steps(unwrapped(self.model))
+        if steps is None or not steps.compile or self.unpackable:
             return
         few = [number for number in NUMBERS if number < sequences]
         numbers = [*few, *NUMBERS[len(few) :][:1]]
@@ -160,8 +161,7 @@ class TransformersHost(Host):
         self.forward_packed([Piece(token.repeat(2), cache) for cache in caches])
         for done, number in enumerate(numbers):
             progress(f"compiling steps of {number}", done / len(numbers))
-            for _ in range(3):  # compile, record, repeat
-                self.forward_packed([Piece(token, cache) for cache in caches[:number]])
+            self.forward_packed([Piece(token, cache) for cache in caches[:number]])
 
     def detach(self) -> None:
         detach(self.model)

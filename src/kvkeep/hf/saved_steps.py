@@ -27,14 +27,18 @@ from kvkeep.version import __version__
 _MOST = 64  # files that are kept, those used last
 _FORMAT = 1
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version"}
-_TORCHS = vars(nn.Module()).keys() - {"training"}
+_BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful"}
 """What a config, and what a module, has that no step depends on."""
 
 
 def directory() -> Path | None:
-    """Where compiled steps are kept; None: this process has no such place."""
+    """Where compiled steps are kept: $KVKEEP_STEPS, or `steps` in kvkeep's own directory. None:
+    nowhere, because the variable is empty, or nothing can be written there."""
+    chosen = os.environ.get("KVKEEP_STEPS")
+    if chosen == "":
+        return None
     with suppress(MissingPackageError, OSError):
-        found = home() / "steps"
+        found = Path(chosen) if chosen else home() / "steps"
         found.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
         return found if os.access(found, os.W_OK) else None
     return None
@@ -45,28 +49,45 @@ def _own_directory() -> Path:
     return Path(mkdtemp(prefix="kvkeep-steps-"))
 
 
-def new_file(key: str) -> Path:
+def new_file(name: str) -> Path:
     """Where to write a compiled step, to be kept by `keep` or deleted."""
     place = directory() or _own_directory()
-    return place / f"{key}.{os.getpid()}.pt2"
+    return place / f"{name}.{os.getpid()}.pt2"
 
 
-def keep(file: Path, key: str, description: Mapping[str, Any]) -> None:
+def keep(file: Path, name: str, description: Mapping[str, Any]) -> None:
     """Let later processes find a compiled step."""
     place = file.parent
-    final = file.replace(place / f"{key}.pt2")
+    final = file.replace(place / f"{name}.pt2")
     described = {"sha256": _digest(final), **description}
-    with whole_file(place / f"{key}.json", sync=False, private=True) as out:
+    with whole_file(place / f"{name}.json", sync=False, private=True) as out:
         out.write(json.dumps(described).encode())
     _prune(place)
 
 
-def find(key: str) -> tuple[Path, dict[str, Any]] | None:
+def exist(model: PreTrainedModel) -> bool:
+    """Whether there is a compiled step of a model."""
+    place = directory()
+    return place is not None and any(place.glob(f"{key_of(model)}-*.json"))
+
+
+def name_of(model: PreTrainedModel, inputs: Sequence[str], rows: int) -> str:
+    """The name of a compiled step.
+
+    Args:
+        model: the model.
+        inputs: the names of the arguments that the step is given.
+        rows: their number of rows.
+    """
+    return f"{key_of(model)}-{'-'.join(inputs)}-{rows}"
+
+
+def find(name: str) -> tuple[Path, dict[str, Any]] | None:
     """The file of a compiled step and its description; None: there is none, or it is damaged."""
     place = directory()
     if place is None:
         return None
-    file, about = place / f"{key}.pt2", place / f"{key}.json"
+    file, about = place / f"{name}.pt2", place / f"{name}.json"
     try:
         described = json.loads(about.read_text())
         if described.pop("sha256") != _digest(file):
@@ -93,13 +114,9 @@ def _prune(place: Path) -> None:
 # -- the key -------------------------------------------------------------------------------------
 
 
-def key_of(model: PreTrainedModel, inputs: Sequence[str], rows: int) -> str:
-    """The name of a model's compiled step: a digest of all that its code depends on.
-
-    Args:
-        inputs: the names of the arguments that the step is given.
-        rows: their number of rows.
-    """
+def key_of(model: PreTrainedModel) -> str:
+    """A digest of all that a compiled step of a model depends on: versions, the processor, config,
+    and what its modules and weights are, but not the values of weights."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED}
     weights = [
         (name, [*x.shape], [*x.stride()], str(x.dtype))
@@ -110,7 +127,7 @@ def key_of(model: PreTrainedModel, inputs: Sequence[str], rows: int) -> str:
         (name, kinds[type(module)], _settings(vars(module)))
         for name, module in model.named_modules()
     ]
-    about = (_FORMAT, _versions(), _processor(), config, weights, modules, [*inputs], rows)
+    about = (_FORMAT, _versions(), _processor(), config, weights, modules)
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=_text).encode()).hexdigest()[
         :40
     ]
@@ -163,7 +180,7 @@ def _settings(owned: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         name: value
         for name, value in owned.items()
-        if name not in _TORCHS | _UNRELATED and _is_plain(value)
+        if name not in _BOOKKEEPING | _UNRELATED and _is_plain(value)
     }
     return {name: value for name, value in found.items() if value not in ({}, [], ())}
 

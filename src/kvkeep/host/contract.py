@@ -159,12 +159,13 @@ class Host(ABC):
         return True
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool | None = None
     ) -> AbstractContextManager[object]:
         """Route the model's attention through kvkeep's caches until the returned context manager
         exits or `detach` is called; with `linears`, its linear layers through `kvkeep.linears`
-        too; with `compile`, run steps of one token in compiled graphs. The default does nothing,
-        for models that are always attached."""
+        too; with `compile`, run steps of one token in compiled programs (None: if an earlier
+        process has compiled them). The default does nothing, for models that are always
+        attached."""
         return nullcontext()
 
     def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:

@@ -133,7 +133,7 @@ class LitGPTHost(Host):
         return attachment_of(self.model) is not None
 
     def attach(
-        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool = False
+        self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool | None = None
     ) -> AbstractContextManager[object]:
         if compile:
             raise UnsupportedError("steps of a LitGPT model are not compiled; leave out compile")

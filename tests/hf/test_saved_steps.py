@@ -1,0 +1,189 @@
+"""Compiled steps on disk: which are found again, and by which models they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import tiny
+from torch import nn
+
+import kvkeep
+from kvkeep import native_library
+from kvkeep.graph.package import Package
+from kvkeep.hf import saved_steps
+from kvkeep.hf.compiling import Compiler
+
+pytestmark = [
+    pytest.mark.skipif(not native_library.available, reason=native_library.reason),
+    pytest.mark.usefixtures("saved_graphs"),
+]
+
+
+def model_of(**options):
+    return tiny("llama", num_hidden_layers=1, **options)
+
+
+def steps(model, count=3, cache=None):
+    """The logits of some steps."""
+    cache = kvkeep.Cache(model) if cache is None else cache
+    with torch.no_grad():
+        if not cache.fed:
+            model(torch.arange(3, 9)[None], cache=cache)
+        return torch.cat([model(torch.tensor([[5]]), cache=cache).logits for _ in range(count)], 1)
+
+
+@pytest.fixture
+def compiled():
+    """Whether steps were compiled in this process, and how often programs have run."""
+    model = model_of()
+    with kvkeep.attach(model, compile=True):
+        steps(model, 1)
+
+
+@pytest.fixture
+def runs(compiled, monkeypatch):
+    """What programs have done since."""
+    found, run = [], Package.run
+
+    def counted(self, *given):
+        found.append(self)
+        return run(self, *given)
+
+    def never(*given):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(Package, "run", counted)
+    monkeypatch.setattr(Compiler, "run", never)
+    return found
+
+
+def test_attach_uses_what_is_there(runs):
+    model = model_of()
+    with kvkeep.attach(model, compile=False):
+        expected = steps(model)
+    assert not runs
+    with kvkeep.attach(model) as attachment:
+        assert attachment.compiled
+        torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
+    assert len(runs) == 3
+    with kvkeep.attach(model, compile=True):
+        torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
+    assert len(runs) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.1),
+        lambda model: setattr(model.config, "rms_norm_eps", 0.1),
+        lambda model: setattr(model.model, "norm", nn.Identity()),
+    ],
+)
+def test_not_by_another_model(runs, change):
+    model = model_of()
+    change(model)
+    with kvkeep.attach(model) as attachment:
+        assert not attachment.compiled
+        steps(model)
+    assert not runs
+
+
+def hooked(model):
+    model.model.norm.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def replaced(model):
+    model.model.norm.forward = lambda x: x * 2
+
+
+def other_module(model):
+    model.model.norm = nn.Identity()
+
+
+def other_weight(model):
+    model.model.norm.weight = nn.Parameter(torch.linspace(-1, 1, len(model.model.norm.weight)))
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, other_module, other_weight])
+def test_changes_while_attached_are_noticed(runs, change):
+    model, plain = model_of(), model_of()
+    plain.load_state_dict(model.state_dict())
+    kvkeep.attach(plain, compile=False)
+    kvkeep.attach(model)
+    caches = [kvkeep.Cache(plain), kvkeep.Cache(model)]
+    for _ in range(2):
+        found = [steps(one, 2, cache) for one, cache in zip((plain, model), caches, strict=True)]
+        torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        for one in (plain, model):
+            change(one)
+    assert len(runs) == (4 if change is other_weight else 2)
+
+
+def test_damaged_files_are_left_alone(runs):
+    place = saved_steps.directory()
+    name = saved_steps.name_of(model_of(), ["input_ids"], 1)
+    file, about = place / f"{name}.pt2", place / f"{name}.json"
+    content, described = file.read_bytes(), about.read_text()
+    other = json.loads(described) | {"inputs": 3}
+    try:
+        for data, text in (
+            (content[:1000], described),
+            (content[:-1] + b"x", described),
+            (content, "{}"),
+            (content, "no json"),
+            (content, json.dumps(other)),
+        ):
+            file.write_bytes(data)
+            about.write_text(text)
+            model = model_of()
+            with kvkeep.attach(model):
+                steps(model)
+        assert not runs
+    finally:
+        file.write_bytes(content)
+        about.write_text(described)
+
+
+def test_only_so_many_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
+    monkeypatch.setattr(saved_steps, "_MOST", 3)
+    for number in range(5):
+        file = saved_steps.new_file(str(number))
+        file.write_bytes(b"program")
+        saved_steps.keep(file, str(number), {"logits": 0})
+        os.utime(tmp_path / f"{number}.json", (number, number))
+    assert {x.name for x in tmp_path.iterdir()} == {
+        f"{number}.{kind}" for number in (2, 3, 4) for kind in ("json", "pt2")
+    }
+    assert saved_steps.find("4") == (tmp_path / "4.pt2", {"logits": 0})
+    assert saved_steps.find("1") is None
+
+
+_SECOND = """
+import torch, kvkeep
+from support.tiny_models import tiny
+from kvkeep.graph.package import Package
+run, found = Package.run, []
+Package.run = lambda self, *given: found.append(1) or run(self, *given)
+model = tiny("llama", num_hidden_layers=1)
+with torch.no_grad(), kvkeep.attach(model):
+    cache = kvkeep.Cache(model)
+    model(torch.arange(3, 9)[None], cache=cache)
+    model(torch.tensor([[5]]), cache=cache)
+assert found == [1]
+import sys
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+
+
+def test_another_process(compiled):
+    place = {"KVKEEP_STEPS": str(saved_steps.directory())}
+    tests = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", _SECOND], check=True, cwd=tests, env=os.environ | place)
