@@ -166,6 +166,20 @@ def test_only_so_many_are_kept(monkeypatch, tmp_path):
     assert saved_steps.find("1") is None
 
 
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_a_directory_of_others(monkeypatch, tmp_path):
+    monkeypatch.undo()  # the directory of these tests
+    monkeypatch.setenv("KVKEEP_STEPS", str(tmp_path / "steps"))
+    assert saved_steps.directory() == tmp_path / "steps"
+    (tmp_path / "steps").chmod(0o777)
+    assert saved_steps.directory() is None
+    (tmp_path / "steps").chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert saved_steps.directory() is None
+    monkeypatch.setenv("KVKEEP_STEPS", "")
+    assert saved_steps.directory() is None
+
+
 _SECOND = """
 import torch, kvkeep
 from support.tiny_models import tiny

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from stat import S_IWGRP, S_IWOTH
 from tempfile import mkdtemp
 from types import CodeType
 from typing import Any
@@ -33,15 +34,23 @@ _BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful"}
 
 def directory() -> Path | None:
     """Where compiled steps are kept: $KVKEEP_STEPS, or `steps` in kvkeep's own directory. None:
-    nowhere, because the variable is empty, or nothing can be written there."""
+    nowhere, because the variable is empty, nothing can be written there, or others can."""
     chosen = os.environ.get("KVKEEP_STEPS")
     if chosen == "":
         return None
     with suppress(MissingPackageError, OSError):
         found = Path(chosen) if chosen else home() / "steps"
         found.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
-        return found if os.access(found, os.W_OK) else None
+        return found if os.access(found, os.W_OK) and _is_private(found) else None
     return None
+
+
+def _is_private(place: Path) -> bool:
+    """Whether only this user writes to a directory: what lies there is run."""
+    if os.name != "posix":
+        return True
+    about = place.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & (S_IWGRP | S_IWOTH)
 
 
 @cache
