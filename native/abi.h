@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 11;
+constexpr int KV_ABI = 12;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -143,6 +143,7 @@ enum KvEnter : int64_t {
     KV_ENTER_VALUE_NORM = 2,  // the norm of its value
     KV_ENTER_ERROR = 3,       // how far encoding moved its key and its value, added
     KV_ENTER_GIVEN = 4,       // what the caller gives
+    KV_ENTER_HASH = 5,        // a hash of its position, its head and `seed`
 };
 
 // What a policy learns of a step from the mass m of its one query.
@@ -170,8 +171,11 @@ struct KvRule {
     int64_t count;
     int64_t learn;     // KvLearn
     int64_t by_query;  // 1: scores are ranked divided by the number of queries that saw the slot
+    int64_t by_keys;   // 1: ranked by minus the cosine between a key, which is not encoded, and the
+                       // mean direction of its head's keys
     int64_t mixes;     // 1: as mix * score - (1 - mix) * error, both scaled to 0..1 over a head
     int64_t safe;      // of the heads of a contest, each keeps this many of its slots
+    int64_t seed;      // of KV_ENTER_HASH
     double fade, mix;
 };
 

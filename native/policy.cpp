@@ -31,6 +31,17 @@ float norm_of(const KvEncoding& e, const char* x, int64_t row, int64_t head) {
     }
 }
 
+// Source: Wellons' lowbias32.
+uint32_t mixed(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+float hash_of(int64_t position, int64_t head, int64_t seed) {
+    return (float)(mixed(mixed((uint32_t)(position + (seed << 8))) + (uint32_t)head) >> 8);
+}
+
 float* plane_of(const KvScores& plane, int64_t row, int64_t head) {
     return plane.data + row * plane.row + (plane.heads > 1 ? head * plane.head : 0);
 }
@@ -47,9 +58,63 @@ void to_unit(float* x, const int32_t* position, int64_t slots) {
     for (int64_t i = 0; i < slots; ++i) x[i] = span > 0 ? (x[i] - low) / span : x[i] * 0;
 }
 
+// Eight sums side by side, so that the loop is vectorised.
+template <class T>
+float dot(const typename T::Element* x, const float* y, int64_t width) {
+    float sums[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= width; i += 8)
+        for (int64_t j = 0; j < 8; ++j) sums[j] += T::widen1(x[i + j]) * y[i + j];
+    for (; i < width; ++i) sums[0] += T::widen1(x[i]) * y[i];
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+}
+
+// Minus the cosine between each key of a head and their mean direction.
+template <class T>
+void differences(const KvStep& s, int64_t row, int64_t head, const int32_t* position, int64_t slots,
+                 std::vector<float>& made) {
+    const KvPlane& keys = s.key.codes;
+    const auto* first = (const typename T::Element*)keys.data + row * keys.row + head * keys.head;
+    const int64_t width = s.key.width;
+    std::vector<float> key(width), mean(width), lengths(slots);
+    std::vector<double> total(width);
+    int64_t live = 0;
+    constexpr float MOST = std::numeric_limits<float>::max();
+    for (int64_t slot = 0; slot < slots; ++slot) {
+        if (position[slot] < 0) continue;
+        ++live;
+        const auto* x = first + slot * keys.slot;
+        for (int64_t i = 0; i < width; ++i) key[i] = T::widen1(x[i]);
+        const float length = lengths[slot] = std::sqrt(dot<F32>(key.data(), key.data(), width));
+        const float size = std::max(length, 1e-12f);
+        const bool finite = length <= MOST;
+        for (int64_t i = 0; i < width; ++i) {
+            float one = key[i] / size;
+            if (!finite) one = one == one ? std::max(-MOST, std::min(one, MOST)) : 0;
+            total[i] += one;
+        }
+    }
+    for (int64_t i = 0; i < width; ++i) mean[i] = (float)(total[i] / (double)std::max<int64_t>(1, live));
+    const float size = std::max(std::sqrt(dot<F32>(mean.data(), mean.data(), width)), 1e-8f);
+    made.resize(slots);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+        const float length = std::max(lengths[slot], 1e-8f);
+        made[slot] = -dot<T>(first + slot * keys.slot, mean.data(), width) / (length * size);
+    }
+}
+
 // What is ranked of one head, in `made` if it is not the score itself.
-const float* ranked(const KvRule& rule, int64_t row, int64_t head, const int32_t* position,
+const float* ranked(const KvStep& s, int64_t row, int64_t head, const int32_t* position,
                     int64_t newest, int64_t slots, std::vector<float>& made) {
+    const KvRule& rule = s.rule;
+    if (rule.by_keys) {
+        switch (s.key.x.type) {
+            case KV_F32: differences<F32>(s, row, head, position, slots, made); break;
+            case KV_BF16: differences<BF16>(s, row, head, position, slots, made); break;
+            default: differences<F16>(s, row, head, position, slots, made);
+        }
+        return made.data();
+    }
     if (!rule.count) return nullptr;
     const float* score = plane_of(rule.planes[0], row, head);
     if (!rule.by_query && !rule.mixes) return score;
@@ -94,6 +159,9 @@ void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot
                     case KV_ENTER_ERROR:
                         x = std::sqrt(errors[row * heads + head]) +
                             std::sqrt(errors[(s.call.rows + row) * heads + head]);
+                        break;
+                    case KV_ENTER_HASH:
+                        x = hash_of(kv_position(step, row), step.part + head, s.rule.seed);
                         break;
                     case KV_ENTER_GIVEN: x = step.given[row * plane.heads + head]; break;
                 }
@@ -154,7 +222,7 @@ int kv_free(const KvSequence& step, int64_t slots) {
             for (int64_t head = 0; head < ranking.heads; ++head, out += count) {
                 const int32_t* position = positions_of(ranking, row, head);
                 const int64_t newest = kv_position(step, row);
-                const float* score = ranked(s.rule, row, head, position, newest, slots, made);
+                const float* score = ranked(s, row, head, position, newest, slots, made);
                 kv_worth(ranking, score, position, (int32_t)newest, worth.data());
                 kv_order(worth.data(), position, slots, count, order, out);
             }
@@ -180,7 +248,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
     };
     const int64_t all = steps[0]->evicts;
     try {
-        std::vector<Slot> found;  // of all heads, those that may go
+        std::vector<Slot> found, lowest;  // of all heads, those that may go; of one head
         std::vector<float> made, worth;
         for (int64_t head = 0; head < count; ++head) {
             const KvSequence& step = *steps[head];
@@ -189,32 +257,36 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             const KvRanking ranking = after(step, slots);
             const int32_t* position = positions_of(ranking, 0, 0);
             const int64_t newest = kv_position(step, 0);
-            const float* score = ranked(rule, 0, 0, position, newest, slots, made);
+            const float* score = ranked(*step.step, 0, 0, position, newest, slots, made);
             worth.resize(slots);
             kv_worth(ranking, score, position, (int32_t)newest, worth.data());
             const size_t first = found.size();
-            for (int64_t slot = 0; slot < slots; ++slot)
-                found.push_back({worth[slot], position[slot], (int32_t)head, (int32_t)slot});
-            // The best are safe: they go only after all that are not.
+            constexpr float MOST = std::numeric_limits<float>::infinity();
             const int64_t open = std::max<int64_t>(0, slots - rule.safe);
+            const auto slot_at = [&](int64_t slot) {
+                return Slot{worth[slot], position[slot], (int32_t)head, (int32_t)slot};
+            };
+            // No more than `all` can go, and the lowest come before any that is safe, unless they are
+            // protected.
+            if (open > all) {
+                lowest.clear();
+                for (int64_t slot = 0; slot < slots; ++slot) {
+                    if ((int64_t)lowest.size() == all && worth[slot] > lowest.front().worth) continue;
+                    lowest.push_back(slot_at(slot));
+                    std::push_heap(lowest.begin(), lowest.end());
+                    if ((int64_t)lowest.size() <= all) continue;
+                    std::pop_heap(lowest.begin(), lowest.end());
+                    lowest.pop_back();
+                }
+                if (lowest.front().worth != MOST) {
+                    found.insert(found.end(), lowest.begin(), lowest.end());
+                    continue;
+                }
+            }
+            for (int64_t slot = 0; slot < slots; ++slot) found.push_back(slot_at(slot));
+            // The best are safe: they go only after all that are not.
             const auto begin = found.begin() + (std::ptrdiff_t)first;
             if (open < slots) std::nth_element(begin, begin + open, found.end());
-            constexpr float MOST = std::numeric_limits<float>::infinity();
-            if (open <= all) {
-                for (auto one = begin + open; one != found.end(); ++one)
-                    if (one->worth != -MOST) one->worth = MOST;
-                continue;
-            }
-            // No more than `all` can go, and these come before any that is safe, unless they are
-            // protected.
-            std::nth_element(begin, begin + all, begin + open);
-            const bool protects = std::any_of(begin, begin + all, [](const Slot& one) {
-                return one.worth == MOST;
-            });
-            if (!protects) {
-                found.resize(first + all);
-                continue;
-            }
             for (auto one = begin + open; one != found.end(); ++one)
                 if (one->worth != -MOST) one->worth = MOST;
         }

@@ -41,6 +41,7 @@ SPECS = [
     "snapkv:12,window=4",
     "knorm:8",
     "random:8",
+    "keydiff:8,recent=2",
     "h2o:25%,least=6",
     "window:25%,least=6",
     "adakv(h2o:8)",

@@ -44,6 +44,8 @@ SPECS = [
     "tova:8",
     "snapkv:12,window=4",
     "knorm:8",
+    "keydiff:8,recent=2",
+    "random:8",
     "adakv(h2o:8)",
     "kvzip:50%",
 ]

@@ -23,6 +23,8 @@ POLICIES = [
     "tova:16",
     "snapkv:16,window=4",
     "knorm:16",
+    "keydiff:16",
+    "random:16",
     "adakv(h2o:16)",
     "keep_all+kivi",
 ]

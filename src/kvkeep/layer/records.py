@@ -25,7 +25,7 @@ from kvkeep.policy.rule import Rule
 from kvkeep.storage.buffer import slots_record
 
 # Of native/abi.h; absent pointers are 0.
-_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=5q2d"), Struct("=q")
+_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=7q2d"), Struct("=q")
 _MOST_SCORES = 3  # KV_SCORES
 TOKENS, SEQUENCE = Struct("=14q"), Struct("=14q")
 """KvTokens and KvSequence."""
@@ -133,7 +133,7 @@ class LayerRecords(NamedTuple):
         planes += [_SCORES.pack(*(0,) * 5)] * (_MOST_SCORES - len(planes))
         safe = 0 if rule.floor is None else int(rule.floor * budget)
         mixes = rule.mix is not None
-        numbers = len(scores), rule.learn, rule.by_query, mixes, safe
+        numbers = len(scores), rule.learn, rule.by_query, rule.by_keys, mixes, safe, rule.seed
         return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0)])
 
 
@@ -148,6 +148,8 @@ def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> 
             return False
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
+    if rule.by_keys and codecs.key.layout != PLAIN:
+        return False
     planes = part.planes
     tail = ((codecs.key, k, "k"), (codecs.value, v, "v"))
     return (

@@ -11,6 +11,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from kvkeep.planes import POSITION, Planes, PlaneSpec
 from kvkeep.policy.base import Observation
+from kvkeep.policy.rule import Rule
 from kvkeep.policy.scored import Scored
 
 
@@ -28,6 +29,10 @@ class KeyDiff(Scored):
     @property
     def planes(self) -> dict[str, PlaneSpec]:
         return {}
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule(by_keys=True)
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         assert seen.keys is not None

@@ -34,7 +34,7 @@ class Random(Scored):
 
     @property
     def rule(self) -> Rule | None:
-        return Rule({SCORE: Enter.GIVEN})
+        return Rule({SCORE: Enter.HASH}, seed=self.seed)
 
     def enter(self, tokens: Arrivals) -> Planes:
         rows, heads, n, _ = tokens.keys.shape

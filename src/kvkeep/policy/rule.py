@@ -18,6 +18,7 @@ class Enter(IntEnum):
     VALUE_NORM = 2
     ERROR = 3  # the encoding error of its key and its value, see `Arrivals`
     GIVEN = 4  # what `Policy.enter` returns
+    HASH = 5  # a hash of its position, its head and `Rule.seed`, see `Random`
 
 
 class Learn(IntEnum):
@@ -41,8 +42,11 @@ class Rule(NamedTuple):
         learn: see `Learn`.
         fade: see `Learn.FADE`.
         by_query: scores are divided by the number of queries that saw the slot.
+        by_keys: slots are ranked by minus the cosine between their keys and the mean direction of
+            the head's keys. Encoded keys are left to Python.
         mix: slots are ranked by mix * score - (1 - mix) * error, both scaled to 0..1 over a head;
             see `Enter.ERROR`. None: by the score.
+        seed: see `Enter.HASH`.
         floor: heads compete for the slots of a layer, and each keeps this share of the budget.
             None: they do not.
     """
@@ -51,7 +55,9 @@ class Rule(NamedTuple):
     learn: Learn = Learn.NOTHING
     fade: float = 0.0
     by_query: bool = False
+    by_keys: bool = False
     mix: float | None = None
+    seed: int = 0
     floor: float | None = None
 
 
