@@ -7,7 +7,7 @@ layers, norms and experts run over all of them, and attention runs in each seque
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -68,13 +68,11 @@ def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
             torch.tensor(counts, device=device).cumsum(0) - 1,
             layers,
         )
-        try:
+        with ExitStack() as prepared:
             for layer in layers:
+                prepared.callback(layer.end)
                 layer.prepare()
             yield tokens
-        finally:
-            for layer in layers:
-                layer.end()
         for cache, before, count in zip(caches, fed, counts, strict=True):
             short = {layer.fed for layer in cache.layers} - {before + count}
             if short:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -90,9 +91,10 @@ class PackedLayer(AttendingLayer):
     def end(self) -> None:
         """Count the tokens of the steps that the native library made, and return the others'
         layers to their state before `prepare`."""
-        while self._ready:
-            layer, plan, _ = self._ready.popitem()[1]
-            plan.end(layer, self._state)
+        with ExitStack() as ended:  # all of them, also if one raises
+            while self._ready:
+                layer, plan, _ = self._ready.popitem()[1]
+                ended.callback(plan.end, layer, self._state)
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
