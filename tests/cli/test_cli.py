@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.demo_stand_in import stand_in
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep import native_library
 from kvkeep.cli import app
 from kvkeep.hf.models import is_fetched, load
 from kvkeep.home import home
@@ -217,6 +219,19 @@ def test_export(tmp_path, monkeypatch, size):
     assert tokenizer.decode(torch.cat(found, dim=1)[0]) == tokenizer.decode(
         expected[0, ids.shape[1] :]
     )
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+def test_compile(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path, num_hidden_layers=1)["KVKEEP_HOME"])
+    monkeypatch.setenv("KVKEEP_STEPS", str(tmp_path / "steps"))
+    result = last_line(run("compile", "--json"))
+    assert [Path(file).exists() for file in result["files"]] == [True]
+    model, _ = load("smollm2-135m", "auto", "cpu")
+    with kvkeep.attach(model) as attachment:
+        assert attachment.compiled
+    monkeypatch.setenv("KVKEEP_STEPS", "")
+    assert "KVKEEP_STEPS" in run("compile").stderr
 
 
 def test_export_refuses():

@@ -54,7 +54,7 @@ def pair(family, **options):
     """A model attached without and with compile=True, with the same weights."""
     model = tiny(family, **WIDE, **options)
     other = copy.deepcopy(model)
-    kvkeep.attach(model)
+    kvkeep.attach(model, compile=False)
     kvkeep.attach(other, compile=True)
     return model, other
 

@@ -15,6 +15,8 @@ from kvkeep.bench.decode_loop import DYNAMIC, STATIC, bytes_per_token, filled_fr
 from kvkeep.bench.random_model import fill
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
+from kvkeep.host import host_of
+from kvkeep.host.compress import compress, compresses
 
 Feed = Callable[[Tensor], Tensor | None]
 """Feeds one token (1, 1) and returns the logits (1, V), or None if the system does not expose
@@ -133,7 +135,7 @@ class Systems:
         return feed
 
     def _filled(self, spec: str) -> Any:
-        """A kvkeep cache filled with the prompt."""
+        """A kvkeep cache filled with the prompt, and compressed if its policy is to do that."""
         cache = new_cache(spec, self.kvkeep)
         if self._ids is None:
             return fill(cache, self.kvkeep, self._held)
@@ -142,6 +144,8 @@ class Systems:
             return cache
         with torch.inference_mode():
             self.kvkeep(self._ids[:, :-1], **as_cache(self.kvkeep, cache), logits_to_keep=1)
+        if compresses(cache):
+            compress(host_of(self.kvkeep), cache, self._ids[:, :-1])
         return cache
 
     def _whole(self) -> Any:

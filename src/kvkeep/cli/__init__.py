@@ -15,6 +15,7 @@ with needed_by("The command kvkeep", "cli"):
 from kvkeep.cli.bench import bench
 from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat, sessions
+from kvkeep.cli.compile import compile
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.errors import Commands
 from kvkeep.cli.eval import evaluate
@@ -94,6 +95,7 @@ _add(
 )
 _add(calibrate, "kvkeep calibrate --out scorer.safetensors --model smollm2-135m")
 _add(finetune, "kvkeep finetune notes.jsonl --out adapter --cache h2o:1024 --epochs 2")
+_add(compile, "kvkeep compile --model Qwen/Qwen3-0.6B --sequences 16")
 _add(export, "kvkeep export model.pt2 --cache window:1024@fixed")
 _add(doctor, "kvkeep doctor")
 app.add_typer(sessions, name="sessions")
