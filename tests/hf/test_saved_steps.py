@@ -111,6 +111,15 @@ def other_weight(model):
     model.model.norm.weight = nn.Parameter(torch.linspace(-1, 1, len(model.model.norm.weight)))
 
 
+def test_not_by_a_model_whose_forward_was_replaced_before(runs):
+    model = model_of()
+    own = model.forward
+    model.forward = lambda *given, **options: own(*given, **options)
+    with kvkeep.attach(model):
+        steps(model)
+    assert not runs
+
+
 @pytest.mark.parametrize("change", [hooked, replaced, other_module, other_weight])
 def test_changes_while_attached_are_noticed(runs, change):
     model, plain = model_of(), model_of()

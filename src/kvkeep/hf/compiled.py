@@ -76,6 +76,12 @@ class CompiledSteps:
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledSteps, (self._model, self.compile)
 
+    @property
+    def replaced(self) -> Any:
+        """The forward that the model had, if somebody had set it in place of its class's."""
+        own = getattr(self._own, "__func__", None)
+        return None if own is type(self._model).forward else self._own
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
@@ -278,6 +284,8 @@ def is_plain(model: PreTrainedModel) -> bool:
     has hooked a module or replaced its forward."""
     for module in model.modules():
         own = vars(module).get("forward")
+        if isinstance(own, CompiledSteps):
+            own = own.replaced
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         for call in hooks if own is None else (*hooks, own):
             if not _is_ours(call):
