@@ -15,7 +15,7 @@ from kvkeep.graph.package import Package
 from kvkeep.hf import saved_steps
 from kvkeep.hf.rows import RowsOf
 from kvkeep.host import Piece, host_of
-from kvkeep.layer.packed import ReadyTogether
+from kvkeep.layer.packed import PackedLayer, ReadyTogether
 
 pytestmark = pytest.mark.usefixtures("saved_graphs")
 
@@ -96,6 +96,26 @@ def test_steps_of_plain_caches_are_calls_of_the_library(noted):
         both.feed([1, 1, 1])
     layers = len(both.caches[0][0])
     assert noted == {"programs": 4, "python": 0, "prepared": 4 * layers}
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+@torch.no_grad()
+def test_inputs_that_prepared_steps_do_not_take(monkeypatch, noted):
+    both = Both(hosts(), ["keep_all", "h2o:30"])
+    both.feed([5, 9])
+    for _ in range(2):
+        both.feed([1, 1])
+    prepared = PackedLayer.prepared
+
+    def other(self):
+        step = prepared(self)
+        step.kind = bytes(len(step.kind))
+        return step
+
+    monkeypatch.setattr(PackedLayer, "prepared", other)
+    noted["python"] = 0
+    both.feed([1, 1])
+    assert noted["python"] == len(both.caches[0][0])
 
 
 @torch.no_grad()

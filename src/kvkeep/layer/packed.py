@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +14,11 @@ from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.plan import BEGUN, DONE, RUNNING, UNLIKE, Kind, StepPlan, kind_of
-from kvkeep.layer.ready import require_memory, state_after
+from kvkeep.layer.plan import FAILED, UNLIKE, Kind, kind_of
+from kvkeep.layer.ready import NOT_MADE, Ready, require_memory
 from kvkeep.layer.records import SEQUENCE, step_tokens
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
 from kvkeep.native_library import LIBRARY
-
-
-class OneStep(NamedTuple):
-    """The step of one sequence that waits to be made: its layer, plan, and packed KvSequences."""
-
-    layer: LayerCache
-    plan: StepPlan
-    sequences: bytes
 
 
 class PackedLayer(AttendingLayer):
@@ -41,8 +32,8 @@ class PackedLayer(AttendingLayer):
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
-        self._ready: dict[int, OneStep] = {}  # by the sequence
-        self._state = BEGUN  # of the steps that are ready
+        self._ready: dict[int, Ready] = {}  # by the sequence
+        self._result = NOT_MADE  # of their call
 
     def __len__(self) -> int:
         """How many sequences there are."""
@@ -83,9 +74,8 @@ class PackedLayer(AttendingLayer):
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
             plan = layer.next_plan() if count == 1 else None
             if plan is not None:
-                sequences = plan.sequences(first, sequence + 1)
-                plan.take_turn(layer)
-                self._ready[sequence] = OneStep(layer, plan, sequences)
+                step = self._ready[sequence] = Ready(layer, plan, first, sequence + 1)
+                step.begin()
             first += count
 
     def end(self) -> None:
@@ -93,8 +83,7 @@ class PackedLayer(AttendingLayer):
         layers to their state before `prepare`."""
         with ExitStack() as ended:  # all of them, also if one raises
             while self._ready:
-                layer, plan, _ = self._ready.popitem()[1]
-                ended.callback(plan.end, layer, self._state)
+                ended.callback(self._ready.popitem()[1].end, self._result)
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
@@ -144,8 +133,8 @@ class PackedLayer(AttendingLayer):
         return ReadyTogether(self, ready)
 
     def note(self, result: int) -> None:
-        """Note what became of the steps that were ready: see `PreparedStep.end`."""
-        self._state = state_after(result)
+        """Note the result of the call of the steps that were ready."""
+        self._result = result
 
     def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         """Make the steps that are ready by one native call; returns their sequences. Those of other
@@ -157,40 +146,36 @@ class PackedLayer(AttendingLayer):
         if wants_gradients(*inputs[:3]) or inputs.sinks is not None:
             kind = None
         for sequence in [x for x, step in ready.items() if step.plan.kind is not kind]:
-            layer, plan, _ = ready.pop(sequence)
-            plan.end(layer, BEGUN)
+            ready.pop(sequence).end(NOT_MADE)
         if not ready:
             return ()
-        first = list(accumulate(self._counts, initial=0))
-        packed = [
-            plan.entered(layer, inputs.part(first[index], 1), first[index], index + 1) or sequences
-            for index, (layer, plan, sequences) in ready.items()
-        ]
         assert LIBRARY is not None
-        sequences, tokens = b"".join(packed), step_tokens(inputs, out)
-        self._state = RUNNING
-        result = LIBRARY.kv_step(sequences, len(sequences) // SEQUENCE.size, tokens)
-        require_memory(result, len(ready))
-        made = tuple(ready)
-        self._state = BEGUN if result == UNLIKE else DONE
-        if result == UNLIKE:
+        first, made = list(accumulate(self._counts, initial=0)), tuple(ready)
+        sequences = b"".join([step.given(inputs.part(first[x], 1)) for x, step in ready.items()])
+        tokens = step_tokens(inputs, out)
+        self._result = FAILED  # should the call be interrupted
+        self._result = LIBRARY.kv_step(sequences, len(sequences) // SEQUENCE.size, tokens)
+        require_memory(self._result, len(made))
+        if self._result == UNLIKE:
             self.end()
-        return () if result == UNLIKE else made
+            return ()
+        return made
 
 
 class ReadyTogether:
     """A step of all sequences of a `PackedLayer`, which has begun and is ended by it. See
     `PreparedStep`."""
 
-    def __init__(self, layer: PackedLayer, steps: Sequence[OneStep]) -> None:
+    def __init__(self, layer: PackedLayer, steps: Sequence[Ready]) -> None:
         self._layer = layer
         self.sequences = b"".join([x.sequences for x in steps])
         self.count = len(self.sequences) // SEQUENCE.size
-        self.rows, self.kind = len(steps), steps[0].plan.packed_kind
+        self.rows, self.kind = len(steps), steps[0].kind
 
     def begin(self) -> None:
         """`PackedLayer.prepare` has begun."""
 
     def end(self, result: int) -> None:
-        """See `PreparedStep`."""
-        self._layer.note(result)
+        """See `PreparedStep`. If the program did not make it, `PackedLayer.run` may have."""
+        if result != NOT_MADE:
+            self._layer.note(result)

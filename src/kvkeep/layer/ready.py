@@ -8,13 +8,11 @@ from kvkeep.layer.plan import BEGUN, DONE, FAILED, RUNNING, StepPlan
 
 if TYPE_CHECKING:
     from kvkeep.layer.layer import LayerCache
+    from kvkeep.layer.step import StepInputs
 
 NOT_MADE = -1
-
-
-def state_after(result: int) -> int:
-    """The state of a step whose call returned a KvStepResult, or was `NOT_MADE`."""
-    return {0: DONE, FAILED: RUNNING}.get(result, BEGUN)
+_STATES = {0: DONE, FAILED: RUNNING}
+"""By the KvStepResult of a call; in all other cases nothing was changed."""
 
 
 def require_memory(result: int, steps: int) -> None:
@@ -53,20 +51,30 @@ class PreparedStep(Protocol):
 
 
 class Ready:
-    """The step of a layer. See `PreparedStep`."""
+    """The step of a layer. See `PreparedStep`.
 
-    def __init__(self, layer: LayerCache, plan: StepPlan) -> None:
-        self._layer, self._plan, self._begun = layer, plan, False
-        self.sequences, self.count = plan.sequences(), len(plan.parts)
+    Args:
+        token: the index of the layer's first row among the tokens of the call.
+        contest: a number that no other layer of the call has.
+    """
+
+    def __init__(self, layer: LayerCache, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
+        self._layer, self.plan, self._begun = layer, plan, False
+        self._place = token, contest
+        self.sequences, self.count = plan.sequences(*self._place), len(plan.parts)
         self.rows, self.kind = plan.out_shape[0], plan.packed_kind
+
+    def given(self, inputs: StepInputs) -> bytes:
+        """The packed KvSequences, if the caller has the inputs of the step."""
+        return self.plan.entered(self._layer, inputs, *self._place) or self.sequences
 
     def begin(self) -> None:
         """See `PreparedStep`."""
-        self._plan.take_turn(self._layer)
+        self.plan.take_turn(self._layer)
         self._begun = True
 
     def end(self, result: int) -> None:
         """See `PreparedStep`."""
         if self._begun:
             self._begun = False
-            self._plan.end(self._layer, state_after(result))
+            self.plan.end(self._layer, _STATES.get(result, BEGUN))
