@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -116,6 +118,18 @@ def test_inputs_that_prepared_steps_do_not_take(monkeypatch, noted):
     noted["python"] = 0
     both.feed([1, 1])
     assert noted["python"] == len(both.caches[0][0])
+
+
+@torch.no_grad()
+def test_a_step_keeps_no_sequence():
+    both = Both(hosts(), ["keep_all", "h2o:30"])
+    both.feed([5, 9])
+    for _ in range(2):
+        both.feed([1, 1])
+    left = [ref(layer) for cache in both.caches[1] for layer in cache.layers]
+    both.caches = []
+    gc.collect()
+    assert not any(layer() for layer in left)
 
 
 @torch.no_grad()

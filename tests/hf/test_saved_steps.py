@@ -111,6 +111,23 @@ def other_weight(model):
     model.model.norm.weight = nn.Parameter(torch.linspace(-1, 1, len(model.model.norm.weight)))
 
 
+def test_token_ids_of_any_layout(runs):
+    model = model_of()
+    with kvkeep.attach(model), torch.no_grad():
+        logits = []
+        for token in (
+            torch.tensor([[5]]),
+            torch.tensor([[5]], dtype=torch.int32),
+            torch.tensor([[1, 5]])[:, 1:],
+        ):
+            cache = kvkeep.Cache(model)
+            model(torch.arange(3, 9)[None], cache=cache)
+            logits.append(model(token, cache=cache).logits)
+        assert logits[0].equal(logits[1])
+        assert logits[0].equal(logits[2])
+    assert len(runs) == 3
+
+
 def test_not_by_a_model_whose_forward_was_replaced_before(runs):
     model = model_of()
     own = model.forward

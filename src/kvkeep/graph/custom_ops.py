@@ -136,21 +136,22 @@ class Ticket:
         with torch.inference_mode(False):
             self.number = torch.frombuffer(self._memory, dtype=torch.int64)
         self._address = self.number.data_ptr()
+        self._kept: PreparedStep | None = None  # to whose memory the ticket refers
         self.clear(0)
-        self._kept: PreparedStep | None = None
 
     def prepare(self, fed: int, step: PreparedStep | None) -> None:
         """Set how many columns are fed, and the step to make; None: Python makes it."""
         if step is None:
             self.clear(fed)
             return
-        self._kept = step  # the memory refers to it
+        self._kept = step
         records = address_of(step.sequences), step.count, step.rows, address_of(step.kind)
         _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *records, NOT_MADE)
 
     def clear(self, fed: int) -> None:
         """Set how many columns are fed; no step is prepared."""
         _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *[0] * 4, NOT_MADE)
+        self._kept = None
 
     @property
     def result(self) -> int:

@@ -142,8 +142,8 @@ def attach(
             the first step, for a minute or so, and that is kept on disk for later processes
             ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU its linear layers are
             kvkeep's. Attributes of modules must not be changed while the model is attached. None:
-            if an earlier process has compiled the steps of such a model; results differ from
-            uncompiled ones by rounding. False: never.
+            if an earlier process has compiled the steps of such a model, and it has no adapters of
+            PEFT's; results differ from uncompiled ones by rounding. False: never.
 
     Returns:
         A description of the attached model, which is also a context manager.
@@ -195,7 +195,9 @@ def attach(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
             f"itself, because {own}; attach it without compile=True"
         )
-    able = linears and not own and not recurrent and not odd_steps(text)
+    # PEFT's adapters may be switched while the model is attached.
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    able = linears and not own and not recurrent and not odd_steps(text) and not adapted
     compiled = bool(compile) or (compile is None and able and has_saved_steps(model))
     by_token = route_tokens(decoder) if recurrent else []
     if implementation is not None:

@@ -126,6 +126,7 @@ class CompiledSteps:
         changed, if there is no program for them."""
         # Tensors of inference mode would need a graph of their own.
         with torch.inference_mode(False), torch.no_grad():
+            given = {name: x.to(torch.int64).contiguous() for name, x in given.items()}
             place = len(given), len(given["input_ids"])
             step = self._step_at(place, given)
             if step is not None:
@@ -267,10 +268,10 @@ class Step:
         )
 
     def run(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Any:
-        """The model's output for token ids (B, 1), and positions; None, with nothing changed, while
-        another thread runs the program."""
+        """The model's output for contiguous token ids (B, 1), and positions, int64; None, with
+        nothing changed, while another thread runs the program."""
         tickets = cache.tickets
-        given = [own[x].contiguous() if x >= 0 else tickets[-1 - x].number for x in self._inputs]
+        given = [own[x] if x >= 0 else tickets[-1 - x].number for x in self._inputs]
         used = {layer: tickets[layer] for layer in self._layers}
         layers = cast(Sequence[PreparedLayer], cache.layers)
         found = self._program.run(given, used, layers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
@@ -55,13 +55,13 @@ class Inputs(NamedTuple):
         cache: Cache | RowsCache,
     ) -> Inputs | None:
         """Find them; None if the graph takes anything but token ids, positions, tickets and
-        weights."""
+        weights whose memory holds what they are."""
         found = cls([], [], [])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(cache.tickets)}
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
         asked = {id(x): index for index, x in enumerate(given)}
         for place, x in enumerate(inputs):
-            if id(x) in names:
+            if id(x) in names and type(x) in (Tensor, nn.Parameter):
                 found.places.append(place)
                 found.weights.append(names[id(x)])
             elif id(x) in asked:

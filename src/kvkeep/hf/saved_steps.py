@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
 from tempfile import mkdtemp
+from time import time
 from types import CodeType
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvkeep.home import home
 from kvkeep.version import __version__
 
 _MOST = 64  # files that are kept, those used last
+_DAY = 86400  # seconds
 _FORMAT = 1
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version"}
 _BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful"}
@@ -118,6 +120,10 @@ def _prune(place: Path) -> None:
         for about in found[_MOST:]:
             about.unlink(missing_ok=True)
             about.with_suffix(".pt2").unlink(missing_ok=True)
+        for file in place.glob("*.pt2"):  # of processes that ended before it was kept
+            alone = not file.with_suffix(".json").exists()
+            if alone and file.stat().st_mtime < time() - _DAY:
+                file.unlink(missing_ok=True)
 
 
 # -- the key -------------------------------------------------------------------------------------
