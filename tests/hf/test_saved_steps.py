@@ -227,3 +227,27 @@ def test_another_process(compiled):
     place = {"KVKEEP_STEPS": str(saved_steps.directory())}
     tests = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", _SECOND], check=True, cwd=tests, env=os.environ | place)
+
+
+def test_small_weights_are_no_constants():
+    """Torch's compiler makes constants of the values of weights with few elements."""
+    with torch.no_grad():
+        for scale in (1.0, 3.0):
+            model = tiny("qwen3", num_hidden_layers=1, head_dim=8)
+            model.model.layers[0].self_attn.q_norm.weight.fill_(scale)
+            with kvkeep.attach(model, compile=False):
+                expected = steps(model)
+            with kvkeep.attach(model, compile=True):
+                torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_weight_that_is_no_longer_tied():
+    plain = tiny("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    model = tiny("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    model.load_state_dict(plain.state_dict())
+    with kvkeep.attach(plain, compile=False), kvkeep.attach(model, compile=True):
+        for one in (plain, model):
+            steps(one, 1)
+            head = torch.linspace(-1, 1, one.lm_head.weight.numel())
+            one.lm_head.weight = nn.Parameter(head.view_as(one.lm_head.weight))
+        torch.testing.assert_close(steps(model), steps(plain), atol=1e-4, rtol=1e-4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, cast
@@ -47,44 +48,24 @@ class PreparedLayer(Protocol):
         """See `LayerCache.prepare`."""
 
 
-def weight_name(index: int) -> str:
-    """The name of a weight in a program."""
-    return f"weight{index}"
-
-
-def compile_package(
-    graph: GraphModule, inputs: Sequence[Tensor], weights: Sequence[int], path: Path
-) -> None:
+def compile_package(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
     """Compile a graph to a file.
 
     Args:
-        graph: takes `inputs`, whose shapes are those of all later runs.
-        weights: which of the inputs are weights, which `Package.bind` gives later.
+        graph: takes `inputs`, weights among them, whose shapes are those of all later runs. No
+            weight is a constant: torch would compile the values of small ones into the program.
         path: of the file, ending in .pt2.
     """
     connect()
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for index, place in enumerate(weights):
-        name, node = weight_name(index), places[place]
-        graph.register_buffer(name, inputs[place].detach())
-        with graph.graph.inserting_before(node):
-            held = graph.graph.get_attr(name)
-        held.meta.update(node.meta)
-        node.replace_all_uses_with(held)
-        graph.graph.erase_node(node)
-    graph.recompile()
-    bound = set(weights)
-    others = tuple(x for place, x in enumerate(inputs) if place not in bound)
     options = compiler_options() | {
         # Linear layers and attention have threads of kvkeep's. What is left is small, and code for
         # several threads would be for one number of them, and could not raise errors.
         "cpp.threads": 1,
         "aot_inductor.custom_ops_to_c_shims": SHIMS,
-        "aot_inductor.package_constants_in_so": False,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own use of its names
-        exported = torch.export.export(graph, others, strict=False)
+        exported = torch.export.export(graph, tuple(x.detach() for x in inputs), strict=False)
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=options
         )
@@ -95,22 +76,23 @@ class Package:
 
     Args:
         path: of the file.
+        places: of the weights among its inputs, ascending.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, places: Sequence[int]) -> None:
         connect()
         # Torch would compile tests of the processor's vectors, for a second.
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             self._program = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
-        self._wanted: list[str] = self._program.get_constant_fqns()
+        if self._program.get_constant_fqns():
+            raise RuntimeError(f"{path} holds weights")
+        self._places = places
+        self._weights: list[Tensor] = []
         self._busy = Lock()
 
     def bind(self, weights: Sequence[Tensor]) -> None:
-        """Let the program read these tensors where they lie. The caller keeps them."""
-        known = {weight_name(index): x.detach() for index, x in enumerate(weights)}
-        self._program.load_constants(
-            {name: known[name] for name in self._wanted}, check_full_update=True, user_managed=True
-        )
+        """Let the program read these tensors where they lie."""
+        self._weights = [x.detach() for x in weights]
 
     def run(
         self,
@@ -131,28 +113,28 @@ class Package:
         if not self._busy.acquire(blocking=False):
             return None
         ready: list[tuple[Ticket, PreparedStep]] = []
-        try:
+        with ExitStack() as ended:  # all of it, also if a step's end raises
+            ended.callback(self._busy.release)
             for place, ticket in tickets.items():
                 layer = layers[place]
                 step = layer.prepare()
                 ticket.prepare(layer.fed, step)
                 if step is not None:
                     ready.append((ticket, step))
-            for _, step in ready:
+            for ticket, step in ready:
+                ended.callback(_end, ticket, step)
                 step.begin()
             return self._call(given, ready)
-        finally:
-            for ticket, step in ready:
-                step.end(ticket.result)
-                ticket.prepare(0, None)
-            self._busy.release()
 
     def _call(
         self, given: Sequence[Tensor], ready: Sequence[tuple[Ticket, PreparedStep]]
     ) -> Sequence[Tensor]:
         raised()
         try:
-            return cast(Sequence[Tensor], self._program.loader.boxed_run([*given]))
+            inputs = [*given]
+            for place, weight in zip(self._places, self._weights, strict=True):
+                inputs.insert(place, weight)
+            return cast(Sequence[Tensor], self._program.loader.boxed_run(inputs))
         except RuntimeError:
             error = raised()
             if error is not None:
@@ -160,3 +142,9 @@ class Package:
             for ticket, step in ready:
                 require_memory(ticket.result, step.count)
             raise
+
+
+def _end(ticket: Ticket, step: PreparedStep) -> None:
+    result = ticket.result
+    ticket.prepare(0, None)
+    step.end(result)

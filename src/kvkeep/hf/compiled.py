@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, modeling_outputs
 
 from kvkeep.graph.custom_ops import Ticket
@@ -148,6 +149,7 @@ class CompiledSteps:
             if step.fits():
                 return step
             self._steps.clear()
+            self._compiler = None  # its graphs are of what the model was
         elif place in self._steps:  # looked for in vain
             return None
         self._steps[place] = step = self._load(given)
@@ -205,6 +207,7 @@ class Signature(NamedTuple):
 
     Args:
         weights: the names of the model's parameters and buffers that it reads.
+        places: where they are among its inputs, ascending.
         inputs: what else it takes, in order: the number of an argument, or -1 - layer for a
             layer's ticket.
         logits: which of its results are the logits.
@@ -212,6 +215,7 @@ class Signature(NamedTuple):
     """
 
     weights: Sequence[str]
+    places: Sequence[int]
     inputs: Sequence[int]
     logits: int
     output: str
@@ -221,26 +225,34 @@ class Step:
     """A program for the steps of a model."""
 
     def __init__(self, model: PreTrainedModel, program: Program, signature: Signature) -> None:
-        weights, inputs, self._logits, output = signature
+        weights, _, inputs, self._logits, output = signature
         self._model, self._program, self._inputs = model, program, inputs
         self._output = _output_class(model, output)
         fields: Sequence[str] = [*self._output.__dataclass_fields__]
         self._cache_field = next(name for name in NAMES if name in fields)
         self._layers = [-1 - x for x in inputs if x < 0]
-        owners = [_owner(model, name) for name in weights]
-        self._owners, self._names = [owner for owner, _ in owners], [name for _, name in owners]
-        self._weights = [owner[name] for owner, name in owners]
+        bound = [_owner(model, name) for name in weights]
+        # All of the model's, so that one which is no longer tied to another is noticed.
+        owned: list[tuple[dict[str, Any], str]] = [
+            (cast(dict[str, Any], owner), name)
+            for part in model.modules()
+            for owner in (part._parameters, part._buffers)
+            for name in owner
+            if owner[name] is not None
+        ]
+        self._owners, self._names = [owner for owner, _ in owned], [name for _, name in owned]
+        self._weights = [owner[name] for owner, name in owned]
         self._addresses = [*map(_ADDRESS, self._weights)]
         self._dtypes = [*map(_DTYPE, self._weights)]
         self._training, parts = model.training, [*model.modules()]
         self._hooks = [x for part in parts for x in (part._forward_hooks, part._forward_pre_hooks)]
-        self._hooked = [*map(len, self._hooks)]
+        self._hooked = [*map(tuple, self._hooks)]  # their numbers, which none has twice
         self._own = [vars(part) for part in parts]
         self._forwards = [own.get("forward") for own in self._own]
         places = [(part._modules, name) for part in parts for name in part._modules]
         self._parents, self._part_names = [x for x, _ in places], [name for _, name in places]
         self._parts = [x[name] for x, name in places]
-        program.bind(self._weights)
+        program.bind([owner[name] for owner, name in bound])
 
     @classmethod
     def loaded(
@@ -248,7 +260,8 @@ class Step:
     ) -> Step | None:
         """The step of a file; None if it cannot be loaded here."""
         try:
-            return cls(model, Package(file), Signature(**description))
+            signature = Signature(**description)
+            return cls(model, Package(file, signature.places), signature)
         except (RuntimeError, OSError, TypeError, AttributeError, KeyError):
             return None
 
@@ -259,7 +272,9 @@ class Step:
         return (
             self._model.training is self._training
             and not torch.is_autocast_enabled(self._model.device.type)
-            and list(map(len, self._hooks)) == self._hooked
+            and not torch_module._global_forward_hooks
+            and not torch_module._global_forward_pre_hooks
+            and list(map(tuple, self._hooks)) == self._hooked
             and all(map(is_, map(_FORWARD, self._own), self._forwards))
             and all(map(is_, map(dict.get, self._parents, self._part_names), self._parts))
             and all(map(is_, map(dict.get, self._owners, self._names), held))
@@ -283,6 +298,8 @@ class Step:
 def is_plain(model: PreTrainedModel) -> bool:
     """Whether a model's forward follows from its modules' classes and attributes: nobody but kvkeep
     has hooked a module or replaced its forward."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, CompiledSteps):

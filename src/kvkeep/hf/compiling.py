@@ -167,8 +167,8 @@ class Compiler:
             return None
         file = saved_steps.new_file(self._name())
         try:
-            compile_package(copied(graph), inputs, known.places, file)
-            return Package(file), file
+            compile_package(copied(graph), inputs, file)
+            return Package(file, known.places), file
         except Exception:  # of many kinds, and the graph can still run in this process
             _log.debug("a step of %s is no program", type(model).__name__, exc_info=True)
             file.unlink(missing_ok=True)
@@ -215,7 +215,8 @@ class Compiler:
         if not places:
             return None
         weights, others = ran.inputs.weights, ran.inputs.others
-        signature = Signature(weights, others, places[0], type(out).__name__)
+        about = places[0], type(out).__name__
+        signature = Signature(weights, ran.inputs.places, others, *about)
         if ran.file is not None:
             saved_steps.keep(ran.file, self._name(), signature._asdict())
         return Step(self._model, ran.program, signature)

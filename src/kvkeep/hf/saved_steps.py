@@ -28,7 +28,7 @@ from kvkeep.version import __version__
 
 _MOST = 64  # files that are kept, those used last
 _DAY = 86400  # seconds
-_FORMAT = 1
+_FORMAT = 2
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version"}
 _BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful"}
 """What a config, and what a module, has that no step depends on."""
@@ -133,9 +133,11 @@ def key_of(model: PreTrainedModel) -> str:
     """A digest of all that a compiled step of a model depends on: versions, the processor, config,
     and what its modules and weights are, but not the values of weights."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED}
+    first: dict[int, str] = {}  # the name of each weight, by which those tied to it are known
     weights = [
-        (name, [*x.shape], [*x.stride()], str(x.dtype))
-        for name, x in (*model.named_parameters(), *model.named_buffers())
+        (name, first.setdefault(id(x), name), str(type(x)), [*x.shape], [*x.stride()], str(x.dtype))
+        for named in (model.named_parameters, model.named_buffers)
+        for name, x in named(remove_duplicate=False)
     ]
     kinds = {kind: _digest_of(kind) for kind in {type(module) for module in model.modules()}}
     modules = [
@@ -152,7 +154,7 @@ def key_of(model: PreTrainedModel) -> str:
 def _versions() -> list[str]:
     # A version of kvkeep that is being developed changes without its number.
     source = hashlib.sha256()
-    for part in ("graph", "hf", "attention"):
+    for part in ("graph", "hf", "attention", "."):
         for file in sorted((Path(__file__).parent.parent / part).glob("*.py")):
             source.update(file.read_bytes())
     versions = (__version__, torch.__version__, transformers.__version__)
@@ -202,7 +204,7 @@ def _settings(owned: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
-        return all(isinstance(x, str | int) for x in value) and _all_plain(value.values())
+        return all(isinstance(x, str) for x in value) and _all_plain(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return _all_plain(value)
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
