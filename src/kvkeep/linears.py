@@ -207,12 +207,6 @@ class Weights:
         multiply(self._arguments(x, out))
         return out
 
-    def arguments(self, x: Tensor, out: Tensor) -> Arguments | None:
-        """What lets `multiply` write the product of x to `out`, as often as it is called, while
-        torch's number of threads stays; None if the kernel does not read x as it lies. The caller
-        keeps the tensors."""
-        return self._arguments(x, out) if self._takes(x) and x.is_contiguous() else None
-
     def _takes(self, x: Tensor) -> bool:
         inputs = self._inputs
         return (

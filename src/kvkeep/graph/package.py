@@ -76,23 +76,16 @@ class Package:
 
     Args:
         path: of the file.
-        places: of the weights among its inputs, ascending.
     """
 
-    def __init__(self, path: Path, places: Sequence[int]) -> None:
+    def __init__(self, path: Path) -> None:
         connect()
         # Torch would compile tests of the processor's vectors, for a second.
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             self._program = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
         if self._program.get_constant_fqns():
             raise RuntimeError(f"{path} holds weights")
-        self._places = places
-        self._weights: list[Tensor] = []
         self._busy = Lock()
-
-    def bind(self, weights: Sequence[Tensor]) -> None:
-        """Let the program read these tensors where they lie."""
-        self._weights = [x.detach() for x in weights]
 
     def run(
         self,
@@ -103,7 +96,7 @@ class Package:
         """The program's results; None, with nothing changed, while another thread runs it.
 
         Args:
-            given: its inputs, in order.
+            given: all its inputs, in order.
             tickets: by the layer, those among the inputs.
             layers: the layers.
 
@@ -131,10 +124,7 @@ class Package:
     ) -> Sequence[Tensor]:
         raised()
         try:
-            inputs = [*given]
-            for place, weight in zip(self._places, self._weights, strict=True):
-                inputs.insert(place, weight)
-            return cast(Sequence[Tensor], self._program.loader.boxed_run(inputs))
+            return cast(Sequence[Tensor], self._program.loader.boxed_run([*given]))
         except RuntimeError:
             error = raised()
             if error is not None:
@@ -146,5 +136,5 @@ class Package:
 
 def _end(ticket: Ticket, step: PreparedStep) -> None:
     result = ticket.result
-    ticket.prepare(0, None)
+    ticket.clear(0)
     step.end(result)

@@ -190,9 +190,6 @@ class CompiledSteps:
 class Program(Protocol):
     """What computes a step: see `kvkeep.graph.package.Package`."""
 
-    def bind(self, weights: Sequence[Tensor]) -> None:
-        """Use these weights from now on."""
-
     def run(
         self,
         given: Sequence[Tensor],
@@ -225,8 +222,9 @@ class Step:
     """A program for the steps of a model."""
 
     def __init__(self, model: PreTrainedModel, program: Program, signature: Signature) -> None:
-        weights, _, inputs, self._logits, output = signature
+        weights, places, inputs, self._logits, output = signature
         self._model, self._program, self._inputs = model, program, inputs
+        self._given: list[Any] = [None] * (len(weights) + len(inputs))
         self._output = _output_class(model, output)
         fields: Sequence[str] = [*self._output.__dataclass_fields__]
         self._cache_field = next(name for name in NAMES if name in fields)
@@ -249,10 +247,12 @@ class Step:
         self._hooked = [*map(tuple, self._hooks)]  # their numbers, which none has twice
         self._own = [vars(part) for part in parts]
         self._forwards = [own.get("forward") for own in self._own]
-        places = [(part._modules, name) for part in parts for name in part._modules]
-        self._parents, self._part_names = [x for x, _ in places], [name for _, name in places]
-        self._parts = [x[name] for x, name in places]
-        program.bind([owner[name] for owner, name in bound])
+        inner = [(part._modules, name) for part in parts for name in part._modules]
+        self._parents, self._part_names = [x for x, _ in inner], [name for _, name in inner]
+        self._parts = [x[name] for x, name in inner]
+        for place, (owner, name) in zip(places, bound, strict=True):
+            self._given[place] = owner[name].detach()
+        self._free = [place for place, x in enumerate(self._given) if x is None]
 
     @classmethod
     def loaded(
@@ -260,8 +260,7 @@ class Step:
     ) -> Step | None:
         """The step of a file; None if it cannot be loaded here."""
         try:
-            signature = Signature(**description)
-            return cls(model, Package(file, signature.places), signature)
+            return cls(model, Package(file), Signature(**description))
         except (RuntimeError, OSError, TypeError, AttributeError, KeyError):
             return None
 
@@ -286,7 +285,9 @@ class Step:
         """The model's output for contiguous token ids (B, 1), and positions, int64; None, with
         nothing changed, while another thread runs the program."""
         tickets = cache.tickets
-        given = [own[x] if x >= 0 else tickets[-1 - x].number for x in self._inputs]
+        given = self._given.copy()
+        for place, x in zip(self._free, self._inputs, strict=True):
+            given[place] = own[x] if x >= 0 else tickets[-1 - x].number
         used = {layer: tickets[layer] for layer in self._layers}
         layers = cast(Sequence[PreparedLayer], cache.layers)
         found = self._program.run(given, used, layers)

@@ -168,7 +168,7 @@ class Compiler:
         file = saved_steps.new_file(self._name())
         try:
             compile_package(copied(graph), inputs, file)
-            return Package(file, known.places), file
+            return Package(file), file
         except Exception:  # of many kinds, and the graph can still run in this process
             _log.debug("a step of %s is no program", type(model).__name__, exc_info=True)
             file.unlink(missing_ok=True)
@@ -183,11 +183,9 @@ class Compiler:
             known = self._inputs(given)
             assert known is not None
             assert self._cache is not None
-            package.bind([given[place] for place in known.places])
-            bound, tickets = {*known.places}, self._cache.tickets
+            tickets = self._cache.tickets
             used = {-1 - x: tickets[-1 - x] for x in known.others if x < 0}
-            others = [x for place, x in enumerate(given) if place not in bound]
-            found = package.run(others, used, self._cache.layers)
+            found = package.run([x.detach() for x in given], used, self._cache.layers)
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
             self._ran = Run(package, known, found, file if file.exists() else None)
@@ -201,7 +199,7 @@ class Compiler:
         def run(*given: Any) -> Any:
             found, known = lowered(*given), self._inputs(given)
             if known is not None:
-                self._ran = Run(_Function(lowered, known.places), known, found, None)
+                self._ran = Run(_Function(lowered), known, found, None)
             return found
 
         return run
@@ -238,13 +236,8 @@ class Compiler:
 class _Function:
     """A graph that torch has compiled for this process only. See `Program`."""
 
-    def __init__(self, function: Callable[..., Any], places: Sequence[int]) -> None:
-        self._function, self._places = function, places
-        self._weights: Sequence[Tensor] = ()
-
-    def bind(self, weights: Sequence[Tensor]) -> None:
-        """See `Program`."""
-        self._weights = weights
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
     def run(
         self,
@@ -253,10 +246,7 @@ class _Function:
         layers: Sequence[PreparedLayer],
     ) -> Sequence[Tensor]:
         """See `Program`."""
-        inputs = [*given]
-        for place, weight in zip(self._places, self._weights, strict=True):
-            inputs.insert(place, weight)
-        found: Sequence[Tensor] = self._function(*inputs)
+        found: Sequence[Tensor] = self._function(*given)
         return found
 
 
