@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 12;
+constexpr int KV_ABI = 13;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -222,7 +222,12 @@ struct KvSequence {
     const float* given;        // (rows, heads), for KV_ENTER_GIVEN; or null
 };
 
-enum KvStepResult : int { KV_STEP_DONE = 0, KV_STEP_FAILED = 1, KV_STEP_UNLIKE = 2 };
+enum KvStepResult : int {
+    KV_STEP_DONE = 0,
+    KV_STEP_FAILED = 1,
+    KV_STEP_UNLIKE = 2,
+    KV_STEP_RAISED = 3,  // of a program's step alone
+};
 
 // Makes `count` steps: each frees a slot if asked to, writes its tokens to the slots after those in
 // use, attends, learns, and frees slots. Several steps have one row each, and their calls the same
@@ -265,9 +270,14 @@ struct KvTorch {
     int32_t (*type)(KvAtenTensor*, int32_t*);
     int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t type,
                              int32_t device, int32_t index, KvAtenTensor**);
+    int32_t (*drop)(KvAtenTensor*);
     int32_t (*threads)(uint32_t*);
-    int32_t (*step)(const struct KvTracedStep*);  // makes a step that is not prepared
+    int32_t (*step)(const struct KvTracedStep*);  // makes a step that is not prepared: KV_MADE, or
+                                                  // any other number if it raised
 };
+
+// Not 0, which Python returns if an interrupt came before its first instruction.
+constexpr int32_t KV_MADE = 1;
 
 KV_PUBLIC void kv_use_torch(const KvTorch* torch);
 
@@ -307,7 +317,8 @@ struct KvTicket {
     int64_t count;                // 0: none is prepared
     int64_t rows;                 // how many it has; rows behind them are spare, and become 0
     const KvKind* kind;
-    int64_t result;               // of the prepared step: KvStepResult, or -1 if it was not made
+    int64_t result;               // of the prepared step: KvStepResult, or -1 if it was not made;
+                                  // KV_STEP_RAISED if one that was not prepared raised
 };
 
 // The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".

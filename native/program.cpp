@@ -1,7 +1,6 @@
 // kvkeep's operators as programs call them that torch's AOTInductor has compiled. The signatures are
 // those that it derives from the operators' schemas (kvkeep.graph.shims).
 #include <cstring>
-#include <initializer_list>
 #include <new>
 #include <vector>
 
@@ -39,13 +38,49 @@ bool describe_optional(KvAtenTensor** given, KvTensor& x) {
     return !given || !*given || describe(*given, x);
 }
 
-// A new contiguous tensor.
-bool make(std::initializer_list<int64_t> sizes, int32_t type, KvAtenTensor** out, KvTensor& x) {
-    std::vector<int64_t> strides(sizes.size());
-    int64_t stride = 1;
-    for (size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
-    return !torch.empty_strided((int64_t)sizes.size(), sizes.begin(), strides.data(), type, CPU, 0, out) &&
-           describe(*out, x);
+// The result of an operator: a new contiguous tensor, which is deleted again unless it is given.
+class Result {
+  public:
+    Result(const std::vector<int64_t>& sizes, int64_t type) {
+        std::vector<int64_t> strides(sizes.size());
+        int64_t stride = 1;
+        for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+        if (torch.empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(), (int32_t)type, CPU, 0,
+                                &made))
+            made = nullptr;
+        else
+            described = describe(made, tensor);
+    }
+    Result(const Result&) = delete;
+    ~Result() {
+        if (made) torch.drop(made);
+    }
+    bool ok() const { return described; }
+    int32_t give(KvAtenTensor** out) {
+        *out = made;
+        made = nullptr;
+        return DONE;
+    }
+    KvTensor tensor = {};
+
+  private:
+    KvAtenTensor* made = nullptr;
+    bool described = false;
+};
+
+// The elements of x side by side: its own memory, or `copy`.
+const void* contiguous(const KvTensor& x, int64_t size, std::vector<char>& copy) {
+    int64_t count = 1;
+    bool dense = true;
+    for (int64_t i = x.dim; i-- > 0; count *= x.sizes[i]) dense &= x.sizes[i] == 1 || x.strides[i] == count;
+    if (dense) return x.data;
+    copy.resize(count * size);
+    for (int64_t n = 0; n < count; ++n) {
+        int64_t from = 0, rest = n;
+        for (int64_t i = x.dim; i-- > 0; rest /= x.sizes[i]) from += rest % x.sizes[i] * x.strides[i];
+        memcpy(copy.data() + n * size, (const char*)x.data + from * size, size);
+    }
+    return copy.data();
 }
 
 KvTicket* ticket_of(KvAtenTensor* given) {
@@ -97,27 +132,31 @@ void kv_use_torch(const KvTorch* given) { torch = *given; }
 
 extern "C" {
 
-KV_PUBLIC int32_t aoti_torch_cpu_fed(KvAtenTensor* of, KvAtenTensor** out) {
-    KvTensor x;
+KV_PUBLIC int32_t aoti_torch_cpu_fed(KvAtenTensor* of, KvAtenTensor** out) try {
     const KvTicket* ticket = ticket_of(of);
-    if (!ticket || !make({}, INT64, out, x)) return FAILED;
-    *(int64_t*)x.data = ticket->fed;
-    return DONE;
+    Result result({}, INT64);
+    if (!ticket || !result.ok()) return FAILED;
+    *(int64_t*)result.tensor.data = ticket->fed;
+    return result.give(out);
+} catch (const std::bad_alloc&) {
+    return FAILED;
 }
 
 KV_PUBLIC int32_t aoti_torch_cpu_next_positions(KvAtenTensor* of, int64_t n, KvAtenTensor** real,
-                                                int32_t, int32_t, KvAtenTensor** out) {
-    KvTensor x;
+                                                int32_t, int32_t, KvAtenTensor** out) try {
     const KvTicket* ticket = ticket_of(of);
-    if (!ticket || (real && *real) || !make({1, n}, INT32, out, x)) return FAILED;
-    for (int64_t i = 0; i < n; ++i) ((int32_t*)x.data)[i] = (int32_t)(ticket->fed + i);
-    return DONE;
+    Result result({1, n}, INT32);
+    if (!ticket || (real && *real) || !result.ok()) return FAILED;
+    for (int64_t i = 0; i < n; ++i) ((int32_t*)result.tensor.data)[i] = (int32_t)(ticket->fed + i);
+    return result.give(out);
+} catch (const std::bad_alloc&) {
+    return FAILED;
 }
 
 KV_PUBLIC int32_t aoti_torch_cpu_step(KvAtenTensor* of, KvAtenTensor* q, KvAtenTensor* k,
                                       KvAtenTensor* v, KvAtenTensor* position, double scale,
                                       double* softcap, KvAtenTensor** sinks, KvAtenTensor** until,
-                                      KvAtenTensor** out) {
+                                      KvAtenTensor** out) try {
     KvTracedStep step;
     KvTicket* ticket = ticket_of(of);
     if (!ticket || !describe(q, step.q) || !describe(k, step.k) || !describe(v, step.v) ||
@@ -125,22 +164,30 @@ KV_PUBLIC int32_t aoti_torch_cpu_step(KvAtenTensor* of, KvAtenTensor* q, KvAtenT
         !describe_optional(until, step.until))
         return FAILED;
     const int64_t* sizes = step.q.sizes;
-    if (!make({sizes[0], sizes[1], sizes[2], step.v.sizes[3]}, (int32_t)step.q.type, out, step.out))
-        return FAILED;
+    Result result({sizes[0], sizes[1], sizes[2], step.v.sizes[3]}, step.q.type);
+    if (!result.ok()) return FAILED;
+    step.out = result.tensor;
     step.number = ticket->number;
     step.scale = scale, step.softcap = softcap ? *softcap : 0;
-    if (ticket->self != ticket || !ticket->count || !fits(step, *ticket)) return torch.step(&step);
+    if (ticket->self != ticket || !ticket->count || !fits(step, *ticket)) {
+        if (torch.step(&step) == KV_MADE) return result.give(out);
+        ticket->result = KV_STEP_RAISED;
+        return FAILED;
+    }
     ticket->result = run_prepared(step, *ticket);
-    return ticket->result;
+    return ticket->result == KV_STEP_DONE ? result.give(out) : FAILED;
+} catch (const std::bad_alloc&) {
+    return FAILED;
 }
 
 KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** weights, int64_t count,
                                          KvAtenTensor*** biases, int64_t, KvAtenTensor** out) try {
-    KvTensor x, result;
+    KvTensor x;
     uint32_t threads = 1;
-    if (!describe(input, x) || torch.threads(&threads)) return FAILED;
+    if (!describe(input, x) || torch.threads(&threads) || type_of(x.type) < 0 || !x.dim || !count)
+        return FAILED;
     std::vector<KvLinear> linears;
-    int64_t outputs = 0, numbers = 1, dense = 1;
+    int64_t outputs = 0, rows = 1;
     for (int64_t i = 0; i < count; ++i) {
         KvTensor weight, bias;
         if (!describe(weights[i], weight) || !describe_optional(biases[i], bias)) return FAILED;
@@ -148,19 +195,16 @@ KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** wei
                            weight.sizes[0], weight.strides[0], threads});
         outputs += weight.sizes[0];
     }
-    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim), strides(x.dim);
+    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim);
     sizes.back() = outputs;
-    for (int64_t i = x.dim; i-- > 0;) {
-        strides[i] = i + 1 == x.dim ? 1 : strides[i + 1] * sizes[i + 1];
-        if (x.sizes[i] > 1 && x.strides[i] != numbers) dense = 0;
-        numbers *= x.sizes[i];
-    }
-    if (!dense || type_of(x.type) < 0 || linears.empty()) return FAILED;
-    if (torch.empty_strided(x.dim, sizes.data(), strides.data(), (int32_t)x.type, CPU, 0, out) ||
-        !describe(*out, result))
-        return FAILED;
+    for (int64_t i = 0; i + 1 < x.dim; ++i) rows *= x.sizes[i];
+    std::vector<char> copy;
+    const void* tokens = contiguous(x, x.type == FLOAT32 ? 4 : 2, copy);
+    Result result(sizes, x.type);
     const int64_t inputs = x.sizes[x.dim - 1];
-    return kv_linear(linears.data(), count, x.data, inputs, numbers / inputs, result.data);
+    if (!result.ok() || kv_linear(linears.data(), count, tokens, inputs, rows, result.tensor.data))
+        return FAILED;
+    return result.give(out);
 } catch (const std::bad_alloc&) {
     return FAILED;
 }

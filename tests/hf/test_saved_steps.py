@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+from ctypes import c_int32, c_void_p
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.tiny_models import tiny
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 import kvkeep
 from kvkeep import native_library
+from kvkeep.graph import linear_op, shims
 from kvkeep.graph.package import Package
 from kvkeep.hf import saved_steps
 from kvkeep.hf.compiling import Compiler
+from kvkeep.hf.model_state import ModelState
 
 pytestmark = [
     pytest.mark.skipif(not native_library.available, reason=native_library.reason),
@@ -111,6 +117,47 @@ def other_weight(model):
     model.model.norm.weight = nn.Parameter(torch.linspace(-1, 1, len(model.model.norm.weight)))
 
 
+def other_helper(model, patch):
+    own = modeling_llama.apply_rotary_pos_emb
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *given: own(*given))
+
+
+def other_method(model, patch):
+    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: x * 2)
+
+
+def other_function(model, patch):
+    model.model.norm.of_mine = torch.nn.functional.relu
+
+
+def other_object(model, patch):
+    model.model.norm.of_mine = SimpleNamespace(scale=0.5)
+
+
+def other_scale(model, patch):
+    model.model.layers[0].self_attn.scaling = 0.1
+
+
+@pytest.mark.parametrize("change", [other_helper, other_method, other_function, other_object])
+def test_other_code_has_another_key(change, monkeypatch):
+    before = ModelState(model_of()).key()
+    model = model_of()
+    assert ModelState(model).key() == before
+    change(model, monkeypatch)
+    assert ModelState(model).key() != before
+
+
+@pytest.mark.parametrize("change", [other_helper, other_method, other_scale])
+def test_other_code_is_noticed(runs, change, monkeypatch):
+    model = model_of()
+    with kvkeep.attach(model):
+        steps(model, 1)
+        assert len(runs) == 1
+        change(model, monkeypatch)
+        steps(model, 1)
+    assert len(runs) == 1
+
+
 def test_token_ids_of_any_layout(runs):
     model = model_of()
     with kvkeep.attach(model), torch.no_grad():
@@ -154,7 +201,7 @@ def test_changes_while_attached_are_noticed(runs, change):
 
 def test_damaged_files_are_left_alone(runs):
     place = saved_steps.directory()
-    name = saved_steps.name_of(model_of(), ["input_ids"], 1)
+    name = saved_steps.name_of(ModelState(model_of()).key(), ["input_ids"], 1)
     file, about = place / f"{name}.pt2", place / f"{name}.json"
     content, described = file.read_bytes(), about.read_text()
     other = json.loads(described) | {"inputs": 3}
@@ -178,13 +225,14 @@ def test_damaged_files_are_left_alone(runs):
 
 
 def test_only_so_many_are_kept(monkeypatch, tmp_path):
+    program = tmp_path / "step"
     monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
     monkeypatch.setattr(saved_steps, "_MOST", 3)
     for number in range(5):
-        file = saved_steps.new_file(str(number))
-        file.write_bytes(b"program")
-        saved_steps.keep(file, str(number), {"logits": 0})
+        program.write_bytes(b"program")
+        saved_steps.keep(program, str(number), {"logits": 0})
         os.utime(tmp_path / f"{number}.json", (number, number))
+    program.unlink()
     assert {x.name for x in tmp_path.iterdir()} == {
         f"{number}.{kind}" for number in (2, 3, 4) for kind in ("json", "pt2")
     }
@@ -251,3 +299,49 @@ def test_a_weight_that_is_no_longer_tied():
             head = torch.linspace(-1, 1, one.lm_head.weight.numel())
             one.lm_head.weight = nn.Parameter(head.view_as(one.lm_head.weight))
         torch.testing.assert_close(steps(model), steps(plain), atol=1e-4, rtol=1e-4)
+
+
+class Twisted(nn.Module):
+    """Its linear layer is given an input whose elements do not lie side by side."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        twisted = torch.stack([x, x + 1], dim=-1)
+        return self.inner(twisted[..., 0])
+
+
+def test_a_linear_layer_with_a_strided_input(monkeypatch):
+    monkeypatch.setattr(linear_op, "FEWEST_BYTES", 0)
+    model = model_of()
+    model.lm_head = Twisted(model.lm_head)
+    with kvkeep.attach(model, compile=False):
+        expected = steps(model)
+    with kvkeep.attach(model, compile=True):
+        torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_float64():
+    model = model_of().double()
+    with kvkeep.attach(model, compile=False):
+        expected = steps(model)
+    with kvkeep.attach(model, compile=True):
+        torch.testing.assert_close(steps(model), expected)
+
+
+def test_an_interrupt_before_the_first_instruction_of_a_step(compiled, monkeypatch):
+    """Python returns 0 then, and has no error to note."""
+    model = model_of()
+    monkeypatch.setattr(shims, "_called_step", ctypes.CFUNCTYPE(c_int32, c_void_p)(lambda at: 0))
+    with kvkeep.attach(model, "h2o:8"), torch.no_grad():
+        cache = kvkeep.Cache(model, "h2o:8")
+        model(torch.arange(3, 9)[None], cache=cache)
+        shims.connect.__wrapped__()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.tensor([[5]]), cache=cache, attention_mask=torch.ones(1, 7))
+        finally:
+            monkeypatch.undo()
+            shims.connect.__wrapped__()

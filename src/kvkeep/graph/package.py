@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.shims import SHIMS, connect, raised
-from kvkeep.layer.ready import PreparedStep, require_memory
+from kvkeep.layer.ready import RAISED, PreparedStep, require_memory
 
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -117,21 +117,15 @@ class Package:
             for ticket, step in ready:
                 ended.callback(_end, ticket, step)
                 step.begin()
-            return self._call(given, ready)
-
-    def _call(
-        self, given: Sequence[Tensor], ready: Sequence[tuple[Ticket, PreparedStep]]
-    ) -> Sequence[Tensor]:
-        raised()
-        try:
-            return cast(Sequence[Tensor], self._program.loader.boxed_run([*given]))
-        except RuntimeError:
-            error = raised()
-            if error is not None:
-                raise error from None
-            for ticket, step in ready:
-                require_memory(ticket.result, step.count)
-            raise
+            raised()
+            try:
+                return cast(Sequence[Tensor], self._program.loader.boxed_run([*given]))
+            except RuntimeError:
+                if any(ticket.result == RAISED for ticket in tickets.values()):
+                    raise raised() or KeyboardInterrupt() from None
+                for ticket, step in ready:
+                    require_memory(ticket.result, step.count)
+                raise
 
 
 def _end(ticket: Ticket, step: PreparedStep) -> None:

@@ -46,12 +46,18 @@ _FUNCTIONS = (
     "aoti_torch_get_strides",
     "aoti_torch_get_dtype",
     "aoti_torch_empty_strided",
+    "aoti_torch_delete_tensor_object",
     "torch_get_num_threads",
 )
 """The functions of torch in KvTorch of native/abi.h."""
 
-_DTYPES = {3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
-_TORCH, _TENSOR, _TRACED = Struct("=8q"), Struct("=5q"), Struct("=q280s2d")
+_DTYPES = {
+    **{3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 7: torch.float64},
+    15: torch.bfloat16,
+}
+"""By torch's ScalarType: the types that steps may have."""
+_MADE = 1  # KV_MADE of native/abi.h
+_TORCH, _TENSOR, _TRACED = Struct("=9q"), Struct("=5q"), Struct("=q280s2d")
 _raised = local()
 
 
@@ -66,21 +72,21 @@ def connect() -> None:
 
 
 def raised() -> BaseException | None:
-    """The error of the last step that this thread made in Python for a program; None: it had
-    none."""
+    """The error of the last step that this thread made in Python for a program; None: there is
+    none, or an interrupt came outside of the code that notes it."""
     error: BaseException | None = getattr(_raised, "error", None)
     _raised.error = None
     return error
 
 
 def _step(address: int) -> int:
-    """Make a step that is not prepared: KvTracedStep -> 0, or 1 after an error."""
+    """Make a step that is not prepared: KvTracedStep -> `_MADE`, or 0 after an error."""
     try:
         _make_step(address)
     except BaseException as error:  # it cannot pass through the program
         _raised.error = error
-        return 1
-    return 0
+        return 0
+    return _MADE
 
 
 _called_step = ctypes.CFUNCTYPE(c_int32, c_void_p)(_step)

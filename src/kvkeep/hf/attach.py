@@ -18,7 +18,7 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
-from kvkeep.hf.compiled import CompiledSteps
+from kvkeep.hf.compiled import CompiledSteps, programs_of
 from kvkeep.hf.config import (
     ATTACHMENT,
     decoder_config,
@@ -43,7 +43,6 @@ from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
-from kvkeep.hf.saved_steps import exist as has_saved_steps
 from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.unserved import not_served, require_supplied
 from kvkeep.hf.weights import ask_for_weights
@@ -198,7 +197,7 @@ def attach(
     # PEFT's adapters may be switched while the model is attached.
     adapted = any(hasattr(module, "base_layer") for module in model.modules())
     able = linears and not own and not recurrent and not odd_steps(text) and not adapted
-    compiled = bool(compile) or (compile is None and able and has_saved_steps(model))
+    compiled = bool(compile) or (compile is None and able and bool(programs_of(model)))
     by_token = route_tokens(decoder) if recurrent else []
     if implementation is not None:
         route_attention(model, implementation)

@@ -10,6 +10,7 @@ import torch
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import saved_steps
 from kvkeep.hf.attach import attach, unwrapped
+from kvkeep.hf.compiled import programs_of
 from kvkeep.hf.host import TransformersHost
 from kvkeep.host.progress import Progress, silent
 
@@ -29,8 +30,7 @@ def compile_steps(model: Any, sequences: int = 1, progress: Progress = silent) -
     Raises:
         UnsupportedError: there is nowhere to keep programs, or the model cannot be one.
     """
-    place = saved_steps.directory()
-    if place is None:
+    if saved_steps.directory() is None:
         raise UnsupportedError(
             "compiled steps cannot be kept; let KVKEEP_STEPS name a directory that only you can "
             "write to"
@@ -44,7 +44,7 @@ def compile_steps(model: Any, sequences: int = 1, progress: Progress = silent) -
             host.forward(torch.zeros(1, count, dtype=torch.int64), cache)
         if sequences > 1:
             host.warm("keep_all", sequences, progress)
-        files = sorted(place.glob(f"{saved_steps.key_of(model)}-*.pt2"))
+        files = programs_of(model)
     if not files:
         raise UnsupportedError(
             f"the steps of {type(model).__name__} are compiled in each process anew: they depend "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, is_, methodcaller
 from pathlib import Path
 from sys import modules as imported
 from threading import Lock
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, modeling_outputs
 
 from kvkeep.graph.custom_ops import Ticket
@@ -26,6 +24,7 @@ from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import NAMES, cache_in
 from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.model_state import ModelState
 from kvkeep.hf.rows import NUMBERS, RowsCache
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host.packed import Packed
@@ -47,9 +46,6 @@ _KNOWN = frozenset(
 _EXTRAS = ("output_attentions", "output_hidden_states")
 _PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False)
 """Arguments that do not change what a step computes, by their values."""
-
-_ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
-_FORWARD = methodcaller("get", "forward")
 
 
 class CompiledSteps:
@@ -156,11 +152,9 @@ class CompiledSteps:
         return step
 
     def _load(self, given: Mapping[str, Tensor]) -> Step | None:
-        model = self._model
-        if not available or model.device.type != "cpu" or not is_plain(model):
-            return None
-        found = saved_steps.find(saved_steps.name_of(model, [*given], len(given["input_ids"])))
-        return None if found is None else Step.loaded(model, *found)
+        name = step_name(self._model, given)
+        found = None if name is None else saved_steps.find(name)
+        return None if found is None else Step.loaded(self._model, *found)
 
     def _fits(self, given: dict[str, Any], cache: Cache) -> bool:
         """Whether a call is a step that a program can compute."""
@@ -211,48 +205,32 @@ class Signature(NamedTuple):
         output: the name of the class of the model's output.
     """
 
-    weights: Sequence[str]
-    places: Sequence[int]
-    inputs: Sequence[int]
-    logits: int
-    output: str
+    weights: list[str]
+    places: list[int]
+    inputs: list[int]
+    logits: int = -1
+    output: str = ""
 
 
 class Step:
-    """A program for the steps of a model."""
+    """A program for the steps of a model.
+
+    Attributes:
+        fits: whether the model is what the step was made for.
+    """
 
     def __init__(self, model: PreTrainedModel, program: Program, signature: Signature) -> None:
-        weights, places, inputs, self._logits, output = signature
-        self._model, self._program, self._inputs = model, program, inputs
-        self._given: list[Any] = [None] * (len(weights) + len(inputs))
+        weights, places, self._inputs, self._logits, output = signature
+        self._program = program
+        self._given: list[Any] = [None] * (len(weights) + len(self._inputs))
         self._output = _output_class(model, output)
         fields: Sequence[str] = [*self._output.__dataclass_fields__]
         self._cache_field = next(name for name in NAMES if name in fields)
-        self._layers = [-1 - x for x in inputs if x < 0]
-        bound = [_owner(model, name) for name in weights]
-        # All of the model's, so that one which is no longer tied to another is noticed.
-        owned: list[tuple[dict[str, Any], str]] = [
-            (cast(dict[str, Any], owner), name)
-            for part in model.modules()
-            for owner in (part._parameters, part._buffers)
-            for name in owner
-            if owner[name] is not None
-        ]
-        self._owners, self._names = [owner for owner, _ in owned], [name for _, name in owned]
-        self._weights = [owner[name] for owner, name in owned]
-        self._addresses = [*map(_ADDRESS, self._weights)]
-        self._dtypes = [*map(_DTYPE, self._weights)]
-        self._training, parts = model.training, [*model.modules()]
-        self._hooks = [x for part in parts for x in (part._forward_hooks, part._forward_pre_hooks)]
-        self._hooked = [*map(tuple, self._hooks)]  # their numbers, which none has twice
-        self._own = [vars(part) for part in parts]
-        self._forwards = [own.get("forward") for own in self._own]
-        inner = [(part._modules, name) for part in parts for name in part._modules]
-        self._parents, self._part_names = [x for x, _ in inner], [name for _, name in inner]
-        self._parts = [x[name] for x, name in inner]
-        for place, (owner, name) in zip(places, bound, strict=True):
-            self._given[place] = owner[name].detach()
+        self._layers = [-1 - x for x in self._inputs if x < 0]
+        for place, name in zip(places, weights, strict=True):
+            self._given[place] = _weight(model, name).detach()
         self._free = [place for place, x in enumerate(self._given) if x is None]
+        self.fits: Callable[[], bool] = ModelState(model).unchanged
 
     @classmethod
     def loaded(
@@ -261,25 +239,8 @@ class Step:
         """The step of a file; None if it cannot be loaded here."""
         try:
             return cls(model, Package(file), Signature(**description))
-        except (RuntimeError, OSError, TypeError, AttributeError, KeyError):
+        except (RuntimeError, OSError, TypeError, AttributeError, KeyError, StopIteration):
             return None
-
-    def fits(self) -> bool:
-        """Whether the model has the weights, modules, hooks and mode that the step was made for."""
-        held = self._weights
-        # A few C calls for each weight: Python would take a twentieth of a step.
-        return (
-            self._model.training is self._training
-            and not torch.is_autocast_enabled(self._model.device.type)
-            and not torch_module._global_forward_hooks
-            and not torch_module._global_forward_pre_hooks
-            and list(map(tuple, self._hooks)) == self._hooked
-            and all(map(is_, map(_FORWARD, self._own), self._forwards))
-            and all(map(is_, map(dict.get, self._parents, self._part_names), self._parts))
-            and all(map(is_, map(dict.get, self._owners, self._names), held))
-            and list(map(_ADDRESS, held)) == self._addresses
-            and list(map(_DTYPE, held)) == self._dtypes
-        )
 
     def run(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Any:
         """The model's output for contiguous token ids (B, 1), and positions, int64; None, with
@@ -296,35 +257,30 @@ class Step:
         return self._output(logits=found[self._logits], **{self._cache_field: cache})
 
 
-def is_plain(model: PreTrainedModel) -> bool:
-    """Whether a model's forward follows from its modules' classes and attributes: nobody but kvkeep
-    has hooked a module or replaced its forward."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    for module in model.modules():
-        own = vars(module).get("forward")
-        if isinstance(own, CompiledSteps):
-            own = own.replaced
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        for call in hooks if own is None else (*hooks, own):
-            if not _is_ours(call):
-                return False
-    return not torch.is_autocast_enabled(model.device.type)
+def step_name(model: PreTrainedModel, given: Mapping[str, Tensor]) -> str | None:
+    """The name of the program of a step, by its arguments; None if there can be none."""
+    if not available or model.device.type != "cpu":
+        return None
+    key = ModelState(model).key()
+    return key and saved_steps.name_of(key, [*given], len(given["input_ids"]))
 
 
-def _is_ours(call: Any) -> bool:
-    defined = getattr(call, "__module__", None) or type(call).__module__
-    return defined.partition(".")[0] == "kvkeep"
+def programs_of(model: PreTrainedModel) -> list[Path]:
+    """The programs on disk for steps of a model."""
+    if not available or not saved_steps.files_of("*"):
+        return []
+    key = ModelState(model).key()
+    return [] if key is None else saved_steps.files_of(key)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The dictionary that has a parameter or buffer, and its name there."""
+def _weight(model: nn.Module, name: str) -> Tensor:
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     owner = module._parameters if last in module._parameters else module._buffers
-    if owner.get(last) is None:
+    found = owner[last]
+    if found is None:
         raise KeyError(name)
-    return cast(dict[str, Any], owner), last
+    return found
 
 
 def _output_class(model: PreTrainedModel, name: str) -> Any:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,9 @@ from kvkeep.graph.package import Package, PreparedLayer, compile_package, compil
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import NAMES, as_cache
-from kvkeep.hf.compiled import Program, Signature, Step, is_plain
+from kvkeep.hf.compiled import Program, Signature, Step, step_name
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.rows import RowsCache
-from kvkeep.native_library import available
 
 _MOST_GRAPHS = 32
 """Of a model: for each number of rows, and with its positions given or not."""
@@ -35,50 +35,12 @@ _MOST_GRAPHS = 32
 _log = logging.getLogger(__name__)
 
 
-class Inputs(NamedTuple):
-    """What the inputs of a graph are.
-
-    `places` are those of its weights, `weights` their names; `others` are the other inputs, see
-    `Signature`.
-    """
-
-    places: list[int]
-    weights: list[str]
-    others: list[int]
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        inputs: Sequence[Any],
-        given: Sequence[Tensor],
-        cache: Cache | RowsCache,
-    ) -> Inputs | None:
-        """Find them; None if the graph takes anything but token ids, positions, tickets and
-        weights whose memory holds what they are."""
-        found = cls([], [], [])
-        layers = {id(ticket.number): layer for layer, ticket in enumerate(cache.tickets)}
-        names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
-        asked = {id(x): index for index, x in enumerate(given)}
-        for place, x in enumerate(inputs):
-            if id(x) in names and type(x) in (Tensor, nn.Parameter):
-                found.places.append(place)
-                found.weights.append(names[id(x)])
-            elif id(x) in asked:
-                found.others.append(asked[id(x)])
-            elif id(x) in layers:
-                found.others.append(-1 - layers[id(x)])
-            else:
-                return None
-        return found if set(asked.values()) <= {*found.others} else None
-
-
 class Run(NamedTuple):
-    """A graph that has run: what computes it, its inputs, its results, and the file of its program
-    if that was compiled to one."""
+    """A graph that has run: what computes it, what it takes, its results, and the file of its
+    program if it is one."""
 
     program: Program
-    inputs: Inputs
+    signature: Signature
     found: Sequence[Any]
     file: Path | None
 
@@ -118,6 +80,7 @@ class Compiler:
             name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()
         }
         self._cache, self._ran = cache, None
+        self._directory = TemporaryDirectory(prefix="kvkeep-")
         try:
             with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
                 out = self._compiled(**self._given, **as_cache(self._model, cache), use_cache=True)
@@ -133,6 +96,7 @@ class Compiler:
             ) from error
         finally:
             self._given, self._cache, self._ran = {}, None, None
+            self._directory.cleanup()
             self._close()
 
     def _lower(self, graph: GraphModule, inputs: list[Any], **options: Any) -> Any:
@@ -145,78 +109,88 @@ class Compiler:
         def run(*given: Any) -> Any:
             nonlocal lowered
             if lowered is None:
-                packaged = self._package(graph, given)
-                lowered = (
-                    self._of_package(*packaged) if packaged else self._of_function(graph, given)
-                )
+                lowered = self._runs(graph, given)
                 self._advance(2)
             return lowered(*given)
 
         return run
 
-    def _inputs(self, inputs: Sequence[Any]) -> Inputs | None:
+    def _signature(self, inputs: Sequence[Any]) -> Signature | None:
+        """What a graph takes; None if that is anything but token ids, positions, tickets and
+        weights whose memory holds what they are."""
         assert self._cache is not None
-        if changing_ropes(self._model.config):
+        model = self._model
+        if changing_ropes(model.config):
             return None
-        return Inputs.of(self._model, inputs, [*self._given.values()], self._cache)
+        known = Signature([], [], [])
+        layers = {id(ticket.number): layer for layer, ticket in enumerate(self._cache.tickets)}
+        names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+        asked = {id(x): index for index, x in enumerate(self._given.values())}
+        for place, x in enumerate(inputs):
+            if id(x) in names and type(x) in (Tensor, nn.Parameter):
+                known.places.append(place)
+                known.weights.append(names[id(x)])
+            elif id(x) in asked:
+                known.inputs.append(asked[id(x)])
+            elif id(x) in layers:
+                known.inputs.append(-1 - layers[id(x)])
+            else:
+                return None
+        return known if set(asked.values()) <= {*known.inputs} else None
 
-    def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> tuple[Package, Path] | None:
-        """The graph as a program in a file; None: it cannot be one."""
-        model, known = self._model, self._inputs(inputs)
-        if known is None or not available or model.device.type != "cpu" or not is_plain(model):
+    def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> Package | None:
+        """The graph as a program, in a file; None: it cannot be one."""
+        if self._signature(inputs) is None or step_name(self._model, self._given) is None:
             return None
-        file = saved_steps.new_file(self._name())
         try:
-            compile_package(copied(graph), inputs, file)
-            return Package(file), file
+            compile_package(GraphModule(graph, deepcopy(graph.graph)), inputs, self._file)
+            return Package(self._file)
         except Exception:  # of many kinds, and the graph can still run in this process
-            _log.debug("a step of %s is no program", type(model).__name__, exc_info=True)
-            file.unlink(missing_ok=True)
+            kind = type(self._model).__name__
+            _log.debug("a step of %s is no program", kind, exc_info=True)
             return None
 
-    def _name(self) -> str:
-        given = self._given
-        return saved_steps.name_of(self._model, [*given], len(given["input_ids"]))
+    def _runs(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
+        package = self._package(graph, inputs)
+        program: Program
+        if package is None:
+            own: Any = compile_fx(graph, [*inputs], config_patches=compiler_options())
+            program = _Function(own)
+        else:
+            program = package
 
-    def _of_package(self, package: Package, file: Path) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            known = self._inputs(given)
-            assert known is not None
             assert self._cache is not None
-            tickets = self._cache.tickets
-            used = {-1 - x: tickets[-1 - x] for x in known.others if x < 0}
-            found = package.run([x.detach() for x in given], used, self._cache.layers)
+            signature, tickets = self._signature(given), self._cache.tickets
+            used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
+            detached = [x.detach() for x in given]
+            found = program.run(detached, used, cast(Any, self._cache.layers))
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
-            self._ran = Run(package, known, found, file if file.exists() else None)
+            if signature is not None:
+                file = self._file if package is not None and self._file.exists() else None
+                self._ran = Run(program, signature, found, file)
             return found
 
         return run
 
-    def _of_function(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        lowered: Any = compile_fx(graph, [*inputs], config_patches=compiler_options())
-
-        def run(*given: Any) -> Any:
-            found, known = lowered(*given), self._inputs(given)
-            if known is not None:
-                self._ran = Run(_Function(lowered), known, found, None)
-            return found
-
-        return run
+    @property
+    def _file(self) -> Path:
+        return Path(self._directory.name) / "step.pt2"
 
     def _learn(self, out: Any) -> Step | None:
-        """The step that has just run, kept on disk if it can be."""
+        """The step that has just run, kept on disk if it is a program."""
         ran = self._ran
         if ran is None or set(out) - {"logits", *NAMES}:
             return None
         places = [place for place, x in enumerate(ran.found) if x is out.logits]
         if not places:
             return None
-        weights, others = ran.inputs.weights, ran.inputs.others
-        about = places[0], type(out).__name__
-        signature = Signature(weights, ran.inputs.places, others, *about)
-        if ran.file is not None:
-            saved_steps.keep(ran.file, self._name(), signature._asdict())
+        signature = ran.signature._replace(logits=places[0], output=type(out).__name__)
+        name = None if ran.file is None else step_name(self._model, self._given)
+        if ran.file is not None and name is not None:
+            saved_steps.keep(ran.file, name, signature._asdict())
         return Step(self._model, ran.program, signature)
 
     def _advance(self, stage: int) -> None:
@@ -248,8 +222,3 @@ class _Function:
         """See `Program`."""
         found: Sequence[Tensor] = self._function(*given)
         return found
-
-
-def copied(graph: GraphModule) -> GraphModule:
-    """A copy of a graph, of the same tensors."""
-    return GraphModule(graph, deepcopy(graph.graph))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvkeep.layer.step import StepInputs
 
 NOT_MADE = -1
+RAISED = 3  # KV_STEP_RAISED of native/abi.h
 _STATES = {0: DONE, FAILED: RUNNING}
 """By the KvStepResult of a call; in all other cases nothing was changed."""
 
