@@ -12,7 +12,9 @@ from support.tiny_models import tiny
 
 import kvkeep
 import kvkeep.layer.step
+from kvkeep import native_library
 from kvkeep.errors import StateError
+from kvkeep.layer.ready import NOT_MADE
 from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
 
@@ -128,3 +130,16 @@ def test_what_a_second_thread_is_refused_changes_nothing(monkeypatch):
     cache.rewind(5)
     cache.reorder([0])
     assert [layer.length for layer in cache.layers] == [5, 5, 5]
+
+
+@pytest.mark.skipif(not native_library.available, reason=native_library.reason)
+def test_a_prepared_step_of_a_layer_that_has_changed_since():
+    layer = CacheSpec.parse("keep_all").layer()
+    layer.step(*chunk(5), scale=0.4)
+    layer.step(*chunk(), scale=0.4)
+    ready = layer.prepare()
+    layer.step(*chunk(), scale=0.4)
+    with pytest.raises(StateError, match="another thread"):
+        ready.begin()
+    ready.end(NOT_MADE)
+    layer.prepare().begin()  # its turn is free

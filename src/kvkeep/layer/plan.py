@@ -383,13 +383,16 @@ class StepPlan:
         given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
         self._first = planes[given][:, :, 0].float().contiguous()
 
-    def take_turn(self, layer: LayerCache) -> None:
+    def take_turn(self, layer: LayerCache, entries: int) -> None:
         """Begin a step that waits to be made. Until `end` the layer belongs to this thread.
 
+        Args:
+            entries: how often the layer's turn had been taken when the step was prepared.
+
         Raises:
-            StateError: another thread is changing the layer.
+            StateError: another thread is changing the layer, or has changed it since.
         """
-        layer.turn.__enter__()
+        layer.turn.continue_from(entries)
         layer._begun, layer._writing = (layer.past, self._mark), True
         layer._moving = self._changes or (self.drops or self.evicts) > 0
 

@@ -61,7 +61,7 @@ class Ready:
 
     def __init__(self, layer: LayerCache, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
         self._layer, self.plan, self._begun = layer, plan, False
-        self._place = token, contest
+        self._place, self._entries = (token, contest), layer.turn.entries
         self.sequences, self.count = plan.sequences(*self._place), len(plan.parts)
         self.rows, self.kind = plan.out_shape[0], plan.packed_kind
 
@@ -71,7 +71,7 @@ class Ready:
 
     def begin(self) -> None:
         """See `PreparedStep`."""
-        self.plan.take_turn(self._layer)
+        self.plan.take_turn(self._layer, self._entries)
         self._begun = True
 
     def end(self, result: int) -> None:

@@ -8,6 +8,11 @@ from typing import Any
 
 from kvkeep.errors import StateError
 
+_TAKEN = (
+    "another thread is changing this cache: a cache serves one thread at a time; give each thread "
+    "its own cache, such as a fork, or guard the cache with a lock"
+)
+
 
 class Turn:
     """A reentrant lock, held during a change. It never blocks: a second thread gets a StateError.
@@ -23,13 +28,16 @@ class Turn:
         self.entries = 0
 
     def __enter__(self) -> None:
-        if self._lock.acquire(False):
-            self.entries += 1
-        else:
-            raise StateError(
-                "another thread is changing this cache: a cache serves one thread at a time; give "
-                "each thread its own cache, such as a fork, or guard the cache with a lock"
-            )
+        if not self._lock.acquire(False):
+            raise StateError(_TAKEN)
+        self.entries += 1
+
+    def continue_from(self, entries: int) -> None:
+        """Take the turn if nobody has taken it since it had been taken `entries` times."""
+        with self:
+            if self.entries != entries + 1:
+                raise StateError(_TAKEN)
+            self._lock.acquire()
 
     def __exit__(
         self,
