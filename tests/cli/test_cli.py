@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep import native_library
 from kvkeep.cli import app
+from kvkeep.hf import compile_ahead
 from kvkeep.hf.models import is_fetched, load
 from kvkeep.home import home
 
@@ -232,6 +233,21 @@ def test_compile(tmp_path, monkeypatch):
         assert attachment.compiled
     monkeypatch.setenv("KVKEEP_STEPS", "")
     assert "KVKEEP_STEPS" in run("compile").stderr
+
+
+def test_steps_are_compiled_when_that_pays(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path, num_hidden_layers=1)["KVKEEP_HOME"])
+    monkeypatch.setenv("KVKEEP_STEPS", str(tmp_path / "steps"))
+    monkeypatch.setattr(compile_ahead, "PAYS_AFTER", 12)
+    asked = ("generate", "--raw", "--max-new-tokens", "4", "Once")
+    counted = []
+    for _ in range(3):
+        assert "compiled decode steps" not in run(*asked, "--no-compile").stderr
+        counted += [int(file.read_text()) for file in (tmp_path / "steps").glob("*.tokens")]
+    assert counted == [4, 8, 12]
+    assert "compiled decode steps" in run(*asked).stderr
+    assert len([*(tmp_path / "steps").glob("*.pt2")]) == 1
+    assert "compiled decode steps" not in run(*asked).stderr
 
 
 def test_export_refuses():

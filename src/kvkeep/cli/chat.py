@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvkeep.cli.compile import compile_if_it_pays
 from kvkeep.cli.complete import sessions as completed
 from kvkeep.cli.complete import specs
 from kvkeep.cli.errors import Group, print_error
@@ -89,6 +90,7 @@ def chat(
             model, adapter = known.model or None, known.adapter or None
         model = model_for(model, adapter)
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        compile_if_it_pays(loaded, None, max_new_tokens, working)
         working("opening the session")
         talk = Session(
             loaded,
@@ -108,6 +110,7 @@ def chat(
 
 def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: float) -> None:
     from kvkeep.errors import KVKeepError
+    from kvkeep.hf.compile_ahead import note_tokens
 
     for message in talk.messages:
         if message["role"] != "system":
@@ -130,6 +133,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
                 _command(talk, text)
             elif text:
                 result = _answered(talk, text, max_new_tokens, temperature, top_p)
+                note_tokens(talk.model, result.tokens)
                 typer.echo("\n")
                 if talk.name is not None:
                     talk.save()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from time import monotonic
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,41 @@ from kvkeep.cli.output import (
     say,
 )
 from kvkeep.cli.progress import Working
+
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile decode steps first, or use none that are compiled; default: use them, and "
+        "compile them once the model has generated enough for that to pay.",
+        show_default=False,
+    ),
+]
+
+
+def compile_if_it_pays(
+    model: Any, asked: bool | None, tokens: int, working: Working, sequences: int = 1
+) -> None:
+    """Compile the steps of a loaded model, unless `asked` says what to do.
+
+    Args:
+        tokens: the most that the command generates.
+        sequences: how many answers it generates at once.
+    """
+    from kvkeep.errors import UnsupportedError
+    from kvkeep.hf.compile_ahead import compile_steps, pays
+
+    if asked is not None or not pays(model, tokens, sequences):
+        return
+    start = monotonic()
+    try:
+        compile_steps(model, sequences, working)
+        say(
+            f"compiled decode steps, for later commands too, in {monotonic() - start:.0f} s",
+            err=True,
+        )
+    except UnsupportedError as error:
+        say(f"decode steps are not compiled: {error}", err=True)
 
 
 def compile(

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli.compile import Compile, compile_if_it_pays
 from kvkeep.cli.output import (
     AdapterName,
     CacheSpec,
@@ -67,6 +68,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    compile: Compile = None,
     dtype: ModelDtype = "auto",
     device: DeviceName = None,
     json: JsonFlag = False,
@@ -83,11 +85,13 @@ def generate(
         require_utf8(value or "", name)
     text = given_prompt(prompt, prompt_file)
     with Working("starting") as working:
+        from kvkeep.hf.compile_ahead import note_tokens
         from kvkeep.hf.generate import generate as run
         from kvkeep.hf.models import load
         from kvkeep.host.keep_until import keep_until as spec_keeping
 
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        compile_if_it_pays(loaded, compile, max_new_tokens, working)
         shown, pieces = False, 0
 
         def show(piece: str) -> None:
@@ -114,6 +118,7 @@ def generate(
                 seed=seed,
                 prefill_chunk=prefill_chunk,
                 keep_until=keep_until,
+                compile=compile,
                 on_text=show,
                 on_start=working.reading,
             )
@@ -121,6 +126,7 @@ def generate(
             if shown:
                 typer.echo()
             raise
+        note_tokens(loaded, result.tokens)
         used = str(spec)
         if keep_until is not None:  # as `run` resolved it
             fed = result.ids[:, : result.prompt_tokens]

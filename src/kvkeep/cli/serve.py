@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli.compile import Compile, compile_if_it_pays
 from kvkeep.cli.complete import specs
 from kvkeep.cli.output import (
     AdapterName,
@@ -54,12 +55,7 @@ def serve(
     ] = "",
     dtype: ModelDtype = "auto",
     device: DeviceName = None,
-    compile_steps: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile steps of all numbers of answers first, for a minute or so."
-        ),
-    ] = False,
+    compile: Compile = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -182,6 +178,7 @@ def serve(
             err=True,
         )
     with bound, Working("starting") as working:
+        from kvkeep.hf.compile_ahead import note_tokens
         from kvkeep.hf.models import load
         from kvkeep.serve.app import application
         from kvkeep.serve.engine import Engine
@@ -192,6 +189,7 @@ def serve(
         backend = None if store is None else opened(store, most_stored)
         kept = PrefixStore(nbytes, backend=backend)
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        compile_if_it_pays(loaded, compile, 0, working, limits.sequences)
         engine = Engine(
             loaded,
             tokenizer,
@@ -200,7 +198,7 @@ def serve(
             store=kept,
             namespace=namespace,
             limits=limits,
-            compile=compile_steps,
+            compile=compile,
             progress=working,
         )
         working.stop()
@@ -219,6 +217,7 @@ def serve(
             announce=lambda url: _announce(f"{name} ({spec})", url),
             stop=engine.close,
         )
+        note_tokens(loaded, engine.metrics.generated)
 
 
 def _announce(served: str, url: str) -> None:

@@ -194,9 +194,7 @@ def attach(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
             f"itself, because {own}; attach it without compile=True"
         )
-    # PEFT's adapters may be switched while the model is attached.
-    adapted = any(hasattr(module, "base_layer") for module in model.modules())
-    able = linears and not own and not recurrent and not odd_steps(text) and not adapted
+    able = linears and not own and not recurrent and not odd_steps(text)
     compiled = bool(compile) or (compile is None and able and bool(programs_of(model)))
     by_token = route_tokens(decoder) if recurrent else []
     if implementation is not None:

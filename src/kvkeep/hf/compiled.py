@@ -257,9 +257,16 @@ class Step:
         return self._output(logits=found[self._logits], **{self._cache_field: cache})
 
 
+def is_compilable(model: PreTrainedModel) -> bool:
+    """Whether a model may have programs: it is on the CPU, and has no adapters of PEFT, which may
+    be switched at any time."""
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    return available and model.device.type == "cpu" and not adapted
+
+
 def step_name(model: PreTrainedModel, given: Mapping[str, Tensor]) -> str | None:
     """The name of the program of a step, by its arguments; None if there can be none."""
-    if not available or model.device.type != "cpu":
+    if not is_compilable(model):
         return None
     key = ModelState(model).key()
     return key and saved_steps.name_of(key, [*given], len(given["input_ids"]))
@@ -267,7 +274,7 @@ def step_name(model: PreTrainedModel, given: Mapping[str, Tensor]) -> str | None
 
 def programs_of(model: PreTrainedModel) -> list[Path]:
     """The programs on disk for steps of a model."""
-    if not available or not saved_steps.files_of("*"):
+    if not is_compilable(model) or not saved_steps.files_of("*"):
         return []
     key = ModelState(model).key()
     return [] if key is None else saved_steps.files_of(key)

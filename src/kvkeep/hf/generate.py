@@ -71,6 +71,7 @@ def generate(
     seed: int | None = None,
     prefill_chunk: int | None = None,
     keep_until: str | None = None,
+    compile: bool | None = None,
     on_text: Callable[[str], None] = lambda _: None,
     on_start: OnStart = lambda cache, tokens: None,
 ) -> Generation:
@@ -88,6 +89,7 @@ def generate(
             budget, otherwise the whole prompt at once.
         keep_until: keep the prompt up to this text, whatever else is evicted: see
             `kvkeep.keep_until`.
+        compile: see `kvkeep.attach`.
         on_text: called with each piece of text as it is generated.
         on_start: called before the prompt is read; see `GenerationOptions`.
 
@@ -101,7 +103,7 @@ def generate(
     inputs = _encode(tokenizer, prompt, system, raw).to(model.device)
     if keep_until is not None:
         cache = spec_keeping(cache, inputs["input_ids"], keep_until, tokenizer)
-    attach(model, cache)
+    attach(model, cache, compile=compile)
     kept = Cache(model, cache, capacity=inputs["input_ids"].shape[1] + max_new_tokens)
     return follow(
         model,

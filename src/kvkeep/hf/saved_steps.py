@@ -92,6 +92,23 @@ def find(name: str) -> tuple[Path, dict[str, Any]] | None:
     return file, described
 
 
+def used(key: str) -> int:
+    """How many tokens `note_use` has counted for a model."""
+    place = directory()
+    try:
+        return 0 if place is None else int((place / f"{key}.tokens").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def note_use(key: str, tokens: int) -> None:
+    """Count tokens that a model has generated without compiled steps."""
+    place = directory()
+    if place is not None:
+        with suppress(OSError), whole_file(place / f"{key}.tokens", sync=False) as out:
+            write_all(out.fileno(), str(used(key) + tokens).encode())
+
+
 def _digest(file: Path) -> str:
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()

@@ -187,7 +187,7 @@ class Engine:
         store: PrefixStore | None = None,
         namespace: str = "",
         limits: Limits | None = None,
-        compile: bool = False,
+        compile: bool | None = None,
         progress: Progress = silent,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name

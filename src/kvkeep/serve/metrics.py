@@ -68,6 +68,11 @@ class Metrics:
             "kvkeep_cache_bytes", "Bytes of the slots that answers use.", registry=registry
         )
 
+    @property
+    def generated(self) -> int:
+        """Tokens of answers."""
+        return int(self._registry.get_sample_value("kvkeep_generated_tokens_total") or 0)
+
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is asked for when it is read."""
         Gauge(name, meaning, registry=self._registry).set_function(value)
