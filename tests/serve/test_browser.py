@@ -10,7 +10,7 @@ from support.live_server import serving, small
 from kvkeep.hf.models import load
 from kvkeep.serve.keys import Keys
 
-LONG = 2000  # tokens, more than any answer here takes
+LONG = 7000  # tokens, more than any answer here takes
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def unspoilt(tab, talk):
 @pytest.fixture(scope="module")
 def evicting(tokenizer):
     """A server whose cache keeps 24 tokens, and whose answers do not end."""
-    model = small()
+    model = small(max_position_embeddings=8192)
     model.generation_config.eos_token_id = None
     with serving(model, tokenizer, cache="h2o:24") as both:
         yield both
