@@ -75,8 +75,8 @@ emulate: .venv/installed
 	$(BIN)/python -m zipfile -e build/emulate/kvkeep-*.whl build/emulate
 	KVKEEP_NATIVE=build/emulate/kvkeep/attention/_native.so $(BIN)/python -m pytest -q $(KERNELS)
 
-# What is published: the source, a wheel with the native library for Linux, and one without it for all other
-# platforms. Both wheels are built from the source archive. auditwheel refuses a library that needs more than the
+# What is published: the source, a wheel with the native library for Linux, one without it for all other platforms,
+# and the wheel of kvkeep-lab. Both wheels are built from the source archive. auditwheel refuses a library that needs more than the
 # platform has, whose glibc is 2.28.
 DIST := dist
 PLATFORM := manylinux_2_28_$(shell uname -m)
@@ -87,13 +87,14 @@ wheel: .venv/installed
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) --only-plat \
 	  --wheel-dir $(DIST) build/wheel/kvkeep-*.whl
 	$(BIN)/python -m pip wheel -q --no-deps -C wheel.cmake=false -w $(DIST) build/wheel/kvkeep-*.tar.gz
+	$(BIN)/python -m pip wheel -q --no-deps -w $(DIST) ./lab
 	mv build/wheel/kvkeep-*.tar.gz $(DIST)
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.
-.venv/installed: pyproject.toml constraints.txt $(wildcard native/*)
+.venv/installed: pyproject.toml lab/pyproject.toml constraints.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]" -e "./lab[plot]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps $(LITGPT)
 	touch $@

@@ -53,7 +53,8 @@ def main() -> None:
             say(table(json.loads(file.read_text())) if file.exists() else f"no {file.name}")
         return
     sizes = (TINY if options.tiny else FULL)[options.name] | EVERYTHING[options.name]
-    run = import_module(f"kvkeep.bench.{options.name}").run  # other benchmarks' imports may fail
+    # Imports of other benchmarks may fail.
+    run = import_module(f"kvkeep_lab.bench.{options.name}").run
     said: list[str] = []
 
     def progress(doing: str, share: float | None) -> None:

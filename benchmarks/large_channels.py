@@ -19,12 +19,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from kvkeep_lab.evals.planted import large_channels
+from kvkeep_lab.evals.quality import compare
 from torch import Tensor
 
 import kvkeep
 from kvkeep.errors import PrecisionWarning
-from kvkeep.evals.planted import large_channels
-from kvkeep.evals.quality import compare
 from kvkeep.hf.models import load
 
 CODECS = ("int8", "int8/int4", "kivi", "int4", "int4:32,affine=1")

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from kvkeep_lab.bench.timing import interleaved, median_ratio
+from kvkeep_lab.evals.forward import fill
+from kvkeep_lab.evals.kept_positions import Kept, kept, prompt_ids
 from torch import Tensor
 
-from kvkeep.bench.timing import interleaved, median_ratio
-from kvkeep.evals.forward import fill
-from kvkeep.evals.kept_positions import Kept, kept, prompt_ids
 from kvkeep.hf.models import load
 from kvkeep.host import host_of
 from kvkeep.spec import CacheSpec

@@ -172,7 +172,7 @@ def _status(name: str) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    from kvkeep.bench.environment import environment
+    from kvkeep.environment import environment
 
     torch.set_num_threads(options.threads)
     rows = []

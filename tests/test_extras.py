@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import kvkeep_lab
 import pytest
 
 import kvkeep
@@ -17,8 +18,19 @@ from kvkeep.errors import KVKeepError, MissingPackageError
 from kvkeep.extras import needed_by
 
 ROOT = Path(kvkeep.__file__).parent
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+SOURCES = Path(__file__).parents[1]
+
+
+def project(folder):
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+PROJECT, LAB = project(SOURCES), project(SOURCES / "lab")
 EXTRAS = PROJECT["optional-dependencies"]
+PACKAGES = {
+    "kvkeep": (ROOT, EXTRAS),
+    "kvkeep_lab": (Path(kvkeep_lab.__file__).parent, LAB["optional-dependencies"]),
+}
 
 # What stands in for packages that are not installed, to kvkeep's own modules only: transformers
 # and torch import some of them too.
@@ -27,7 +39,7 @@ import builtins, importlib, os, sys
 hidden, real, real_module = {hidden!r}, builtins.__import__, importlib.import_module
 
 def check(name, caller):
-    if caller.split(".")[0] == "kvkeep" and name.split(".")[0] in hidden:
+    if caller.split(".")[0] in ("kvkeep", "kvkeep_lab") and name.split(".")[0] in hidden:
         raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 def importing(name, globals=None, locals=None, fromlist=(), level=0):
@@ -50,9 +62,12 @@ def module_of(requirement):
 
 
 REQUIRED = {module_of(one) for one in PROJECT["dependencies"] if ";" not in one}
+assert LAB["dependencies"] == ["kvkeep[cli]"]
+REQUIRED_BY_LAB = {module_of(one) for one in EXTRAS["cli"]}
 OPTIONAL = {
     module_of(one)
-    for extra, requirements in EXTRAS.items()
+    for extras in (EXTRAS, LAB["optional-dependencies"])
+    for extra, requirements in extras.items()
     if extra not in ("all", "dev", "docs")
     for one in requirements
 } - REQUIRED
@@ -87,7 +102,10 @@ def optional_imports(path):
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
             names = [one.value for one in node.args if isinstance(one, ast.Constant)]
         for name in {name.split(".")[0] for name in names}:
-            if name not in sys.stdlib_module_names and name not in REQUIRED | {"kvkeep"}:
+            if name not in sys.stdlib_module_names and name not in REQUIRED | {
+                "kvkeep",
+                "kvkeep_lab",
+            }:
                 yield name, extras
         for child in ast.iter_child_nodes(node):
             yield from walk(child, extras)
@@ -105,28 +123,36 @@ FOUND_WHERE_THEY_ARE = (
 )
 
 
-def test_each_import_of_an_optional_package_names_an_extra_that_has_it():
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_import_of_an_optional_package_names_an_extra_that_has_it(package):
     """In the module itself, or in the `__init__` of a package around it, which is imported first.
     Triton, what benchmarks compare with, and LitGPT, whose host serves a model of
     it, are found where they are, and in no extra."""
-    has = {extra: {module_of(one) for one in needs} for extra, needs in EXTRAS.items()}
-    found = {path: list(optional_imports(path)) for path in ROOT.rglob("*.py")}
+    root, offered = PACKAGES[package]
+    has = {extra: {module_of(one) for one in needs} for extra, needs in offered.items()}
+    found = {path: list(optional_imports(path)) for path in root.rglob("*.py")}
     bad, seen = [], set()
     for path, imports in found.items():
         around = {
             extra
-            for parent in path.relative_to(ROOT).parents
-            for _, extras in found[ROOT / parent / "__init__.py"]
+            for parent in path.relative_to(root).parents
+            for _, extras in found[root / parent / "__init__.py"]
             for extra in extras
         }
         for name, extras in imports:
             if name in FOUND_WHERE_THEY_ARE:
                 continue
+            if package == "kvkeep_lab" and name in REQUIRED_BY_LAB:
+                continue
             seen.add(name)
             if not any(name in has[extra] for extra in extras | around):
-                bad.append(f"{path.relative_to(ROOT)}: {name}")
+                bad.append(f"{path.relative_to(root)}: {name}")
     assert not bad
-    assert {"typer", "gguf", "fsspec", "redis", "peft", "starlette", "matplotlib"} <= seen
+    asked = {
+        "kvkeep": {"typer", "gguf", "fsspec", "redis", "peft", "starlette"},
+        "kvkeep_lab": {"matplotlib", "llama_cpp"},
+    }
+    assert asked[package] <= seen
 
 
 def test_all_has_every_extra_for_users_but_what_is_compiled_or_old():
@@ -135,7 +161,6 @@ def test_all_has_every_extra_for_users_but_what_is_compiled_or_old():
         "all",
         "dev",
         "docs",
-        "llama-cpp",
         "mellea",
     }
 
@@ -167,7 +192,7 @@ MISSING = [
     ("import kvkeep.cli", "typer", "cli"),
     ("import kvkeep.cli", "rich", "cli"),
     ("import kvkeep.hf.session", "filelock", "cli"),
-    ("import kvkeep.bench.environment", "psutil", "cli"),
+    ("import kvkeep.environment", "psutil", "cli"),
     ("home()", "platformdirs", "cli"),
     ("fetch('smollm2-135m')", "gguf", "gguf"),
     ("fetch('smollm2-135m')", "filelock", "gguf"),
@@ -176,7 +201,7 @@ MISSING = [
     ("Location('memory://here')", "fsspec", "remote"),
     ("import kvkeep.serve.requests", "uvicorn", "serve"),
     ("import kvkeep.finetune.run", "peft", "finetune"),
-    ("import kvkeep.bench.llama_cpp", "gguf", "llama-cpp"),
+    ("import kvkeep_lab.bench.llama_cpp", "gguf", "llama-cpp"),
     ("import kvkeep.mellea", "mellea", "mellea"),
 ]
 """A program, a package that is missing, and the extra that its error names."""
@@ -215,7 +240,8 @@ def test_a_cache_needs_no_optional_package(printed):
 def test_a_missing_package_names_its_extra(printed):
     for line, (program, name, extra) in zip(printed[1:], MISSING, strict=True):
         assert line.startswith(program)
-        remedy = f"pip install 'kvkeep[{extra}]'"
+        package = "kvkeep-lab" if "kvkeep_lab" in program else "kvkeep"
+        remedy = f"pip install '{package}[{extra}]'"
         assert line.endswith(f" needs {name}, which is not installed; {remedy}")
 
 
@@ -224,6 +250,22 @@ def test_the_command_says_what_is_missing():
     assert ran.returncode == 2
     assert ran.stderr == (
         "error: The command kvkeep needs typer, which is not installed; pip install 'kvkeep[cli]'\n"
+    )
+
+
+WITHOUT_LAB = """
+import importlib.metadata, runpy
+importlib.metadata.entry_points = lambda **_: ()
+sys.argv[1:] = ["bench", "op"]
+runpy.run_module("kvkeep", run_name="__main__")
+"""
+
+
+def test_commands_of_kvkeep_lab_without_it():
+    ran = run(WITHOUT_LAB, ())
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "error: kvkeep bench is a command of kvkeep-lab; pip install kvkeep-lab\n"
     )
 
 

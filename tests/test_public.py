@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import kvkeep_lab
 import pytest
 
 import kvkeep
 
-ROOT = Path(kvkeep.__file__).parent
+ROOT, LAB = (Path(package.__file__).parent for package in (kvkeep, kvkeep_lab))
 PROJECT = Path(__file__).parent.parent
 
 
@@ -35,7 +36,6 @@ def test_exported_names():
         "UnsupportedError",
         "attach",
         "attend",
-        "calibrate",
         "detach",
         "export",
         "fingerprint",
@@ -48,15 +48,18 @@ def test_exported_names():
     assert set(kvkeep.__all__) <= set(dir(kvkeep))
     with pytest.raises(AttributeError, match="no attribute 'cash'"):
         _ = kvkeep.cash
+    with pytest.raises(AttributeError, match=r"kvkeep_lab\.calibrate"):
+        _ = kvkeep.calibrate
 
 
 def test_files_stay_short():
-    for file in ROOT.rglob("*.py"):
+    for file in (*ROOT.rglob("*.py"), *LAB.rglob("*.py")):
         assert len(file.read_text().splitlines()) <= 600, file
 
 
 def test_typed():
     assert (ROOT / "py.typed").exists()
+    assert (LAB / "py.typed").exists()
 
 
 def test_the_version_is_written_once():

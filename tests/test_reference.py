@@ -8,13 +8,14 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+import kvkeep_lab
 import pytest
 
 import kvkeep
 from kvkeep import errors
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = Path(kvkeep.__file__).parent
+PACKAGES = [Path(package.__file__).parent for package in (kvkeep, kvkeep_lab)]
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -28,10 +29,10 @@ def named_by_pages() -> list[str]:
 def listed() -> set[str]:
     """Names in the `__all__` of a module; the command line has a page of another kind."""
     found = set()
-    for file in PACKAGE.rglob("*.py"):
-        module = ".".join(("kvkeep", *file.relative_to(PACKAGE).with_suffix("").parts))
-        module = module.removesuffix(".__init__")
-        if "\n__all__" in file.read_text() and not module.startswith("kvkeep.cli"):
+    for file in (path for package in PACKAGES for path in package.rglob("*.py")):
+        home = next(package.parent for package in PACKAGES if package in file.parents)
+        module = ".".join(file.relative_to(home).with_suffix("").parts).removesuffix(".__init__")
+        if "\n__all__" in file.read_text() and ".cli" not in module:
             found |= {f"{module}.{name}" for name in import_module(module).__all__}
     return found
 

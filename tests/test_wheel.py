@@ -76,7 +76,10 @@ def dist(tmp_path):
 
 def test_the_wheels(dist, tmp_path):
     version = kvkeep.__version__
-    native, pure = sorted(dist.glob("*.whl"), key=lambda path: path.name.endswith("-any.whl"))
+    (lab,) = dist.glob("kvkeep_lab-*-none-any.whl")
+    native, pure = sorted(
+        dist.glob("kvkeep-*.whl"), key=lambda path: path.name.endswith("-any.whl")
+    )
     assert native.name.startswith(f"kvkeep-{version}-py3-none-manylinux_2_28_")
     assert pure.name == f"kvkeep-{version}-py3-none-any.whl"
     source = PROJECT / "src"
@@ -109,6 +112,9 @@ def test_the_wheels(dist, tmp_path):
     assert installed.answer() == answer
     assert installed.run("kvkeep", "--version") == f"kvkeep {version}\n"
     assert "generate" in installed.run("kvkeep", "--help")
+    assert "bench" not in installed.run("kvkeep", "--help")
+    installed.pip("--no-index", lab)
+    assert "bench" in installed.run("kvkeep", "--help")
 
     shutil.copy(PROJECT / "tests/support/instruction_sets.py", installed.directory)
     told = installed.run(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvkeep.batch.batch import Batch as Batch
     from kvkeep.batch.many import generate_many as generate_many
     from kvkeep.cache import CacheStats as CacheStats
-    from kvkeep.calibration.run import calibrate as calibrate
     from kvkeep.errors import CapacityError as CapacityError
     from kvkeep.errors import KVKeepError as KVKeepError
     from kvkeep.errors import OutOfMemoryError as OutOfMemoryError
@@ -62,7 +61,6 @@ _HOME = {
     "UnsupportedError": "kvkeep.errors",
     "attach": "kvkeep.hf.attach",
     "attend": "kvkeep.attention",
-    "calibrate": "kvkeep.calibration.run",
     "detach": "kvkeep.hf.attach",
     "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",
@@ -76,7 +74,12 @@ imports above instead."""
 __all__ = list(_HOME)
 
 
+_MOVED = {"calibrate": "kvkeep_lab.calibrate, of the package kvkeep-lab"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        raise AttributeError(f"kvkeep.{name} is {_MOVED[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -9,12 +9,13 @@ from kvkeep.errors import MissingPackageError
 
 
 @contextmanager
-def needed_by(feature: str, extra: str) -> Iterator[None]:
+def needed_by(feature: str, extra: str, package: str = "kvkeep") -> Iterator[None]:
     """Wrap the imports of packages that are not among kvkeep's required dependencies.
 
     Args:
         feature: what the packages are for, as the start of a sentence.
         extra: the name under `[project.optional-dependencies]` that installs them.
+        package: whose extra it is.
 
     Raises:
         MissingPackageError: a package is not installed or cannot be imported.
@@ -27,5 +28,5 @@ def needed_by(feature: str, extra: str) -> Iterator[None]:
         else:
             reason = f"packages that cannot be imported ({error})"
         raise MissingPackageError(
-            f"{feature} needs {reason}; pip install 'kvkeep[{extra}]'"
+            f"{feature} needs {reason}; pip install '{package}[{extra}]'"
         ) from error

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvkeep_lab.bench import append, decode, device, environment, op, rivals
+from kvkeep_lab.bench.decode_loop import DYNAMIC, STATIC, new_cache
+from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.random_model import fill, random_model
+from kvkeep_lab.bench.systems import labels, named
 
 import kvkeep
-from kvkeep.bench import append, decode, device, environment, op, rivals
-from kvkeep.bench.decode_loop import DYNAMIC, STATIC, new_cache
-from kvkeep.bench.device import Limits, bandwidth, because, device_named, with_values
-from kvkeep.bench.random_model import fill, random_model
-from kvkeep.bench.systems import labels, named
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.host.progress import Work, silent

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from kvkeep.bench import timing
-from kvkeep.bench.timing import Events, captured, interleaved, on_host, timer_for
+from kvkeep_lab.bench import timing
+from kvkeep_lab.bench.timing import Events, captured, interleaved, on_host, timer_for
 
 CPU = torch.device("cpu")
 

@@ -8,18 +8,18 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
+from kvkeep_lab.bench import train
+from kvkeep_lab.bench.resident import bounded, is_out_of_memory
+from kvkeep_lab.bench.text import tokens_of_text
+from kvkeep_lab.bench.unrolled import unrolled
+from kvkeep_lab.cli.plot import plot
 from support.tiny_models import tiny
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.bench import train
-from kvkeep.bench.resident import bounded, is_out_of_memory
-from kvkeep.bench.text import tokens_of_text
-from kvkeep.bench.unrolled import unrolled
 from kvkeep.cli import app
 from kvkeep.cli.output import print_table
-from kvkeep.cli.plot import plot
 from kvkeep.hf.models import resolve
 from kvkeep.train import backward, replaying
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from kvkeep.bench.workload import (
+from kvkeep_lab.bench.workload import (
     Request,
     Served,
     agreement,
@@ -16,6 +15,7 @@ from kvkeep.bench.workload import (
     quantile,
     serve,
 )
+
 from kvkeep.errors import KVKeepError
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import kvkeep_lab
 import pytest
 import torch
+from kvkeep_lab.calibration import samples
+from kvkeep_lab.calibration.run import CalibrationError
+from kvkeep_lab.calibration.training import divided, trained
 from safetensors.torch import load_file, save_file
 from support import finetune_inputs
 from support.tiny_models import tiny
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.calibration import samples
-from kvkeep.calibration.run import CalibrationError
-from kvkeep.calibration.training import divided, trained
 from kvkeep.cli import app
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.host import host_of
@@ -40,7 +41,9 @@ def text_file(tmp_path_factory):
 
 def calibrated(model, text_file, out, **options):
     options = {"count": 4, "length": 128, "hidden": 8, "steps": 60} | options
-    return kvkeep.calibrate(model, finetune_inputs.tokenizer(), out, text_file=text_file, **options)
+    return kvkeep_lab.calibrate(
+        model, finetune_inputs.tokenizer(), out, text_file=text_file, **options
+    )
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from shutil import which
 
 import pytest
 import torch
+from kvkeep_lab.bench.resident import in_core
 from support import finetune_inputs
 from support.demo_stand_in import LAYERS, stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
-from kvkeep.bench.resident import in_core
 from kvkeep.cli import app
 from kvkeep.errors import UnsupportedError
 from kvkeep.storage.allocate import reserve
@@ -56,7 +56,7 @@ def test_append():
 def test_memory_of_specs_for_types_of_layers(tmp_path, monkeypatch):
     finetune_inputs.model("gemma3").save_pretrained(tmp_path)
     finetune_inputs.tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("kvkeep.bench.memory.alone", lambda function, *given: function(*given))
+    monkeypatch.setattr("kvkeep_lab.bench.memory.alone", lambda function, *given: function(*given))
     typed = "full_attention=keep_all;sliding_attention=window:6"
     sizes = ("--tokens", "16", "--prompt", "12", "--chunk", "8", "--model", str(tmp_path))
     rows = last_line(run("memory", "--specs", f"{typed}; hf-dynamic", *sizes, "--json"))["rows"]
@@ -357,7 +357,7 @@ def test_bad_input(arguments, says):
 
 
 def test_llama_cpp_refuses_other_architectures():
-    llama_cpp = pytest.importorskip("kvkeep.bench.llama_cpp")
+    llama_cpp = pytest.importorskip("kvkeep_lab.bench.llama_cpp")
     pytest.importorskip("llama_cpp")
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -368,9 +368,8 @@ def test_llama_cpp_refuses_other_architectures():
 def test_what_llama_cpp_is_given(tmp_path):
     import gguf
     import torch
+    from kvkeep_lab.bench.llama_cpp import write_gguf
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from kvkeep.bench.llama_cpp import write_gguf
 
     config = LlamaConfig(
         hidden_size=32,

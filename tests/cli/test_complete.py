@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from kvkeep_lab.evals.kvpress import PRESSES
+from kvkeep_lab.evals.tasks import GROUPS, TASKS
 
 from kvkeep.cli import complete
 from kvkeep.codec import CODECS
-from kvkeep.evals.kvpress import PRESSES
-from kvkeep.evals.tasks import GROUPS, TASKS
 from kvkeep.hf.models import KNOWN
 from kvkeep.policy import POLICIES
 from kvkeep.spec import ALIASES, CacheSpec

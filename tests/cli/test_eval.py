@@ -6,13 +6,13 @@ import json
 import re
 
 import pytest
+from kvkeep_lab.cli.inspect import ASCII_BARS, BARS, DOTTED, bar
 from support import finetune_inputs
 from support.demo_stand_in import LAYERS
 from support.sweep_configs import model_of
 from typer.testing import CliRunner
 
 from kvkeep.cli import app
-from kvkeep.cli.inspect import ASCII_BARS, BARS, DOTTED, bar
 
 PROMPT = "One two three four five six seven eight nine ten eleven twelve"
 

@@ -7,8 +7,7 @@ import statistics
 
 import pytest
 import torch
-
-from kvkeep.evals.intervals import _student, of_mean, of_scores, of_share
+from kvkeep_lab.evals.intervals import _student, of_mean, of_scores, of_share
 
 
 def test_a_share():

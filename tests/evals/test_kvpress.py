@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvkeep_lab.evals import kvpress
+from kvkeep_lab.evals.kvpress import PRESSES, Kvpress, install
+from kvkeep_lab.evals.run import evaluate
 from support import tiny_models
 from support.token_letters import Letters
 
 from kvkeep.errors import SpecError, UnsupportedError
-from kvkeep.evals import kvpress
-from kvkeep.evals.kvpress import PRESSES, Kvpress, install
-from kvkeep.evals.run import evaluate
 
 # As kvpress does it, a press cuts a layer's keys and values in a hook after its attention; one that
 # keeps other pairs in each head leaves them and names those that it masks.

@@ -10,11 +10,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from kvkeep_lab.evals.recipes import repository
+from kvkeep_lab.evals.tasks import GROUPS
 from support.task_prompts import made, words_of
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.evals.recipes import repository
-from kvkeep.evals.tasks import GROUPS
 
 LIFE = (
     r"(?P<name>[\w. ]+) was born in (?P<born>\w+) in \d+\. After a degree in (?P<subject>\w+), \w+ "

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-
-from kvkeep.evals.metrics import CITATIONS, CODE, CONTAINED, F1, NUMBER, label_of, ndcg
+from kvkeep_lab.evals.metrics import CITATIONS, CODE, CONTAINED, F1, NUMBER, label_of, ndcg
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from kvkeep_lab.evals.planted import large_channels
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvkeep
 from kvkeep.codec import base
 from kvkeep.errors import PrecisionWarning, UnsupportedError
-from kvkeep.evals.planted import large_channels
 
 KINDS = ("scaled", "turned", "bias")
 

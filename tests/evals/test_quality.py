@@ -6,16 +6,16 @@ import math
 
 import pytest
 import torch
+from kvkeep_lab.bench.text import windows_of_text
+from kvkeep_lab.evals.kept_positions import fed, kept, prompt_ids, shares
+from kvkeep_lab.evals.quality import compare
+from kvkeep_lab.evals.run import TIMED_STEPS, evaluate
 from support import tiny_models
 from support.token_letters import Letters
 from torch.nn.functional import cross_entropy
 
 import kvkeep
-from kvkeep.bench.text import windows_of_text
 from kvkeep.errors import CapacityError, ShapeError, SpecError
-from kvkeep.evals.kept_positions import fed, kept, prompt_ids, shares
-from kvkeep.evals.quality import compare
-from kvkeep.evals.run import TIMED_STEPS, evaluate
 
 CONTEXT, CONTINUATION = 40, 9
 

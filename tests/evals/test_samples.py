@@ -7,13 +7,12 @@ from dataclasses import replace
 from io import FileIO
 
 import pytest
+from kvkeep_lab.evals.answers import scored
+from kvkeep_lab.evals.run import evaluate
+from kvkeep_lab.evals.samples import SamplesError, row_of, written
 from support import tiny_models
 from support.task_prompts import Characters, made
 from support.token_letters import Letters
-
-from kvkeep.evals.answers import scored
-from kvkeep.evals.run import evaluate
-from kvkeep.evals.samples import SamplesError, row_of, written
 
 ROW = {"task": "needle", "generated": "caf\u00e9\u2028\n"}
 
@@ -101,7 +100,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
         def write(self, line):
             return super().write(line[:5] if self.tell() else line)
 
-    monkeypatch.setattr("kvkeep.evals.samples.FileIO", Filling)
+    monkeypatch.setattr("kvkeep_lab.evals.samples.FileIO", Filling)
     file = tmp_path / "samples.jsonl"
     with written(file, {}) as record:
         record(ROW)

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
+from kvkeep_lab.evals.answers import answered, scored
+from kvkeep_lab.evals.run import evaluate
+from kvkeep_lab.evals.tasks import GROUPS, TASKS, chosen
 from support.task_prompts import Characters, Chatting, made, words_of
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.evals.answers import answered, scored
-from kvkeep.evals.run import evaluate
-from kvkeep.evals.tasks import GROUPS, TASKS, chosen
 
 
 class Scripted:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from kvkeep.evals.tradeoff import family, figure
+from kvkeep_lab.evals.tradeoff import family, figure
 
 
 @pytest.mark.parametrize(

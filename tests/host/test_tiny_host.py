@@ -182,9 +182,9 @@ def test_nothing_imports_transformers():
 import sys
 import torch
 from support.tiny_host import tiny_model
-import kvkeep.evals.run, kvkeep.finetune.data, kvkeep.serve.engine
+import kvkeep_lab.evals.run, kvkeep.finetune.data, kvkeep.serve.engine
 from kvkeep.blocks import prefill
-from kvkeep.evals.kept_positions import fed, kept
+from kvkeep_lab.evals.kept_positions import fed, kept
 from kvkeep.store import Memory, PrefixStore
 from kvkeep.train import backward
 

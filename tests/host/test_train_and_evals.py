@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvkeep_lab.bench.text import windows_of_text
+from kvkeep_lab.evals.kept_positions import fed, kept
+from kvkeep_lab.evals.run import evaluate
 from support.tiny_host import tiny_model
 from torch.nn.functional import cross_entropy, pad
 
-from kvkeep.bench.text import windows_of_text
-from kvkeep.evals.kept_positions import fed, kept
-from kvkeep.evals.run import evaluate
 from kvkeep.host import host_of
 from kvkeep.train import backward, hidden_states, loss, replaying
 

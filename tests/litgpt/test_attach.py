@@ -93,7 +93,7 @@ def test_litgpts_own_generate():
 def test_a_real_checkpoint(smollm2):
     """The same greedy text by transformers, and by LitGPT without a cache, with its own, and with
     kvkeep's."""
-    from kvkeep.bench.litgpt_systems import converted
+    from kvkeep_lab.bench.litgpt_systems import converted
 
     model, tokenizer = smollm2
     gpt = converted(model)

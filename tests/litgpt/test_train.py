@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvkeep_lab.evals.forward import fill
 from litgpt import lora
 from support.held_bytes import HeldBytes
 from support.tiny_litgpt import tiny_gpt
@@ -12,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 import kvkeep
 from kvkeep.blocks.prefill import prefill
-from kvkeep.evals.forward import fill
 from kvkeep.files.offload import Offload
 from kvkeep.host import GenerationOptions, host_of
 from kvkeep.host.compress import compress

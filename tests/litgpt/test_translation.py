@@ -117,7 +117,7 @@ def test_tied_embeddings_and_half_precision(tmp_path):
 
 @pytest.mark.slow  # reads a model's weights four times
 def test_a_real_checkpoint(smollm2, tmp_path):
-    from kvkeep.bench.litgpt_systems import converted
+    from kvkeep_lab.bench.litgpt_systems import converted
 
     model, tokenizer = smollm2
     text = "The capital of France is Paris. Its river is"

@@ -7,8 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-
-from kvkeep.page.document import document, write
+from kvkeep_lab.page.document import document, write
 
 TEMPLATES = ["eval.html", "inspect.html"]
 HOSTILE = "</script><script>alert(1)</script><!-- <script> & \"'\u2028\ud800"

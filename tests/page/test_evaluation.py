@@ -7,12 +7,11 @@ import math
 import re
 
 import pytest
+from kvkeep_lab.evals.tradeoff import rows_of
+from kvkeep_lab.page.document import write
+from kvkeep_lab.page.evaluation import evaluation
 from selenium.webdriver.common.keys import Keys
 from support.browser import NARROW, WIDE, browsing
-
-from kvkeep.evals.tradeoff import rows_of
-from kvkeep.page.document import write
-from kvkeep.page.evaluation import evaluation
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

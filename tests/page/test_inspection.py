@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from kvkeep_lab.evals.kept_positions import fed, kept
+from kvkeep_lab.page.document import write
+from kvkeep_lab.page.inspection import MOST_FRAMES, Frames, inspection
 from selenium.webdriver.common.keys import Keys
 from support.browser import NARROW, browsing
 from support.tiny_models import tiny
 
-from kvkeep.evals.kept_positions import fed, kept
 from kvkeep.layer.slots import Span
-from kvkeep.page.document import write
-from kvkeep.page.inspection import MOST_FRAMES, Frames, inspection
 from kvkeep.page.picture import Held, Taken, picture
 
 TOKENS = 100

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvkeep.bench.text import windows_of_text
-from kvkeep.evals.tasks import prompts
+from kvkeep_lab.bench.text import windows_of_text
+from kvkeep_lab.evals.tasks import prompts
 
 
 class Characters:

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from kvkeep_lab.bench.text import tokens_of_text
 from peft import LoraConfig, get_peft_model
 from support.autograd_gradients import error, gradients, unrolled
 
-from kvkeep.bench.text import tokens_of_text
 from kvkeep.train import backward
 
 

@@ -3,6 +3,7 @@ imports what it needs when it runs."""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +13,14 @@ with needed_by("The command kvkeep", "cli"):
     import rich  # noqa: F401 (every module here may import it)
     import typer
 
-from kvkeep.cli.bench import bench
-from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat, sessions
 from kvkeep.cli.compile import compile
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.errors import Commands
-from kvkeep.cli.eval import evaluate
 from kvkeep.cli.export import export
 from kvkeep.cli.finetune import finetune
 from kvkeep.cli.generate import generate
 from kvkeep.cli.imports import import_file
-from kvkeep.cli.inspect import inspect
 from kvkeep.cli.models import models
 from kvkeep.cli.output import examples
 from kvkeep.cli.serve import serve
@@ -87,13 +84,6 @@ _add(
 )
 _add(chat, "kvkeep chat --session work --cache h2o:1024")
 _add(serve, "kvkeep serve --model Qwen/Qwen3-0.6B --cache keep_all+int8 --port 8000")
-_add(evaluate, 'kvkeep eval --specs "keep_all+int8;h2o:512" --context 2000', name="eval")
-_add(
-    inspect,
-    "kvkeep inspect --prompt-file report.txt --cache h2o:256",
-    "kvkeep inspect --context 500 --cache snapkv:128 --layer 3",
-)
-_add(calibrate, "kvkeep calibrate --out scorer.safetensors --model smollm2-135m")
 _add(finetune, "kvkeep finetune notes.jsonl --out adapter --cache h2o:1024 --epochs 2")
 _add(compile, "kvkeep compile --model Qwen/Qwen3-0.6B --sequences 16")
 _add(export, "kvkeep export model.pt2 --cache window:1024@fixed")
@@ -101,6 +91,7 @@ _add(doctor, "kvkeep doctor")
 app.add_typer(sessions, name="sessions")
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")
-app.add_typer(bench, name="bench")
+for entry in entry_points(group="kvkeep.commands"):
+    entry.load()(app)
 
 __all__ = ["app"]

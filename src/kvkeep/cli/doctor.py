@@ -12,7 +12,7 @@ def doctor(json: JsonFlag = False) -> None:
     """Show versions, threads, devices, and which attention backends are usable."""
     with Working("looking at this machine"):
         from kvkeep.attention import backends
-        from kvkeep.bench.environment import environment
+        from kvkeep.environment import environment
         from kvkeep.version import TESTED
 
         machine = environment()

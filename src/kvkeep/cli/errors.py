@@ -16,12 +16,13 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import KVKeepError, MissingPackageError
 
 OWN, OTHER = 2, 1
 """Exit codes of kvkeep's own errors and wrong usage, and of any other error."""
 
 _INTERRUPTED, _NOT_READ = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
+_OF_LAB = ("bench", "calibrate", "eval", "inspect")
 _DEBUG, _IMPORT = "--debug", "--import"
 
 # click's, or that of the copy of click inside typer
@@ -66,6 +67,15 @@ class Commands(Group):
         except typer.Exit as ended:
             code = ended.exit_code
         sys.exit(code or 0)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """See click's `Group.get_command`."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in _OF_LAB:
+            raise MissingPackageError(
+                f"kvkeep {cmd_name} is a command of kvkeep-lab; pip install kvkeep-lab"
+            )
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         """See click's `Command.invoke`."""

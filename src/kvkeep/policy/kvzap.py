@@ -29,7 +29,7 @@ class KVzap(Policy):
     when they are written, so a prompt is compressed while it is read, and an answer while it is
     generated.
 
-    The scorer, a file that `kvkeep.calibrate` makes for one model, says too how the share is
+    The scorer, a file that `kvkeep calibrate` makes for one model, says too how the share is
     divided among layers; the heads of a layer compete. The first `sinks` and the newest `recent`
     tokens are always kept.
 

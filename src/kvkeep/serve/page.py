@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from kvkeep.page.document import ASSETS, asset
+from kvkeep.page import ASSETS, asset
 
 _PAGE = "chat.html"
 _PART = re.compile(r'(?:href|src)="assets/([\w.-]+)"')

@@ -1,0 +1,177 @@
+"""The time to append one token: concatenation against writing in place."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.environment import environment
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep.layer.layer import LayerCache
+from kvkeep.spec import CacheSpec
+from kvkeep_lab.bench.device import Limits, because, device_named, with_values
+from kvkeep_lab.bench.timing import Timer, interleaved, median_ratio, timer_for
+
+HEADS, DIM = 8, 128
+LAYOUTS = ("concat", "growing", "fixed")
+_BURST = 10
+
+
+def run(
+    tokens: Sequence[int] | None = None,
+    *,
+    device: str | None = None,
+    batches: Sequence[int] | None = None,
+    layouts: Sequence[str] | None = None,
+    turns: int = 10,
+    seconds: float | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Time one decode token on a layer that holds `tokens` tokens of 8 heads, 128 wide.
+
+    Args:
+        tokens: tokens held at the start. None: 256 to 4096 on the CPU, otherwise 512 to 131072.
+        device: device to measure on; None: CUDA if available. CUDA uses bfloat16 and 32 query
+            heads, the CPU float32 and 8.
+        batches: batch sizes. None: 1 on the CPU, otherwise 1, 8 and 32.
+        layouts: names from `LAYOUTS`. None: concat and growing on the CPU, otherwise all.
+        seconds: time limit; cases that have not started by then are skipped.
+
+    Returns:
+        `rows`, one per batch and entry of `tokens`: medians in microseconds, as called, of the
+        update alone and of the whole step (update, attention, settle), and `update_ratio` and
+        `step_ratio`, the medians of the paired ratios concat / growing. `growth_us` is the time of
+        one growth of the growing storage, divided by the tokens until the next growth; `winner` is
+        the layout with the fastest step, that share included. On CUDA also the device's own times
+        (`..._device_us`, `device_winner`), and `skipped`, the reason why a case was not measured.
+
+    Raises:
+        UnsupportedError: the device does not exist here.
+    """
+    place = device_named(device)
+    on_cpu = place.type == "cpu"
+    tokens = tokens or ((256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072))
+    batches = batches or ((1,) if on_cpu else (1, 8, 32))
+    layouts = layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
+    limits, rows = Limits(place, seconds), []
+    work = Work(progress, sum(batches) * sum(tokens))
+    with torch.inference_mode():
+        for batch in batches:
+            for held in tokens:
+                several = f", {batch} rows" if batch > 1 else ""
+                work.stage(f"{held} tokens{several}", batch * held)
+                row = {"tokens": held} | ({"rows": batch} if len(batches) > 1 else {})
+                rows.append(row | _Case(place, batch, held).row(layouts, turns, limits, work))
+    dtype = str(_dtype(place)).removeprefix("torch.")
+    return {
+        "benchmark": "append",
+        "shape": {
+            "dtype": dtype,
+            "B": batches[0] if len(batches) == 1 else list(batches),
+            "Hq": _query_heads(place),
+            "H": HEADS,
+            "D": DIM,
+        },
+        "environment": environment(),
+        "turns": turns,
+        "rows": with_values(rows),
+    }
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _query_heads(device: torch.device) -> int:
+    return HEADS if device.type == "cpu" else 4 * HEADS
+
+
+class _Case:
+    """One batch size and length."""
+
+    def __init__(self, device: torch.device, batch: int, held: int) -> None:
+        self.device, self.batch, self.held = device, batch, held
+
+    def row(self, layouts: Sequence[str], turns: int, limits: Limits, work: Work) -> dict[str, Any]:
+        """The measurements, or the reason why the case was skipped."""
+        try:
+            slots = 2 * self.batch * self.held * HEADS * DIM * _dtype(self.device).itemsize
+            # Slots of each layout, spare slots, and the copies that concatenation and growth make.
+            skipped = limits.refuse((len(layouts) + 2) * slots)
+            return {"skipped": skipped} if skipped else self._figures(layouts, turns, work)
+        except Exception as error:
+            if self.device.type == "cpu":
+                raise
+            return {"skipped": because(error)}
+
+    def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        timers = {"": timer_for(self.device)}
+        if self.device.type == "cuda":
+            timers["_device"] = timer_for(self.device, queued=True)
+        growth = self._growth(timers[""]) if "growing" in layouts else 0.0
+        layers = {layout: self._filled(layout, turns) for layout in layouts}
+        for what in ("update", "step"):
+            for how, timer in timers.items():
+                calls = {n: self._call(what, layer) for n, layer in layers.items()}
+                found = interleaved(
+                    calls,
+                    turns=turns,
+                    burst=_BURST,
+                    timer=timer,
+                    tick=lambda share: work.part(share / (2 * len(timers))),
+                )
+                for layer in layers.values():
+                    layer.crop(self.held - layer.fed)
+                for name in layouts:
+                    row[f"{name}_{what}{how}_us"] = statistics.median(found[name]) * 1e6
+                if not how and {"concat", "growing"} <= set(layouts):
+                    row[f"{what}_ratio"] = median_ratio(found["concat"], found["growing"])
+        row["growth_us"] = growth * 1e6 if "growing" in layouts else None
+        for how in timers:
+            costs = {name: row[f"{name}_step{how}_us"] for name in layouts}
+            if "growing" in costs:
+                costs["growing"] += row["growth_us"]
+            row[f"{how.removeprefix('_')}_winner".lstrip("_")] = min(costs, key=costs.__getitem__)
+        return row
+
+    def _growth(self, timer: Timer) -> float:
+        """Seconds of one growth, divided by the tokens for which it makes room."""
+        shares = []
+        for _ in range(3):
+            layer = self._filled("growing", 0)
+            spare = layer.capacity - layer.length
+            if spare:
+                layer.extend(self._random(spare), self._random(spare))
+                layer.settle()
+            before = layer.capacity
+            took = timer(self._call("update", layer))
+            shares.append(took / (layer.capacity - before))
+        return statistics.median(shares)
+
+    def _filled(self, layout: str, turns: int) -> LayerCache:
+        """A layer that holds `held` tokens; a fixed one has room for the measured steps."""
+        room = (turns + 2) * _BURST
+        layer = CacheSpec.parse(f"keep_all@{layout}").layer(capacity=self.held + room)
+        layer.extend(self._random(self.held), self._random(self.held))
+        layer.settle()
+        return layer
+
+    def _random(self, tokens: int, heads: int = HEADS) -> Tensor:
+        shape = (self.batch, heads, tokens, DIM)
+        return torch.randn(shape, dtype=_dtype(self.device), device=self.device)
+
+    def _call(self, what: str, layer: LayerCache) -> Callable[[], object]:
+        q, k, v = self._random(1, _query_heads(self.device)), self._random(1), self._random(1)
+
+        def update() -> None:
+            layer.extend(k, v)
+            layer.settle()
+
+        if what == "update":
+            return update
+        return lambda: layer.step(q, k, v, scale=DIM**-0.5)

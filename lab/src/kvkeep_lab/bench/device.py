@@ -1,0 +1,89 @@
+"""A benchmark's device, its limits of memory and time, and the device's bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.storage.allocate import free_bytes
+from kvkeep_lab.bench.timing import interleaved, timer_for
+
+
+def device_named(name: str | None = None) -> torch.device:
+    """The device to measure on; None: CUDA if available, otherwise the CPU.
+
+    Raises:
+        UnsupportedError: the device does not exist here.
+    """
+    cuda = torch.cuda.is_available()
+    if name is None:
+        name = "cuda" if cuda else "cpu"
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        there = "cpu, cuda" if cuda else "cpu"
+        raise UnsupportedError(f"no device {name!r} here; there is {there}") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events are recorded on the current one
+    return device
+
+
+class Limits:
+    """Limits of time and memory for a run, checked before each case; a refused case is reported as
+    skipped.
+
+    Args:
+        seconds: time limit from now on; None: none.
+    """
+
+    def __init__(self, device: torch.device, seconds: float | None = None) -> None:
+        self.device, self.seconds = device, seconds
+        self._start = time.monotonic()
+
+    def refuse(self, needed: int = 0, seconds: float = 0.0) -> str | None:
+        """The reason to skip a case that needs `needed` bytes and about `seconds`; None: run it."""
+        if self.seconds is not None:
+            left = max(0.0, self.seconds - (time.monotonic() - self._start))
+            if left <= seconds:
+                wanted = f"; this takes about {seconds:.0f}" if seconds else ""
+                return f"{left:.0f} s of {self.seconds:.0f} are left{wanted}; allow more seconds"
+        free = free_bytes(self.device)
+        if free is not None and needed > free // 2:
+            return f"needs {needed} bytes, more than half of the {free} that are free"
+        return None
+
+
+def because(error: Exception) -> str:
+    """An error in one line, as the reason why a row was skipped."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def with_values(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the same keys each, without the keys for which no row has a value."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    kept = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    return [{key: row.get(key) for key in kept} for row in rows]
+
+
+def bandwidth(device: torch.device, mebibytes: int | None = None) -> tuple[str, float]:
+    """The memory bandwidth in GB/s, with the name of what was measured. On the CPU: reads by all
+    threads, the best of several sums of a large float32 tensor. Elsewhere: the median of copies,
+    counting bytes read and written."""
+    if device.type == "cpu":
+        x = torch.zeros((mebibytes or 512) << 18)
+        best = min(interleaved({"": x.sum}, turns=5, burst=1)[""])
+        return "read_gb_per_s", x.nbytes / best / 1e9
+    free = free_bytes(device) or 1 << 30
+    x = torch.empty(min((mebibytes or 2048) << 20, free // 8), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    x.random_()
+    seconds = interleaved(
+        {"": lambda: y.copy_(x)}, turns=2, burst=10, timer=timer_for(device, queued=True)
+    )[""]
+    return "copy_gb_per_s", 2 * x.nbytes / statistics.median(seconds) / 1e9

@@ -1,0 +1,110 @@
+"""Many continuations of one prompt: their memory, and the time of a step of all of them."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from kvkeep.environment import environment
+from kvkeep.hf.attach import attach
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.models import load
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep_lab.bench.text import tokens_of_text
+from kvkeep_lab.bench.timing import interleaved
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "float32",
+    tokens: int = 4000,
+    forks: int = 100,
+    new: int = 32,
+    rows: int = 16,
+    turns: int = 5,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Fork the cache of a prompt of real text.
+
+    Args:
+        forks: number of caches that share the prompt, each with `new` tokens of its own.
+        rows: continuations in one batch, measured once sharing the prompt and once with a copy
+            each.
+
+    Returns:
+        `forks`: their number, the `bytes` that they and the prompt hold, and the `ratio` of that to
+        one cache and the new tokens. `rows`: for each batch the `bytes` held, `step_ms`, and
+        `attention_ms`, the time of all layers' cache steps alone.
+    """
+    loaded, tokenizer = load(model, dtype, progress=progress)
+    attach(loaded)
+    ids = tokens_of_text(tokenizer, tokens + new)
+    cache = Cache(loaded)
+    work = Work(progress, tokens + forks * new + 4 * turns * rows)
+    with torch.inference_mode():
+        work.stage(f"{tokens} tokens", tokens)
+        loaded(ids[:, :tokens], **as_cache(loaded, cache), logits_to_keep=1)
+        one = cache.live_bytes
+        copied = Cache(loaded)
+        copied.restore(cache.snapshot())
+        frozen = cache.freeze()
+        work.stage(f"{forks} forks", forks * new)
+        several = [frozen.fork() for _ in range(forks)]
+        for fork in several:
+            loaded(ids[:, tokens:], **as_cache(loaded, fork), logits_to_keep=1)
+            work.tick(new)
+        held = one + sum(fork.nbytes - fork.shared_bytes for fork in several)
+        del several
+        work.stage(f"a batch of {rows}", 4 * turns * rows)
+        copied.repeat(rows)
+        batches = {"shared": frozen.fork(rows), "separate": copied}
+        found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), turns)
+    return {
+        "benchmark": "fork",
+        "model": model,
+        "dtype": dtype,
+        "environment": environment(),
+        "forks": {
+            "forks": forks,
+            "tokens": tokens,
+            "new": new,
+            "bytes": held,
+            "ratio": held / (one + forks * new * one // tokens),
+        },
+        "rows": [
+            {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
+            | times
+            for name, times in found.items()
+        ],
+    }
+
+
+def _timed(
+    model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int
+) -> dict[str, dict[str, float]]:
+    """Times of a step of each batch; the step is cropped again."""
+
+    def step(cache: Cache) -> None:
+        model(token, **as_cache(model, cache))
+        cache.crop(-1)
+
+    def attention(cache: Cache) -> None:
+        for layer in cache.layers:
+            layer.step(q, k, k, scale=1.0)
+            layer.crop(-1)
+
+    for cache in batches.values():
+        model(token, **as_cache(model, cache))  # so that each fork has a tail of its own
+    like = batches["separate"].layers[0].state().parts["slots"]["k"]
+    k = torch.randn_like(like[:, :, :1])
+    q = torch.randn(*token.shape[:1], model.config.num_attention_heads, 1, like.shape[3]).to(k)
+    found: dict[str, dict[str, float]] = {name: {} for name in batches}
+    for what, call in (("step_ms", step), ("attention_ms", attention)):
+        calls = {name: (lambda c=cache, f=call: f(c)) for name, cache in batches.items()}
+        for name, times in interleaved(calls, turns=turns, burst=2).items():
+            found[name][what] = 1e3 * statistics.median(times)
+    return found

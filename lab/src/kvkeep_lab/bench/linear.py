@@ -1,0 +1,124 @@
+"""Linear layers of few rows: kvkeep's kernel and torch's, over weights that no cache holds."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.environment import environment
+from kvkeep.errors import SpecError
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep.linears import MOST_ROWS, require_kernel, route
+from kvkeep.native_library import TYPES
+from kvkeep_lab.bench.device import bandwidth
+from kvkeep_lab.bench.timing import Call, interleaved, spread
+
+SHAPES = (
+    *((576, 192), (576, 576), (576, 1536), (1536, 576), (576, 49152)),  # SmolLM2-135M
+    *((2048, 512), (2048, 2048), (2048, 8192), (8192, 2048)),  # Llama 3.2 1B
+)
+"""(inputs, outputs) of the layers that are measured by default."""
+
+ROWS = (1, 2, 4, 8, 16, 32)
+
+_COLD = 128 << 20  # bytes of weights that are read in turn; more than a cache
+
+
+def run(
+    *,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: Sequence[int] = ROWS,
+    dtype: torch.dtype = torch.bfloat16,
+    turns: int = 10,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Time x W^T on the CPU for a few rows x.
+
+    Copies of the weights are read in turn, so that they come from memory as in a model.
+
+    Args:
+        shapes: (inputs, outputs) of each layer.
+        rows: numbers of rows, at most `MOST_ROWS`.
+        dtype: of x and weights: float32, bfloat16 or float16.
+        turns: rounds of measurement; the systems are measured in turn.
+
+    Returns:
+        `rows`: for each shape, number of rows and system `median_us` and `spread_us` of one call,
+        `gb_per_s` (bytes of the weights divided by the time), `of_read` (that, divided by the
+        bandwidth), `of_torch` (torch's time divided by this one's), `of_one` (this time divided by
+        that of one row, if measured); and `read_gb_per_s`, this machine's memory bandwidth, the
+        median of measurements before and after.
+
+    Raises:
+        SpecError: a number of rows is not in 1 to `MOST_ROWS`, or the kernel lacks the dtype.
+        UnsupportedError: there is no native library.
+    """
+    require_kernel()
+    if dtype not in TYPES:
+        raise SpecError(
+            f"no layers of {dtype} by the kernel; there is {', '.join(map(str, TYPES))}"
+        )
+    for count in rows:
+        if not 1 <= count <= MOST_ROWS:
+            raise SpecError(f"{count} rows: the kernel computes 1 to {MOST_ROWS}")
+    rates, found = [bandwidth(torch.device("cpu"))[1]], []
+    work = Work(progress, sum(inputs * outputs for inputs, outputs in shapes))
+    with torch.inference_mode():
+        for inputs, outputs in shapes:
+            work.stage(f"{inputs} x {outputs}", inputs * outputs)
+            found += _measured(inputs, outputs, rows, dtype, turns, work)
+    rates.append(bandwidth(torch.device("cpu"))[1])
+    rate = statistics.median(rates)
+    for row in found:
+        row["of_read"] = row["gb_per_s"] / rate
+    return {
+        "benchmark": "linear",
+        "dtype": str(dtype).removeprefix("torch."),
+        "environment": environment(),
+        "rows": found,
+        "read_gb_per_s": rate,
+    }
+
+
+def _measured(
+    inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype, turns: int, work: Work
+) -> list[dict[str, Any]]:
+    size = inputs * outputs * dtype.itemsize
+    copies = max(2, -(-_COLD // size))
+    theirs = [nn.Linear(inputs, outputs, bias=False, dtype=dtype) for _ in range(copies)]
+    ours = [copy.copy(layer) for layer in theirs]  # with the same weights
+    route(nn.ModuleList(ours))
+    calls: dict[tuple[int, str], Call] = {}
+    for count in rows:
+        x = torch.randn(count, inputs).to(dtype)
+        for name, layers in (("kvkeep", ours), ("torch", theirs)):
+            calls[count, name] = _through(layers, x)
+    timed = interleaved(calls, turns=turns, burst=2, tick=work.part)
+    medians = {key: statistics.median(seconds) / copies for key, seconds in timed.items()}
+    return [
+        {
+            "inputs": inputs,
+            "outputs": outputs,
+            "rows": count,
+            "system": name,
+            "median_us": seconds * 1e6,
+            "spread_us": spread(timed[count, name]) / copies * 1e6,
+            "gb_per_s": size / seconds / 1e9,
+            "of_torch": medians[count, "torch"] / seconds,
+        }
+        | ({"of_one": seconds / medians[1, name]} if 1 in rows else {})
+        for (count, name), seconds in medians.items()
+    ]
+
+
+def _through(layers: list[nn.Linear], x: Tensor) -> Call:
+    def call() -> None:
+        for layer in layers:
+            layer(x)
+
+    return call

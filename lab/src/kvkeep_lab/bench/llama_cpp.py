@@ -1,0 +1,130 @@
+"""llama.cpp with the same weights as kvkeep, by the optional package llama-cpp-python.
+
+The loaded model is written as a GGUF file in its dtype, the format that llama.cpp reads. llama.cpp
+gets token ids, so the file has no vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedError
+from kvkeep_lab.extras import needed_by
+
+with needed_by("Measuring llama.cpp", "llama-cpp"):
+    import gguf
+    import numpy as np
+
+LLAMA_CPP = "llama.cpp"
+
+TYPES = {
+    torch.float32: gguf.GGMLQuantizationType.F32,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+}
+"""llama.cpp's name of each dtype that it has."""
+
+
+def require(model: Any) -> None:
+    """Check, before anything is measured, that llama.cpp can run this model.
+
+    Raises:
+        MissingPackageError: llama-cpp-python is not installed.
+        UnsupportedError: the model is no Llama.
+    """
+    with needed_by("Measuring llama.cpp", "llama-cpp"):
+        import llama_cpp  # noqa: F401
+    config = model.config
+    if config.model_type != "llama" or model.dtype not in TYPES:
+        raise UnsupportedError(
+            f"llama.cpp is measured on Llama models in {', '.join(map(str, TYPES))} only, not "
+            f"on {config.model_type} in {model.dtype}"
+        )
+
+
+def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[], None]:
+    """Feed all of `ids` (1, n) but the last, and return a function that feeds the last id at each
+    call. Keys and values are held in the model's dtype.
+
+    Args:
+        model: a Llama that passed `require`.
+        room: tokens of context to reserve.
+        directory: directory for the GGUF file, which is written once.
+    """
+    with needed_by("Measuring llama.cpp", "llama-cpp"):
+        import llama_cpp
+
+    path = directory / "model.gguf"
+    if not path.exists():
+        write_gguf(model, path)
+    threads = torch.get_num_threads()
+    llama = llama_cpp.Llama(
+        str(path),
+        n_ctx=room,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        type_k=int(TYPES[model.dtype]),
+        type_v=int(TYPES[model.dtype]),
+        verbose=False,
+    )
+    *prompt, last = ids[0].tolist()
+    llama.eval(prompt)
+    return lambda: llama.eval([last])
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    """Write a Llama's weights and shape as a GGUF file without a vocabulary."""
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name, weight in model.named_parameters():
+        heads = {
+            "q_proj": config.num_attention_heads,
+            "k_proj": config.num_key_value_heads,
+        }.get(name.split(".")[-2])
+        if heads:
+            weight = _interleaved(weight, heads)
+        kind = TYPES[model.dtype] if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
+        target = names.get_name(name, try_suffixes=(".weight",))
+        if target is None:
+            raise UnsupportedError(f"llama.cpp has no tensor for the weight {name}")
+        writer.add_tensor(target, _numbers(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a head in llama.cpp's order. It rotates adjacent rows together; transformers rotates
+    each row of the first half with one of the second."""
+    halves = weight.view(heads, 2, -1, weight.shape[1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _numbers(weight: Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    x = weight.detach().cpu()
+    if kind == gguf.GGMLQuantizationType.F32:
+        return x.float().numpy()
+    if kind == gguf.GGMLQuantizationType.F16:
+        return x.numpy()
+    return x.contiguous().view(torch.uint8).numpy()

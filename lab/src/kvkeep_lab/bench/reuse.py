@@ -1,0 +1,213 @@
+"""Reuse of stored documents: time to the first token, and the loss of quality."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from kvkeep.blocks import prefill
+from kvkeep.environment import environment
+from kvkeep.hf.attach import attach
+from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.models import load
+from kvkeep.host import ModelCache, host_of
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep.store import Backend, Disk, PrefixStore, Redis
+from kvkeep.store.identity import feed
+from kvkeep_lab.bench.text import tokens_of_text
+
+BLOCKS = "blocks:"
+MODES = (
+    "cold",
+    "prefix",
+    "disk",
+    "redis",
+    "blocks:0",
+    "blocks:boundary:32",
+    "blocks:0.15",
+    "blocks:all",
+)
+_QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "float32",
+    documents: int = 6,
+    shortest: int = 500,
+    longest: int = 1000,
+    answer: int = 64,
+    modes: Sequence[str] = MODES,
+    redis: str | None = None,
+    turns: int = 3,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Prefill documents, in a new order each turn, followed by a question.
+
+    Args:
+        documents: number of documents, cut from real text, of `shortest` to `longest` tokens each.
+        answer: tokens of the greedy answer after a plain prefill, over which quality is measured.
+        modes: "cold" computes everything; "prefix", "disk" and "redis" find the documents stored in
+            this order, in memory or in a backend; "blocks:R" joins documents that were computed
+            separately, with `recompute=R`.
+        redis: URL of a server. None starts one for the run if redis-server is installed, and
+            otherwise leaves the mode out.
+
+    Returns:
+        `rows`: for each mode, medians over the turns of `ttft_s` and its `speedup` over cold; and,
+        compared with the plain prefill, `kl` in nats, `top1`, the share of equal greedy choices,
+        and `perplexity_ratio` of the answer.
+    """
+    loaded, tokenizer = load(model, dtype, progress=progress)
+    attach(loaded)
+    draw = random.Random(0)
+    lengths = [draw.randint(shortest, longest) for _ in range(documents)]
+    text = tokens_of_text(tokenizer, sum(lengths))[0]
+    texts = list(torch.split(text, lengths))
+    question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    blocks = PrefixStore()
+    prefill(loaded, texts, store=blocks)
+    with ExitStack() as during:
+        folder = during.enter_context(TemporaryDirectory())
+        during.enter_context(torch.inference_mode())
+        backends: dict[str, Backend] = {"disk": Disk(folder)}
+        url = during.enter_context(_server(folder)) if redis is None else redis
+        if url is not None:
+            backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
+        modes = [mode for mode in modes if mode != "redis" or mode in backends]
+        found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+        work = Work(progress, turns)
+        for turn in range(turns):
+            draw.shuffle(texts)
+            work.stage(f"order {turn + 1} of {turns}")
+            whole = torch.cat([*texts, question])
+            memory = PrefixStore()
+            memory.prefill(loaded, whole)
+            for backend in backends.values():
+                PrefixStore(backend=backend).prefill(loaded, whole)
+            stores = {"prefix": memory, BLOCKS: blocks}
+            reader = _Reader(loaded, texts, question, stores, backends)
+            said = reader.answer(answer)
+            reference = reader.judged("cold", said)
+            for mode in modes:
+                quality = _against(reference, reader.judged(mode, said), said)
+                found[mode].append({"ttft_s": reader.seconds(mode)} | quality)
+                work.part(1 / len(modes))
+    rows: list[dict[str, Any]] = [
+        {"mode": mode} | {name: statistics.median(x[name] for x in times) for name in times[0]}
+        for mode, times in found.items()
+    ]
+    cold = next(row["ttft_s"] for row in rows if row["mode"] == "cold")
+    return {
+        "benchmark": "reuse",
+        "model": model,
+        "dtype": dtype,
+        "tokens": sum(lengths) + len(question),
+        "environment": environment(),
+        "rows": [
+            {"mode": row["mode"], "ttft_s": row["ttft_s"]}
+            | {"speedup": cold / row["ttft_s"]}
+            | {name: row[name] for name in ("kl", "top1", "perplexity_ratio")}
+            for row in rows
+        ],
+    }
+
+
+class _Reader:
+    """One order of the documents, which can be prefilled in every mode."""
+
+    def __init__(
+        self,
+        model: Any,
+        texts: Sequence[Tensor],
+        question: Tensor,
+        stores: dict[str, PrefixStore],
+        backends: Mapping[str, Backend],
+    ) -> None:
+        self._model, self._texts, self._question = model, texts, question
+        self._stores, self._backends = stores, backends
+        self._before = sum(map(len, texts))
+
+    def seconds(self, mode: str) -> float:
+        """Seconds until the logits after the question."""
+        start = time.perf_counter()
+        cache = self._documents(mode)
+        self._model(self._rest(cache)[None], **as_cache(self._model, cache), logits_to_keep=1)
+        return time.perf_counter() - start
+
+    def answer(self, count: int) -> Tensor:
+        """The model's greedy answer after a plain prefill, token ids (count,)."""
+        cache = self._documents("cold")
+        fed, said = self._rest(cache)[None], list[Tensor]()
+        for _ in range(count):
+            logits = self._model(fed, **as_cache(self._model, cache), logits_to_keep=1).logits
+            fed = logits[:, -1:].argmax(dim=-1)
+            said.append(fed[0])
+        return torch.cat(said)
+
+    def judged(self, mode: str, answer: Tensor) -> Tensor:
+        """Log-probabilities (n, V) at the n tokens of an answer."""
+        cache = self._documents(mode)
+        fed = torch.cat([self._rest(cache), answer[:-1]])
+        logits = self._model(fed[None], **as_cache(self._model, cache)).logits[0, -len(answer) :]
+        found: Tensor = logits.double().log_softmax(dim=-1)
+        return found
+
+    def _rest(self, cache: ModelCache) -> Tensor:
+        """The tokens of the question that the cache does not hold yet, (n,)."""
+        return self._question[cache.fed - self._before :]
+
+    def _documents(self, mode: str) -> ModelCache:
+        """A cache of the documents, which may include part of the question."""
+        if mode == "cold":
+            cache = host_of(self._model).new_cache()
+            feed(host_of(self._model), torch.cat(list(self._texts)), cache)
+            return cache
+        if mode.startswith(BLOCKS):
+            how = mode.removeprefix(BLOCKS)
+            share: float | str = float(how) if how.replace(".", "", 1).isdigit() else how
+            store = None if how == "all" else self._stores[BLOCKS]
+            return prefill(self._model, self._texts, recompute=share, store=store)
+        store = self._stores.get(mode) or PrefixStore(backend=self._backends[mode])
+        return store.prefill(self._model, torch.cat([*self._texts, self._question]))
+
+
+@contextmanager
+def _server(folder: str) -> Iterator[str | None]:
+    """The URL of a Redis server that runs within this context; None if none is installed."""
+    program = which("redis-server") or which("valkey-server")
+    if program is None:
+        yield None
+        return
+    socket = Path(folder) / "redis.sock"
+    options = ("--port", "0", "--unixsocket", socket, "--dir", folder, "--save", "")
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            while not socket.exists() and process.poll() is None:
+                time.sleep(0.01)
+            yield f"unix://{socket}"
+        finally:
+            process.terminate()
+
+
+def _against(reference: Tensor, found: Tensor, answer: Tensor) -> dict[str, float]:
+    """Measures of how predictions of an answer differ from reference predictions."""
+    at = answer[:, None]
+    return {
+        "kl": float((reference.exp() * (reference - found)).sum(dim=-1).mean()),
+        "top1": float((reference.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
+        "perplexity_ratio": float((reference.gather(1, at) - found.gather(1, at)).mean().exp()),
+    }

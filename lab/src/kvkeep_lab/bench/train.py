@@ -1,0 +1,330 @@
+"""One gradient of a long text: time and memory compared with backprop and checkpointing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kvkeep.environment import environment
+from kvkeep.errors import ShapeError, SpecError
+from kvkeep.files.offload import Offload
+from kvkeep.hf.models import load
+from kvkeep.host import host_of
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep.host.registry import require_host
+from kvkeep.spec import CacheSpec, PerType, parse_specs
+from kvkeep.train import backward
+from kvkeep_lab.bench.resident import (
+    bounded,
+    is_out_of_memory,
+    peak,
+    require_counters,
+    reset_peak,
+    resident,
+    together,
+)
+from kvkeep_lab.bench.systems import LITGPT
+from kvkeep_lab.bench.text import tokens_of_text
+from kvkeep_lab.bench.unrolled import unrolled
+
+KVKEEP, BACKPROP, CHECKPOINTING = METHODS = ("kvkeep", "backprop", "checkpointing")
+
+_WARM_UP = 64
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    host: str = "transformers",
+    tokens: Sequence[int] = (2048, 4096, 8192),
+    methods: Sequence[str] = METHODS,
+    cache: str = "h2o:1024",
+    chunk: int = 1024,
+    check: bool = True,
+    processes: Sequence[int] = (1,),
+    memory: int | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Compute the gradient of the next-token loss with respect to all weights, without dropout, for
+    each method in a process of its own.
+
+    Args:
+        model: a name from `kvkeep models`, a directory, or a hub name; run in float32.
+        host: the library that runs the model: "transformers", or "litgpt", with copies of the same
+            weights (a Llama).
+        tokens: lengths of the text.
+        methods: "kvkeep", "backprop", "checkpointing" (transformers'; with LitGPT torch's, of each
+            layer).
+        cache, chunk: see `kvkeep.train.backward`.
+        check: compare the gradients with another method's.
+        processes: how many share a text, for kvkeep's method, which is measured with each of these
+            numbers; they divide the threads.
+        memory: bytes that a gradient may take; None: the available memory minus one GiB.
+
+    Returns:
+        `rows`: for each length, method and number of processes `peak_bytes`, the peak of resident
+        memory above the model during the computation, in the process where it is greatest;
+        `seconds`; and `grad_rel_error`, the norm of the difference from the
+        reference divided by the reference's. A value is None if the method did not fit in memory or
+        has no reference. Backprop and checkpointing are each other's reference; kvkeep's is plain
+        autograd through the same cache with the same evictions. `offloaded_bytes` are kvkeep's
+        layer inputs, which are kept in a file and not counted in the peak; of the process with the
+        most.
+
+    Raises:
+        SpecError: a method, host or cache does not exist.
+        ShapeError: a text has fewer than two tokens, or no process computes.
+        UnsupportedError: the system is not Linux, whose counters this reads, or LitGPT is not
+            installed.
+    """
+    for method in methods:
+        if method not in METHODS:
+            raise SpecError(f"no method {method!r} to measure; there is {', '.join(METHODS)}")
+    if min(tokens) < 2:
+        raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
+    if not processes or min(processes) < 1:
+        raise ShapeError(f"{list(processes)} processes; give numbers of at least 1")
+    require_host(host)
+    parse_specs(cache)
+    require_counters()
+    ways = [(one, n) for one in methods for n in (processes if one == KVKEEP else (1,))]
+    rows, work = [], Work(progress, (len(ways) + check) * sum(tokens))
+    for length in tokens:
+        with TemporaryDirectory() as folder:
+            job = _Job(model, host, length, cache, chunk, memory, folder, check)
+            rows += _rows(job, ways, work)
+    return {
+        "benchmark": "train",
+        "model": model,
+        "host": host,
+        "dtype": "float32",
+        "cache": str(parse_specs(cache)),
+        "chunk": chunk,
+        "environment": environment(),
+        "rows": rows,
+    }
+
+
+class _Job(NamedTuple):
+    """The parameters of one length, for every method."""
+
+    model: str
+    host: str
+    tokens: int
+    cache: str
+    chunk: int
+    memory: int | None
+    folder: str
+    """Directory for the gradients."""
+    check: bool
+
+    def gradients(self, method: str, processes: int = 1) -> Path:
+        return Path(self.folder) / f"{method}-{processes}.safetensors"
+
+    def decisions(self, rank: int, processes: int) -> Path:
+        return Path(self.folder) / f"decisions-{rank}-of-{processes}.safetensors"
+
+
+def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[str, Any]]:
+    found = {}
+    for method, processes in ways:
+        several = f", {processes} processes" if processes > 1 else ""
+        work.stage(f"{method}, {job.tokens} tokens{several}", job.tokens)
+        calls = [partial(_measure, method, job, rank, processes) for rank in range(processes)]
+        found[method, processes] = _if_they_fit(calls)
+    fits = {way for way, measured in found.items() if measured is not None}
+    references = {BACKPROP: CHECKPOINTING, CHECKPOINTING: BACKPROP}
+    recorded = min((processes for method, processes in fits if method == KVKEEP), default=0)
+    if job.check and recorded:
+        references[KVKEEP] = BACKPROP
+        if not (_is_exact(job.cache) and (BACKPROP, 1) in fits):
+            work.stage(f"reference, {job.tokens} tokens", job.tokens)
+            references[KVKEEP] = "unrolled"
+            if _if_they_fit([partial(_reference, job, recorded)]):
+                fits.add(("unrolled", 1))
+    rows = []
+    for (method, processes), measured in found.items():
+        error, reference = None, references.get(method, "")
+        if job.check and {(method, processes), (reference, 1)} <= fits:
+            error = _relative_error(job.gradients(method, processes), job.gradients(reference))
+        most: dict[str, Any] = dict.fromkeys(("peak_bytes", "seconds", "offloaded_bytes"))
+        if measured is not None:
+            most = {name: max(one[name] for one in measured) for name in most}
+        rows.append(
+            {
+                "method": method,
+                "processes": processes,
+                "tokens": job.tokens,
+                "peak_bytes": most["peak_bytes"],
+                "seconds": most["seconds"],
+                "grad_rel_error": error,
+                "offloaded_bytes": most["offloaded_bytes"] if method == KVKEEP else 0,
+            }
+        )
+    return rows
+
+
+def _if_they_fit(calls: Sequence[Callable[[], Any]]) -> list[Any] | None:
+    """The results of functions that run at the same time, each in another process; None if memory
+    did not suffice: a process was killed, or a function returned None or False."""
+    try:
+        found = together(calls)
+    except BrokenProcessPool:
+        return None
+    return None if None in found or False in found else found
+
+
+def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any] | None:
+    model, tokenizer = _loaded(job)
+    group = _met(job, rank, processes) if processes > 1 else None
+    if method == CHECKPOINTING:
+        _checkpoint(model, job.host)
+    text = tokens_of_text(tokenizer, max(job.tokens, _WARM_UP))
+    # Each process has a chunk, so that the weights of each are in memory before it is measured.
+    short = job._replace(chunk=min(job.chunk, max(1, _WARM_UP // (2 * processes))))
+    _differentiate(method, model, text[:, :_WARM_UP], short, group)  # warm-up, not counted
+    model.zero_grad(set_to_none=True)
+    before = resident()
+    reset_peak()
+    try:
+        with bounded(job.memory):
+            start = time.perf_counter()
+            offloaded, decisions = _differentiate(method, model, text[:, : job.tokens], job, group)
+            seconds = time.perf_counter() - start
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if group is not None:
+            os._exit(1)  # or the others would wait for this process
+        return None
+    most = peak() - before
+    if job.check:
+        if not rank:
+            _save(model, job.gradients(method, processes))
+        if method == KVKEEP:
+            calls = {f"{i}.{n}": x for i, one in enumerate(decisions) for n, x in enumerate(one)}
+            save_file(calls, job.decisions(rank, processes))
+    return {"peak_bytes": most, "seconds": seconds, "offloaded_bytes": offloaded}
+
+
+def _met(job: _Job, rank: int, processes: int) -> dist.ProcessGroup | None:
+    """The group of the processes that share a text. A process has its share of the threads."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    place = f"file://{job.folder}/meet-{processes}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=processes)
+    return dist.group.WORLD
+
+
+def _reference(job: _Job, processes: int) -> bool:
+    """Compute and save kvkeep's gradients by plain autograd, with the evictions that so many
+    processes recorded, whose chunks follow each other; returns whether they fit in memory."""
+    model, tokenizer = _loaded(job)
+    ids = tokens_of_text(tokenizer, job.tokens)
+    decisions: list[list[Tensor]] = [[] for _ in host_of(model).kinds]
+    for rank in range(processes):
+        calls = load_file(job.decisions(rank, processes))
+        for name in sorted(calls, key=lambda name: int(name.partition(".")[2])):
+            decisions[int(name.partition(".")[0])].append(calls[name])
+    try:
+        with bounded(job.memory):
+            unrolled(model, ids, job.cache, job.chunk, decisions)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return False
+        raise
+    _save(model, job.gradients("unrolled"))
+    return True
+
+
+def _differentiate(
+    method: str, model: Any, ids: Tensor, job: _Job, group: dist.ProcessGroup | None
+) -> tuple[int, Any]:
+    """Compute the gradients; returns the bytes that were offloaded and the evictions."""
+    if method != KVKEEP:
+        if job.host == LITGPT:
+            _litgpt().next_token_loss(model, ids).backward()
+        else:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return 0, []
+    decisions: list[list[Tensor]] = []
+    offload = Offload(0)
+    backward(
+        model,
+        ids,
+        ids,
+        cache=job.cache,
+        chunk=job.chunk,
+        decisions=decisions,
+        offload=offload,
+        group=group,
+    )
+    return offload.peak_bytes, decisions
+
+
+def _litgpt() -> Any:
+    """What is measured of LitGPT, which may not be installed."""
+    return import_module("kvkeep_lab.bench.litgpt_systems")
+
+
+def _checkpoint(model: Any, host: str) -> None:
+    """Let a model keep each layer's input only, and compute the rest again."""
+    if host == LITGPT:
+        _litgpt().checkpoint(model)
+        return
+    # Newer versions of transformers have renamed this method.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _loaded(job: _Job) -> tuple[Any, Any]:
+    """A model in training mode without dropout, and its tokenizer."""
+    model, tokenizer = load(job.model, "float32", "cpu")
+    if job.host == LITGPT:
+        model = _litgpt().converted(model).requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for key, value in vars(module).items():
+            if "dropout" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+    return model.train(), tokenizer
+
+
+def _is_exact(cache: str) -> bool:
+    """Whether gradients through this cache equal those of full attention."""
+    specs = parse_specs(cache)
+    each = specs.values() if isinstance(specs, PerType) else [specs]
+    exact = CacheSpec.parse("keep_all")
+    return all(spec == replace(exact, storage=spec.storage) for spec in each)
+
+
+def _save(model: nn.Module, file: Path) -> None:
+    named = ((name, weight.grad) for name, weight in model.named_parameters())
+    save_file({name: grad.contiguous() for name, grad in named if grad is not None}, file)
+
+
+def _relative_error(found: Path, reference: Path) -> float:
+    """The norm of the difference over all tensors, divided by the reference's norm."""
+    difference = norm = 0.0
+    with safe_open(found, "pt") as mine, safe_open(reference, "pt") as theirs:
+        if set(mine.keys()) != set(theirs.keys()):
+            raise ShapeError(f"{found.name} has gradients of other weights than {reference.name}")
+        for name in theirs.keys():  # noqa: SIM118 - a file, not a mapping
+            wanted = theirs.get_tensor(name).double()
+            difference += float((mine.get_tensor(name).double() - wanted).square().sum())
+            norm += float(wanted.square().sum())
+    return float((difference / norm) ** 0.5)

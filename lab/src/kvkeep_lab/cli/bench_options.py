@@ -1,0 +1,82 @@
+"""What the commands of `kvkeep bench` share: options, lists, and how results are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.cli.complete import devices, models, one_of, specs
+from kvkeep.cli.output import listed, print_json, print_table, whole_numbers
+from kvkeep_lab.cli.plot import plot as draw
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name.",
+        autocompletion=models,
+    ),
+]
+ModelOrRandom = Annotated[
+    str,
+    typer.Option(
+        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; or random-1b, "
+        "with random weights.",
+        autocompletion=models,
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Library that runs the model: transformers, or litgpt.",
+        autocompletion=one_of("transformers", "litgpt"),
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="bfloat16, float16 or float32.",
+        autocompletion=one_of("bfloat16", "float16", "float32"),
+    ),
+]
+SpecList = Annotated[
+    str, typer.Option(help="Cache specs, separated by semicolons.", autocompletion=specs)
+]
+Turns = Annotated[int, typer.Option(min=1, help="Rounds of measurement.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device, e.g. cpu or cuda; default: CUDA if available.", autocompletion=devices
+    ),
+]
+
+
+def numbers(text: str | None, option: str) -> list[int] | None:
+    """Parse an option's comma-separated whole numbers; None without text."""
+    return None if text is None else whole_numbers(text, option)
+
+
+def names(text: str | None) -> list[str] | None:
+    """Parse comma-separated names; None without text."""
+    return None if text is None else listed(text, ",")
+
+
+def show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
+    """Print a result as a table, and as JSON if asked; draw it if there is a file for that."""
+    if plot is not None:
+        draw(title, {"": drawn(result["rows"])}, plot)
+    print_table(title, result["rows"], stderr=json)
+    if json:
+        print_json(result)
+
+
+def drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a plot: the text columns joined to one name, and the numeric columns."""
+    drawn = []
+    for row in (row for row in rows if not row.get("skipped")):
+        named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
+        named += [name for name in ("mass", "chunked") if row.get(name)]
+        figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
+        drawn.append(({"system": " ".join(named)} if named else {}) | figures)
+    return drawn or rows

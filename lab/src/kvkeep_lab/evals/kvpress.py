@@ -1,0 +1,233 @@
+"""kvpress on the same prompts, in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.host.progress import Progress, silent
+from kvkeep_lab.evals.answers import scored
+from kvkeep_lab.evals.figures import in_figures
+from kvkeep_lab.evals.prompts import Prompt
+from kvkeep_lab.evals.quality import compare
+from kvkeep_lab.evals.samples import Record, row_of
+
+REQUIREMENT = "kvpress==0.5.5"
+
+PRESSES = (
+    "none",
+    "snapkv",
+    "adakv",
+    "criticaladakv",
+    "pyramid",
+    "knorm",
+    "keydiff",
+    "streaming",
+    "tova",
+    "expected_attention",
+    "observed_attention",
+    "kvzip",
+)
+"""Names of the presses; `none` compresses nothing, and shows what other versions change."""
+
+_SCRIPT = Path(__file__).parents[1] / "bench" / "kvpress_script.py"
+
+
+def install(place: Path, progress: Progress = silent) -> None:
+    """Make an environment with kvpress, the torch of this one and a transformers that kvpress
+    accepts.
+
+    torch comes first and by its exact version, so that nothing installed after it brings another
+    build.
+
+    Raises:
+        UnsupportedError: the directory has other content, or an installation failed.
+    """
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UnsupportedError(f"{place} exists; give a new or empty directory")
+    same = f"torch=={torch.__version__.partition('+')[0]}"
+    pip = [str(_python(place)), "-m", "pip", "install", "--quiet"]
+    progress(f"making {place}", None)
+    _run([sys.executable, "-m", "venv", str(place)])
+    constraints = place / "constraints.txt"
+    constraints.write_text(f"{same}\n")
+    for package in (same, REQUIREMENT):
+        progress(f"installing {package}", None)
+        _run([*pip, "-c", str(constraints), package])
+
+
+@dataclass(frozen=True)
+class Kvpress:
+    """Presses that are compared with the full cache.
+
+    Args:
+        place: the directory of an environment that `install` made.
+        presses: names in `PRESSES`.
+        kept: the share of keys and values that each keeps, above 0 and at most 1.
+
+    Raises:
+        SpecError: a press or the share does not exist.
+        UnsupportedError: the environment does not exist.
+    """
+
+    place: Path
+    presses: Sequence[str] = PRESSES
+    kept: float = 0.25
+
+    def __post_init__(self) -> None:
+        for press in self.presses:
+            if press not in PRESSES:
+                raise SpecError(f"no press {press!r}; there is {', '.join(PRESSES)}")
+        if not self.presses:
+            raise SpecError(f"no press; give some of {', '.join(PRESSES)}")
+        if not 0 < self.kept <= 1:
+            raise SpecError(f"a kept share of {self.kept}; give one above 0 and at most 1")
+        if not _python(self.place).exists():
+            raise UnsupportedError(
+                f"no environment in {self.place}; make it by kvkeep eval --setup-kvpress "
+                f"{self.place}"
+            )
+
+    def require(self, model: Any) -> None:
+        """Check that kvpress can load what this model was loaded from, and supports its class.
+
+        Raises:
+            UnsupportedError: it is not a directory with a model of transformers, or kvpress
+                refuses it.
+        """
+        where = getattr(model, "name_or_path", "")
+        found = where and (Path(where) / "config.json").exists()
+        if not found or hasattr(model, "peft_config"):
+            raise UnsupportedError(
+                f"kvpress loads a model from a directory with config.json, not from {where!r}; "
+                "save it there with save_pretrained(), an adapter merged into it"
+            )
+        with tempfile.TemporaryDirectory() as name:
+            self._run(model, Path(name), {"presses": []}, silent)
+
+    def rows(
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: Tensor,
+        context: int,
+        prompts: Mapping[str, Sequence[Prompt]],
+        full: Sequence[Tensor],
+        record: Record = lambda row: None,
+        progress: Progress = silent,
+    ) -> list[dict[str, Any]]:
+        """A row for each press, of the figures that `kvkeep_lab.evals.run.evaluate` has for a spec.
+
+        Args:
+            text: token ids (windows, context + N).
+            prompts: of each task; the question is fed after the text was compressed.
+            full: the full cache's N predictions (windows, V).
+            record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
+        """
+        request = {
+            "presses": list(self.presses),
+            "kept": self.kept,
+            "context": context,
+            "windows": text.tolist(),
+            "prompts": [
+                {"ids": one.ids[0].tolist(), "text": one.text, "steps": one.steps}
+                for some in prompts.values()
+                for one in some
+            ],
+            "end": tokenizer.eos_token_id,
+        }
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            try:
+                answers = self._run(model, folder, request, progress)
+            except UnsupportedError as error:  # what kvkeep has measured by now is not lost
+                return [{"spec": "kvpress", "context": context, "failed": str(error)}]
+            return [
+                self._row(one, folder, tokenizer, text[:, context:], context, prompts, full, record)
+                | {"versions": answers["versions"]}
+                for one in answers["rows"]
+            ]
+
+    def _run(
+        self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress
+    ) -> dict[str, Any]:
+        """What the script answers; it leaves logits in the folder."""
+        place = folder / "request.json"
+        about = {
+            "model": model.name_or_path,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        place.write_text(json.dumps({**about, **request}))
+        _run([str(_python(self.place)), "-I", str(_SCRIPT), str(place), str(folder)], progress)
+        answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
+        return answers
+
+    def _row(
+        self,
+        found: Mapping[str, Any],
+        folder: Path,
+        tokenizer: Any,
+        ids: Tensor,
+        context: int,
+        prompts: Mapping[str, Sequence[Prompt]],
+        full: Sequence[Tensor],
+        record: Record,
+    ) -> dict[str, Any]:
+        spec = f"kvpress {found['press']}"
+        name = {"spec": spec, "context": context}
+        if "failed" in found:
+            return name | {"failed": found["failed"]}
+        logits = load_file(folder / f"{found['press']}.safetensors")["logits"]
+        mine = compare(logits.unbind(1), full, ids)
+        same = compare(full, full, ids).perplexity
+        left = iter(found["answers"])
+        answers = {
+            task: [scored(tokenizer, one, next(left)) for one in some]
+            for task, some in prompts.items()
+        }
+        for task, some in prompts.items():
+            for sample, (prompt, answer) in enumerate(zip(some, answers[task], strict=True)):
+                record(row_of(spec, context, task, sample, prompt, answer))
+        step = found["step_s"]
+        held = {"bytes": found["bytes"], "kept": found["kept"]}
+        ratio = {"perplexity_ratio": mine.perplexity / same}
+        speed = {"tokens_per_s": step and 1 / step}
+        return name | vars(mine) | ratio | held | speed | in_figures(prompts, answers)
+
+
+def _python(place: Path) -> Path:
+    return place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _run(command: Sequence[str], progress: Progress = silent) -> None:
+    """Run a command; each line that it prints is progress.
+
+    Raises:
+        UnsupportedError: it failed; with the last line of its errors.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
+            try:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    progress(line.strip(), None)
+            except BaseException:
+                child.kill()
+                raise
+        if child.returncode:
+            errors.seek(0)
+            reason = (errors.read().strip() or "no reason given").splitlines()[-1]
+            raise UnsupportedError(f"kvpress: {reason}")

@@ -1,0 +1,338 @@
+"""Compares cache specs: what each costs in quality, and what it saves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.host import Host, ModelCache, host_of, load_model
+from kvkeep.host.compress import compress, compresses
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep.spec import CacheSpec, PerType, parse_specs
+from kvkeep_lab.bench.text import windows_of_text
+from kvkeep_lab.bench.timing import interleaved
+from kvkeep_lab.evals.answers import Answer, answered
+from kvkeep_lab.evals.figures import in_figures
+from kvkeep_lab.evals.forward import STEP_COST, fill, follow, require_positions
+from kvkeep_lab.evals.kvpress import Kvpress
+from kvkeep_lab.evals.prompts import Prompt
+from kvkeep_lab.evals.quality import compare
+from kvkeep_lab.evals.samples import Record, row_of, written
+from kvkeep_lab.evals.tasks import SAMPLES, chosen, prompts
+from kvkeep_lab.evals.tasks import cost as cost_of_task
+
+BASELINE = "keep_all"
+DEFAULT_TASKS = ("needle",)
+
+_Spec = CacheSpec | PerType
+
+_TURNS, _BURST = 4, 3
+TIMED_STEPS = (_TURNS + 1) * _BURST
+"""Steps that are run to time a cache."""
+
+
+def run(
+    model: str | None = "smollm2-135m",
+    *,
+    adapter: str | None = None,
+    dtype: str = "float32",
+    context: int | Sequence[int] = 2000,
+    continuation: int = 256,
+    specs: Sequence[str] = (BASELINE,),
+    windows: int = 1,
+    chunk: int | None = None,
+    text_file: Path | None = None,
+    tasks: Sequence[str] = DEFAULT_TASKS,
+    samples: int = SAMPLES,
+    late_question: bool = False,
+    samples_file: Path | None = None,
+    overwrite: bool = False,
+    against: Kvpress | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Load a model by name, with or without an adapter, and `evaluate` it; see
+    `kvkeep.host.load_model`.
+
+    Args:
+        samples_file: gets a line of JSON for each answer when it is known; see
+            `kvkeep_lab.evals.samples`.
+        overwrite: replace a `samples_file` that exists.
+
+    Raises:
+        SpecError: a spec or a task does not exist, or no spec is given; raised before the model is
+            loaded.
+        ModelError: the model or dtype does not exist or cannot be loaded.
+        SamplesError: the samples' file exists or cannot be written.
+    """
+    _parsed(specs)
+    chosen(tasks)
+    about = {"model": model, "adapter": adapter, "dtype": dtype}
+    with written(samples_file, about, overwrite=overwrite) as record:
+        loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
+        contexts = [context] if isinstance(context, int) else context
+        found = evaluate(
+            loaded,
+            tokenizer,
+            specs,
+            contexts=contexts,
+            continuation=continuation,
+            windows=windows,
+            chunk=chunk,
+            text_file=text_file,
+            tasks=tasks,
+            samples=samples,
+            late_question=late_question,
+            record=record,
+            against=against,
+            progress=progress,
+        )
+    return {"evaluation": "quality", **about, **found}
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    specs: Sequence[str],
+    *,
+    contexts: Sequence[int] = (2000,),
+    continuation: int = 256,
+    windows: int = 1,
+    chunk: int | None = None,
+    text_file: Path | None = None,
+    tasks: Sequence[str] = DEFAULT_TASKS,
+    samples: int = SAMPLES,
+    late_question: bool = False,
+    record: Record = lambda row: None,
+    against: Kvpress | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Compare cache specs with the full cache, on a loaded model that is not attached.
+
+    With each spec the model is fed the context, then the true continuation one token at a time, so
+    that the cache evicts and encodes as it does in generation.
+
+    Args:
+        specs: compared with `keep_all`, which is always measured.
+        contexts: how many tokens are fed before the first that is predicted; also the length of the
+            tasks' prompts.
+        continuation: how many tokens are predicted.
+        windows: how many windows of the text the figures are averaged over.
+        chunk: feed the context in chunks of that many tokens; None: all at once.
+        text_file: a file of UTF-8 text; None: the standard library's help texts.
+        tasks: names in `kvkeep_lab.evals.tasks.TASKS` and `GROUPS`; `needle` hides numbers and asks
+            for them. Each takes `samples` more prefills per window.
+        samples: prompts of each task per window; those of `needle` hide their number at as many
+            places, from 10 to 90 % of the text.
+        late_question: feed the question when the text has been read, so that what is evicted until
+            then cannot depend on it. `kvzip` is always evaluated so.
+        record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
+        against: also compare these presses; the question then comes late for all.
+        progress: called during the evaluation; see `Progress`.
+
+    Returns:
+        `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
+        `context`, `perplexity` of the continuation and `perplexity_ratio` to the full cache's, `kl`
+        (mean KL(full || spec) per token, nats), `top1` (agreement with the full cache's likeliest
+        token), `retrieval` (share of hidden numbers found; None without `needle`), `bytes` and
+        `allocated` of one row after the context, `tokens_per_s` of one row's steps from there,
+        `retrieval_by_depth` (percent of the text -> share), `kl_95` (the 95 % interval of `kl`),
+        and `tasks` (name -> `accuracy`, its 95 % interval `low` to `high`, and `samples`). With
+        `against` also such rows for its presses, with `kept` (share of keys and values that are
+        attended to) and `versions`, or with the reason in `failed`.
+
+    Raises:
+        SpecError: a spec or a task does not exist, a spec does not fit the model, or none is given.
+        ShapeError: the text is too short, or the model's context.
+        CapacityError: a spec's fixed slots cannot hold the tokens.
+        UnsupportedError: kvpress cannot run the model, or its context would come in chunks.
+    """
+    tasks = chosen(tasks)
+    parsed = _parsed(specs)
+    distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
+    for name, spec in parsed.items():
+        distinct.setdefault(spec, name)
+    host = host_of(model)
+    if against is not None:
+        late_question = True
+        against.require(model)
+        if chunk is not None:
+            raise UnsupportedError(
+                f"chunks of {chunk} tokens, but kvpress compresses a context that is fed at once; "
+                "leave out --chunk"
+            )
+    for context in contexts:
+        require_positions(host, context, max(continuation, TIMED_STEPS))
+    # Cut every text and build every cache once, so that errors come before any computation.
+    texts = [
+        windows_of_text(tokenizer, windows, context + continuation, text_file)
+        for context in contexts
+    ]
+    asked = [
+        {
+            task: [
+                prompt
+                for seed, window in enumerate(text)
+                for prompt in prompts(task, tokenizer, window, context, samples, seed)
+            ]
+            for task in tasks
+        }
+        for context, text in zip(contexts, texts, strict=True)
+    ]
+    for spec in distinct:
+        most, after = max(contexts), max(continuation, TIMED_STEPS)
+        _cache(host, spec, most, after).admit(most + after)
+    rows, baseline, others = [], [], list[dict[str, Any]]()
+    total = sum(_cost(windows, c, continuation, tasks, samples) for c in contexts) * len(distinct)
+    work = Work(progress, total)
+    with host.attach(BASELINE):
+        for context, text, some in zip(contexts, texts, asked, strict=True):
+            ids = text.to(host.device)
+            one = _Context(host, tokenizer, ids, context, chunk, some, late_question, record, work)
+            found = one.rows(distinct)
+            baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
+            rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
+            if against is not None:
+                others += against.rows(
+                    model,
+                    tokenizer,
+                    text,
+                    context,
+                    some,
+                    one.full,
+                    record,
+                    progress,
+                )
+    compared = {} if against is None else {"against": others}
+    return {
+        "continuation": continuation,
+        "windows": windows,
+        "chunk": chunk,
+        "late_question": late_question,
+        "samples": samples,
+        "rows": rows,
+        "baseline": baseline,
+        **compared,
+    }
+
+
+class _Context:
+    """All specs at one context; `text` is (windows, context + continuation), a window in each
+    row."""
+
+    def __init__(
+        self,
+        host: Host,
+        tokenizer: Any,
+        text: Tensor,
+        context: int,
+        chunk: int | None,
+        prompts: Mapping[str, Sequence[Prompt]],
+        late: bool,
+        record: Record,
+        work: Work,
+    ) -> None:
+        self.host, self.tokenizer, self.record, self.work = host, tokenizer, record, work
+        self.past, self.ids = text[:, :context], text[:, context:]
+        self.context, self.chunk, self.prompts, self.late = context, chunk, prompts, late
+        self.full: list[Tensor] = []  # the full cache's predictions
+        self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
+
+    def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
+        """Each spec's figures; the first is the full cache, the baseline of the comparison. Samples
+        are recorded under the specs' names."""
+        found: dict[_Spec, dict[str, Any]] = {}
+        for spec, name in specs.items():
+            found[spec] = self._quality(spec) | self._tasks(spec, name)
+        speed = self._speed()
+        full = found[next(iter(specs))]["perplexity"]
+        order = ("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval")
+        for spec, row in found.items():
+            row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
+            rest = ("bytes", "allocated", "tokens_per_s", "retrieval_by_depth", "kl_95", "tasks")
+            found[spec] = {name: row[name] for name in (*order, *rest)}
+        return found
+
+    def _quality(self, spec: _Spec) -> dict[str, Any]:
+        rows, length = self.ids.shape
+        self._begin(spec, "text", _text_cost(rows, self.context, length))
+        cache = _cache(self.host, spec, self.context, length)
+        first = fill(self.host, cache, self.past, self.chunk, self.work.tick)
+        if compresses(cache):
+            compress(self.host, cache, self.past, tick=self.work.tick)
+        held = {
+            "context": self.context,
+            "bytes": cache.live_bytes // rows,
+            "allocated": cache.nbytes // rows,
+        }
+        self._held[spec] = deepcopy(cache)
+        self._held[spec].select([0])
+        logits = follow(self.host, cache, first, self.ids, self.work.tick)
+        if not self.full:
+            self.full = [x.cpu() for x in logits]
+            logits = iter(self.full)
+        return held | vars(compare(logits, self.full, self.ids))
+
+    def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
+        answers: dict[str, list[Answer]] = {}
+        for task, some in self.prompts.items():
+            self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
+            answers[task] = []
+            for sample, prompt in enumerate(some):
+                answer = self._answered(spec, prompt)
+                self.record(row_of(name, self.context, task, sample, prompt, answer))
+                answers[task].append(answer)
+        return in_figures(self.prompts, answers)
+
+    def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
+        cache = _cache(self.host, spec, self.context, prompt.steps)
+        tick, late = self.work.tick, self.late
+        return answered(self.host, self.tokenizer, cache, prompt, self.chunk, tick, late=late)
+
+    def _speed(self) -> dict[_Spec, float]:
+        """Tokens per second of single steps after the context, with the specs interleaved."""
+        self.work.stage("timing", len(self._held) * TIMED_STEPS * STEP_COST)
+        token = self.ids[:1, :1]
+
+        def step(cache: ModelCache) -> None:
+            fill(self.host, cache, token, None, self.work.tick)
+
+        steps = {spec: (lambda c=cache: step(c)) for spec, cache in self._held.items()}
+        seconds = interleaved(steps, turns=_TURNS, burst=_BURST)
+        return {spec: 1 / statistics.median(times) for spec, times in seconds.items()}
+
+    def _begin(self, spec: _Spec, doing: str, cost: int) -> None:
+        self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
+
+
+def _cache(host: Host, spec: _Spec, context: int, more: int) -> ModelCache:
+    """An empty cache with room for the context and what is fed after it."""
+    return host.new_cache(spec, capacity=context + max(more, TIMED_STEPS))
+
+
+def _parsed(specs: Sequence[str]) -> dict[str, _Spec]:
+    """The specs by their texts.
+
+    Raises:
+        SpecError: one does not exist, or none is given.
+    """
+    if not specs:
+        raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
+    return {spec: parse_specs(spec) for spec in specs}
+
+
+def _text_cost(rows: int, context: int, continuation: int) -> int:
+    return rows * context + (continuation - 1) * max(STEP_COST, rows)
+
+
+def _cost(windows: int, context: int, continuation: int, tasks: Sequence[str], samples: int) -> int:
+    """The cost of a spec at one context, in tokens of a prefill."""
+    asked = sum(cost_of_task(task, context, STEP_COST, windows * samples) for task in tasks)
+    return _text_cost(windows, context, continuation) + asked + TIMED_STEPS * STEP_COST

@@ -1,0 +1,78 @@
+"""Tasks on a long prompt: does a model still find, follow, count and use what a prompt says? All
+texts are made here, from the kinds of benchmarks whose data would have to be downloaded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.errors import SpecError
+from kvkeep_lab.evals.prompts import Frame, Prompt
+from kvkeep_lab.evals.recipes import helmet, longbench, ruler
+
+SAMPLES = 5
+"""Prompts of a task, for each window of text."""
+
+TASKS = ruler.TASKS | longbench.TASKS | helmet.TASKS
+"""Every task by its name."""
+
+GROUPS = {
+    "ruler": tuple(ruler.TASKS),
+    "longbench": tuple(longbench.TASKS),
+    "helmet": tuple(helmet.TASKS),
+    "all": tuple(TASKS),
+}
+"""The names of the tasks of each group."""
+
+
+def prompts(
+    task: str, tokenizer: Any, text: Tensor, length: int, samples: int = SAMPLES, seed: int = 0
+) -> list[Prompt]:
+    """A task's prompts, formatted as a chat if the tokenizer has a chat template.
+
+    Args:
+        text: token ids (n,) of a window of text, at least `length`, in which sentences are hidden.
+        length: tokens of a prompt; most tasks take at most so many, to end with a whole word,
+            passage or example.
+        seed: determines what is drawn: numbers, names, words, examples.
+
+    Raises:
+        SpecError: the task does not exist.
+        ShapeError: the length leaves no room for it.
+        UnsupportedError: `code-completion` finds no source code.
+    """
+    if task not in TASKS:
+        raise SpecError(_unknown(task))
+    kind = TASKS[task]
+    frame = Frame(tokenizer, length, task, kind, seed)
+    depths = [10 + round(80 * i / (samples - 1)) if samples > 1 else 50 for i in range(samples)]
+    if kind.make is None:
+        return ruler.needles(frame, text, depths, random.Random(seed))
+    draws = (random.Random(f"{task} {seed} {index}") for index in range(samples))
+    return [kind.make(frame, text, draw, at) for draw, at in zip(draws, depths, strict=True)]
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """The tasks of these names of tasks and groups, each once.
+
+    Raises:
+        SpecError: a name is unknown.
+    """
+    found = dict[str, None]()
+    for name in names:
+        if name not in TASKS | GROUPS:
+            raise SpecError(_unknown(name))
+        found |= dict.fromkeys(GROUPS.get(name, (name,)))
+    return list(found)
+
+
+def cost(task: str, length: int, step: int, samples: int) -> int:
+    """The highest cost of all prompts of a task, where a step costs as much as `step` tokens."""
+    return samples * (length + TASKS[task].steps * step)
+
+
+def _unknown(name: str) -> str:
+    return f"no task {name!r}; there is {', '.join(TASKS)}, or all of {', '.join(GROUPS)}"
