@@ -19,7 +19,7 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 import kvkeep
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.cli.errors import summary
 
 ROOT = Path(__file__).parent.parent

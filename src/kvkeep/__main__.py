@@ -12,7 +12,7 @@ from kvkeep.errors import MissingPackageError
 def main() -> None:
     """Run the command line; exit with 2 and one line on stderr if its packages are missing."""
     try:
-        from kvkeep.cli import app  # noqa: PLC0415 (its packages may be missing)
+        from kvkeep.cli.app import app  # noqa: PLC0415 (its packages may be missing)
     except MissingPackageError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvkeep_lab.bench import append, decode, device, environment, op, rivals
+from kvkeep_lab.bench import append, decode, device, op, rivals
 from kvkeep_lab.bench.decode_loop import DYNAMIC, STATIC, new_cache
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep_lab.bench.random_model import fill, random_model
 from kvkeep_lab.bench.systems import labels, named
 
 import kvkeep
+from kvkeep import environment
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.host.progress import Work, silent

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.cli.output import print_table
 from kvkeep.hf.models import resolve
 from kvkeep.train import backward, replaying

@@ -17,7 +17,7 @@ from support.tiny_models import tiny
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.host import host_of
 from kvkeep.policy.scorer import LEVELS, Scorer, features

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.errors import KVKeepError
 from kvkeep.hf import session
 from kvkeep.hf.adapter_files import AdapterError, is_adapter

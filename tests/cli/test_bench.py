@@ -17,7 +17,7 @@ from support.demo_stand_in import LAYERS, stand_in
 from typer.testing import CliRunner
 
 from kvkeep.attention import native
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.errors import UnsupportedError
 from kvkeep.storage.allocate import reserve
 

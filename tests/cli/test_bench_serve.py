@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 
 SIZES = ("--model", "random-tiny", "--dtype", "float32", "--device", "cpu", "--sequences", "2")
 PROMPTS = ("--shortest", "8", "--longest", "24", "--repeats", "1")

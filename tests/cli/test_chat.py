@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.cli.chat import _converse
 from kvkeep.hf import session as module
 

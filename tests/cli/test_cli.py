@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep import native_library
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.hf import compile_ahead
 from kvkeep.hf.models import is_fetched, load
 from kvkeep.home import home

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvkeep.__main__ import _quiet
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.cli.generate import given_prompt
 from kvkeep.policy import POLICIES
 

@@ -12,7 +12,7 @@ from support.demo_stand_in import LAYERS
 from support.sweep_configs import model_of
 from typer.testing import CliRunner
 
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 
 PROMPT = "One two three four five six seven eight nine ten eleven twelve"
 

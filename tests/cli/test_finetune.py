@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvkeep import train
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.finetune.data import read
 from kvkeep.hf.models import load
 

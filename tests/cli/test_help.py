@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 
 
 def commands(command, path=()):
@@ -74,7 +74,7 @@ def test_help_fits_a_terminal(width):
 def test_help_imports_neither_torch_nor_transformers():
     """Either takes seconds."""
     code = (
-        "import sys; from typer.testing import CliRunner; from kvkeep.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from kvkeep.cli.app import app\n"
         f"for path in {[path for path, _ in ALL]!r}:\n"
         "    assert CliRunner().invoke(app, [*path, '--help']).exit_code == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

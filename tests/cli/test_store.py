@@ -11,7 +11,7 @@ from support.tiny_models import tiny
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.store import Disk, PrefixStore
 
 

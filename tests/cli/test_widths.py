@@ -11,7 +11,7 @@ from kvkeep_lab.cli.eval import _columns
 from support.store_places import put
 from typer.testing import CliRunner
 
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.cli.output import print_table, say
 from kvkeep.hf import session
 from kvkeep.store import Disk

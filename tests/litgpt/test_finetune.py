@@ -17,7 +17,7 @@ from support.tiny_litgpt import tiny_gpt
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.finetune.litgpt_lora import LitGPTLora
 from kvkeep.finetune.options import OptionError, Options

@@ -18,7 +18,7 @@ from support.live_server import SYSTEM, asking, client, pieces, refusal, said
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import app as command
+from kvkeep.cli.app import app as command
 from kvkeep.errors import StateError
 from kvkeep.hf.generate import generate
 from kvkeep.hf.models import load
@@ -224,7 +224,7 @@ def test_what_clients_may_put_into_a_store_is_bounded(model, tokenizer, monkeypa
 def test_without_the_extra():
     code = (
         "import sys; sys.modules['uvicorn'] = None; from typer.testing import CliRunner; "
-        "from kvkeep.cli import app; result = CliRunner().invoke(app, ['serve']); "
+        "from kvkeep.cli.app import app; result = CliRunner().invoke(app, ['serve']); "
         "assert result.exit_code == 2; assert \"pip install 'kvkeep[serve]'\" in result.stderr"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

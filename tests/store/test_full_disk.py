@@ -12,7 +12,7 @@ import pytest
 from support.store_places import blocks_of, put
 from typer.testing import CliRunner
 
-from kvkeep.cli import app
+from kvkeep.cli.app import app
 from kvkeep.store import Disk
 from kvkeep.store.index import Index
 
