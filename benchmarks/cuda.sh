@@ -13,7 +13,7 @@ mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$(dirname "${BASH_SOURCE[0]}")
 python=${PYTHON:-$(command -v python3 || command -v python)}
 device=${DEVICE:-cuda}
 parts=" ${PARTS:-tests op append decode memcheck} "
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD/lab/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
 
 # seconds NAME SECONDS: prints the limit of a part from its LIMIT_ variable, or else SECONDS.

@@ -51,7 +51,7 @@ def installed(name: str, pair: list[str]) -> Path:
     torch = [x for x in pair if x.startswith("torch")]
     subprocess.run([*pip, *torch], check=True)  # first, so that nothing else chooses one
     kept = ["-c", rest, "-C", "wheel.cmake=false", *pair]
-    subprocess.run([*pip, *kept, "-e", f"{ROOT}[dev]"], check=True)
+    subprocess.run([*pip, *kept, "-e", f"{ROOT}[dev]", "-e", f"{ROOT / 'lab'}[plot]"], check=True)
     assert LITGPT is not None
     subprocess.run([*pip, "-c", rest, "--no-deps", *LITGPT[1].split()], check=True)
     done.touch()
