@@ -239,7 +239,7 @@ class TransformersHost(Host):
                 input_ids=ids,
                 position_ids=position,
                 use_cache=True,
-                **as_cache(model, PackedCache(all_tokens.layers, self._config)),
+                **as_cache(model, PackedCache(all_tokens.layers)),
                 **options,
             )
             logits: Tensor = output.logits[0]
@@ -252,7 +252,7 @@ class TransformersHost(Host):
             input_ids=ids[None],
             position_ids=position[None].to(ids.device),
             use_cache=True,
-            **as_cache(decoder, PackedCache(layers, self._config)),
+            **as_cache(decoder, PackedCache(layers)),
         )
 
     # -- adapters ---------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -27,8 +26,9 @@ from kvkeep.hf.config import (
     recurrent_numbers,
     require_plain_steps,
 )
-from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
+from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.history import History
@@ -287,61 +287,32 @@ class _TextLayer:
         return self.attention.run(inputs)
 
 
-class _TextCache(transformers.Cache):
-    """The cache of a model whose layers are run one by one. It answers the model's questions about
-    the columns before a chunk, and tags new keys for the step that computes attention."""
-
-    is_compileable = False
-    offset = None
+class _TextCache(LayersCache):
+    """The cache of a model whose layers are run one by one, after some columns of a text."""
 
     def __init__(self, text: Layerwise, kinds: list[LayerKind]) -> None:
+        super().__init__(())
         self._text, self._kinds = text, kinds
-        self._running: tuple[_TextLayer, list[Handed]] | None = None
+        self._handed = list[Handed]()
         self.seek(0)
 
     def seek(self, columns: int) -> None:
         """Set the state to that after `columns` columns."""
         history = self._text.history(columns)
-        self._layers = [_TextLayer(self._text, history, kind) for kind in self._kinds]
+        self.layers = [_TextLayer(self._text, history, kind) for kind in self._kinds]
 
     @contextmanager
     def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
         """Let `step` compute the attention of one layer; yields a list of the tags issued so
         far."""
-        layer, handed = self._layers[index], list[Handed]()
-        layer.attention, self._running = step, (layer, handed)
+        layer, self._handed = self.layers[index], []
+        layer.attention = step
         try:
-            yield handed
+            yield self._handed
         finally:
             # Break a reference cycle: keys in the graph hold the layer, and the step may hold keys.
-            layer.attention = self._running = None
+            layer.attention, self._handed = None, []
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        assert self._running is not None
-        layer, handed = self._running
-        handed.append(hand_over(key_states, value_states, layer, None))
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._layers[layer_idx].fed
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        layer = self._layers[layer_idx]
-        length = MaskLength(layer.fed + query_length)
-        length.layer, length.traced = layer, None
-        length.routed, length.compileable = True, False
-        return length, 0
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [kind.window is not None for kind in self._kinds]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False] * len(self._kinds)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * len(self._kinds)
+    def tag(self, keys: Tensor, values: Tensor, index: int) -> Handed:
+        self._handed.append(super().tag(keys, values, index))
+        return self._handed[-1]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,11 +19,11 @@ from kvkeep.hf.config import (
     is_shared,
     recurrent_numbers,
 )
-from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
-from kvkeep.layer.attending import AttendingLayer
 
 
 def unpackable(model: PreTrainedModel) -> str:
@@ -85,55 +83,21 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
         check_fed(model, {"input_ids": ids[None]}, cache.fed)
 
 
-class PackedCache(transformers.Cache):
-    """What a model takes as `cache` in such a forward: an empty cache of these layers,
-    which hand the new keys and values of each sequence to the sequence's own layer, or keep none.
-    """
+class PackedCache(LayersCache):
+    """What a model takes as `cache` in such a forward."""
 
-    is_compileable = False
-    is_initialized = True
-    is_croppable = False
-    offset = None
+    _handed: Handed | None = None
 
-    def __init__(self, layers: Sequence[AttendingLayer], config: Any) -> None:
-        self.layers: list[AttendingLayer] = list(layers)  # type: ignore[assignment]
-        self._config = decoder_config(config)
-        self._handed: Handed | None = None
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Tag the new keys and values (1, H, n, D) with their layer, for kvkeep's attention."""
-        if len(key_states) != 1:
+    def tag(self, keys: Tensor, values: Tensor, index: int) -> Handed:
+        """Tag new keys and values (1, H, n, D) with their layer."""
+        if len(keys) != 1:
             raise ShapeError(
-                f"a packed forward has one row, but layer {layer_idx} is given {len(key_states)}"
+                f"a packed forward has one row, but layer {index} is given {len(keys)}"
             )
         if self._handed is not None and not self._handed.taken:
             raise UnsupportedError(
                 "the model attends to other keys than those it gave to the cache, so its sequences "
                 "cannot be packed; feed them one by one"
             )
-        self._handed = hand_over(key_states, value_states, self.layers[layer_idx], None)
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: the tokens before these are the sequences' own."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and first column of the keys that `update` will return for this layer."""
-        length = MaskLength(query_length)
-        length.layer, length.routed = self.layers[layer_idx], is_routed(self._config)
-        length.traced, length.compileable = None, False
-        return length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no limit for all sequences."""
-        return -1
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [layer.window is not None for layer in self.layers]
+        self._handed = super().tag(keys, values, index)
+        return self._handed

@@ -16,16 +16,10 @@ class AttendingLayer(ABC):
     attention may read slots of others."""
 
     padded = False
-
-    @property
-    @abstractmethod
-    def window(self) -> int | None:
-        """The layer's own sliding window, in tokens."""
-
-    @property
-    @abstractmethod
-    def chunked(self) -> bool:
-        """Whether that window begins at a multiple of its size."""
+    window: int | None
+    """The layer's own sliding window, in tokens."""
+    chunked: bool
+    """Whether that window begins at a multiple of its size."""
 
     @abstractmethod
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:

@@ -32,21 +32,13 @@ class PackedLayer(AttendingLayer):
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
+        self.window, self.chunked = layers[0].window, layers[0].chunked
         self._ready: dict[int, Ready] = {}  # by the sequence
         self._result = NOT_MADE  # of their call
 
     def __len__(self) -> int:
         """How many sequences there are."""
         return len(self._layers)
-
-    @property
-    def window(self) -> int | None:
-        """The layer's own sliding window, in tokens."""
-        return self._layers[0].window
-
-    @property
-    def chunked(self) -> bool:
-        return self._layers[0].chunked
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """The tokens' positions, each in its own sequence: int32 (n,)."""

@@ -33,7 +33,7 @@ class Rereading(AttendingLayer):
         window: int | None,
         chunked: bool = False,
     ) -> None:
-        self._window, self._chunked = window, chunked
+        self.window, self.chunked = window, chunked
         self._start = start
         # In the order of the runs, as if they had been the only tokens before the chunk.
         self._past = tuple(
@@ -41,14 +41,6 @@ class Rereading(AttendingLayer):
         )
         self.largest: Tensor | None = None
         """The largest weight that each token of the runs received, fp32 (1, H, tokens)."""
-
-    @property
-    def window(self) -> int | None:
-        return self._window
-
-    @property
-    def chunked(self) -> bool:
-        return self._chunked
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the chunk: int32 (n,)."""
@@ -63,9 +55,9 @@ class Rereading(AttendingLayer):
         if position is None:
             position = self.next_positions(q.shape[2], q.device)
         segments = (*self._past, _segment(k, v, position.reshape(1, 1, -1)))
-        position, window = position.flatten(), self._window
+        position, window = position.flatten(), self.window
         view = View(segments, position, False)
-        if window is not None and self._chunked:
+        if window is not None and self.chunked:
             view = view._replace(bounds=torch.stack([chunk_start(position, window), position]))
         elif window is not None:
             view = view._replace(reaches=(Reach(window),))

@@ -1,0 +1,79 @@
+"""LayersCache: a list of layers as the `transformers.Cache` of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import transformers
+from torch import Tensor
+
+from kvkeep.graph.custom_ops import LayerTicket
+from kvkeep.hf.handover import AttendedLayer, Handed, MaskedLayer, MaskLength, hand_over
+
+
+class FacedLayer(MaskedLayer, AttendedLayer, Protocol):
+    """What a model asks of a layer, by its masks and by its attention."""
+
+
+class LayersCache(transformers.Cache):
+    """What a model takes as `cache`: it tags new keys and values (B, H, n, D) with their layer, for
+    kvkeep's attention, and keeps none.
+
+    Args:
+        layers: one for each layer of the model, whose attention is kvkeep's.
+        tickets: of the layers, for a forward that is compiled.
+    """
+
+    is_compileable = False
+    is_initialized = True
+    is_croppable = False
+    offset = None
+
+    def __init__(self, layers: Sequence[Any], tickets: Sequence[LayerTicket] = ()) -> None:
+        self.layers: list[Any] = list(layers)
+        self.tickets = list(tickets)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Tag the new keys and values; returns them."""
+        self.tag(key_states, value_states, layer_idx)
+        return key_states, value_states
+
+    def tag(self, keys: Tensor, values: Tensor, index: int) -> Handed:
+        """Tag new keys and values with a layer."""
+        layer: FacedLayer = self.layers[index]
+        return hand_over(keys, values, layer, self.tickets[index] if self.tickets else None)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns before the chunk."""
+        return int(self.layers[layer_idx].fed)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and first column of the keys that `update` will return for this layer."""
+        layer: FacedLayer = self.layers[layer_idx]
+        # While tracing, a symbol cannot be of this subclass; compiled chunks are of one token.
+        length = MaskLength(1 if self.tickets else layer.fed + query_length)
+        length.layer, length.traced = layer, self.tickets[layer_idx] if self.tickets else None
+        length.routed, length.compileable = True, False
+        return length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.window is not None for layer in self.layers]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self.layers)
