@@ -16,7 +16,6 @@ from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Planes, concatenated
-from kvkeep.policy import KVzip
 from kvkeep.rotary import Rotary
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed
@@ -64,8 +63,8 @@ def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: 
     """The bytes that a compressed text of so many tokens takes; of a cache that compresses none,
     those of all tokens."""
     if compresses(cache):
-        policies = [layer.policy for layer in cache.layers if isinstance(layer.policy, KVzip)]
-        tokens = max(policy.slots(tokens) for policy in policies)
+        wanted = [layer.policy.compression for layer in cache.layers]
+        tokens = max(one.slots(tokens) for one in wanted if one is not None)
     return cache.bytes_of(geometries, tokens)
 
 

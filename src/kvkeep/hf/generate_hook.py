@@ -49,7 +49,6 @@ from kvkeep.host import per_layer
 from kvkeep.host.adapters import learns_prompts
 from kvkeep.host.compress import compresses
 from kvkeep.layer.history import Prompt
-from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 
 _OF_A_PROMPT = (*NAMES, "attention_mask", "position_ids", "inputs_embeds")
@@ -184,7 +183,7 @@ def prepare_cache(
     # Prompt lookup may draft tokens beyond the maximum length.
     most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
     whole = [spec for spec, kind in zip(specs, kinds, strict=True) if kind.window is None]
-    if any(isinstance(spec.policy, KVzip) for spec in whole):
+    if any(spec.policy.compression for spec in whole):
         if drafting:
             raise UnsupportedError("kvzip compresses no prompt of a draft model; use keep_all")
         cache = None if drafted else filled(model, settings, model_kwargs, chunk, max_cache_length)

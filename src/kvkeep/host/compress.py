@@ -17,7 +17,7 @@ from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION, Planes, joined, part, take
-from kvkeep.policy import KVzip
+from kvkeep.policy import Compression
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.spec import CacheSpec
 
@@ -65,14 +65,12 @@ def compress(
 
 def compresses(cache: ModelCache) -> bool:
     """Whether the policy of a cache is to compress what it holds, which was not done yet."""
-    return any(
-        isinstance(layer.policy, KVzip) and not layer.history.floor for layer in cache.layers
-    )
+    return any(layer.policy.compression and not layer.history.floor for layer in cache.layers)
 
 
 def compressed_tokens(cache: ModelCache) -> int:
     """How many of the tokens that a cache was fed were compressed."""
-    floors = (layer.history.floor for layer in cache.layers if isinstance(layer.policy, KVzip))
+    floors = (layer.history.floor for layer in cache.layers if layer.policy.compression)
     return max(floors, default=0)
 
 
@@ -87,7 +85,7 @@ def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -
 
 def _chosen(
     cache: ModelCache, specs: Sequence[CacheSpec], host: Host, ids: Tensor
-) -> dict[int, KVzip]:
+) -> dict[int, Compression]:
     """The layers to compress, by index, with their policies."""
     tokens = cache.fed
     if tuple(ids.shape) != (cache.rows, tokens):
@@ -102,7 +100,8 @@ def _chosen(
     for index, (layer, one, kind) in enumerate(zip(cache.layers, specs, host.kinds, strict=True)):
         if kind.window is not None:
             continue
-        if not isinstance(one.policy, KVzip):
+        compression = one.policy.compression
+        if compression is None:
             raise SpecError(
                 f"compress with policy {one.policy.name}; give a spec such as kvzip:25%"
             )
@@ -123,7 +122,7 @@ def _chosen(
                 f"layer {index} holds {layer.length} of {tokens} tokens, or has evicted some: "
                 "compress a cache of keep_all or kvzip, once"
             )
-        found[index] = one.policy
+        found[index] = compression
     if not found:
         raise SpecError("every layer has a sliding window, which frees its slots itself")
     return found
@@ -134,7 +133,7 @@ def reread(
     cache: ModelCache,
     row: int,
     ids: Tensor,
-    policies: dict[int, KVzip],
+    policies: dict[int, Compression],
     tick: Tick = lambda tokens: None,
 ) -> dict[int, Tensor]:
     """The score of each token of one row in the layers to compress, fp32 (1, H, n), on the CPU.
@@ -202,7 +201,9 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
     cache.replace_layers(layers, specs)
 
 
-def _kept(scores: dict[int, Tensor], policies: dict[int, KVzip], tokens: int) -> dict[int, Tensor]:
+def _kept(
+    scores: dict[int, Tensor], policies: dict[int, Compression], tokens: int
+) -> dict[int, Tensor]:
     """Which slots to keep, bool (1, H, n) for each layer: those of greatest score in all layers of
     the same policy, of equal scores the newest; if the policy is `uniform`, in each head."""
     kept: dict[int, Tensor] = {}

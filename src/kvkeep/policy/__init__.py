@@ -1,7 +1,7 @@
 """Policies, which choose the slots to evict. One file each; `base.Policy` is the contract."""
 
 from kvkeep.policy.adakv import AdaKV
-from kvkeep.policy.base import Arrivals, Need, Observation, Policy
+from kvkeep.policy.base import Arrivals, Compression, Need, Observation, Policy
 from kvkeep.policy.expected_attention import ExpectedAttention
 from kvkeep.policy.h2o import H2O
 from kvkeep.policy.keep_all import KeepAll
@@ -50,6 +50,7 @@ __all__ = [
     "QH2O",
     "AdaKV",
     "Arrivals",
+    "Compression",
     "ExpectedAttention",
     "KNorm",
     "KVzap",

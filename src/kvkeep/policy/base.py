@@ -88,6 +88,28 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=dtype, device=device)
 
 
+class Compression(NamedTuple):
+    """What to keep of a text after a second reading. See `KVzip` for the fields.
+
+    Args:
+        tokens: the share of the slots to keep.
+        sinks: how many of the first tokens are kept.
+        chunk: how many tokens are read again at once.
+        recent: how many of the newest tokens are kept, at most.
+        uniform: whether all heads keep equally many.
+    """
+
+    tokens: Share
+    sinks: int
+    chunk: int
+    recent: int
+    uniform: bool
+
+    def slots(self, tokens: int) -> int:
+        """Average slots kept per head for a text of `tokens` tokens."""
+        return max(self.tokens.of(tokens), min(self.sinks, tokens))
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
     """Chooses the slots of a layer to evict. The dataclass fields are the options of its spec."""
@@ -127,6 +149,12 @@ class Policy(ABC):
     @property
     def share(self) -> Share | None:
         """The budget, if it is a share of the tokens fed."""
+        return None
+
+    @property
+    def compression(self) -> Compression | None:
+        """How a cache of this policy is compressed, once it holds a whole text; see
+        `kvkeep.host.compress`. None: it is not."""
         return None
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
-from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.base import Compression, Observation, Policy
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
@@ -51,9 +51,9 @@ class KVzip(Policy):
     def rule(self) -> Rule | None:
         return Rule()
 
-    def slots(self, tokens: int) -> int:
-        """How many slots of a head a text of so many tokens keeps, on average of all heads."""
-        return max(self.tokens.of(tokens), min(self.sinks, tokens))
+    @property
+    def compression(self) -> Compression:
+        return Compression(self.tokens, self.sinks, self.chunk, self.recent, self.uniform)
 
     def within(self, window: int) -> Policy:
         return Window(window)

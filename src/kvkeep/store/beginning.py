@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvkeep.host import ModelCache
-from kvkeep.policy import KeepAll, KVzip
+from kvkeep.policy import KeepAll
 from kvkeep.spec import CacheSpec, StorageSpec
 from kvkeep.storage import STORAGES
 
@@ -22,7 +22,7 @@ def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
 
 
 def _exact(spec: CacheSpec) -> CacheSpec:
-    if isinstance(spec.policy, KVzip):  # has texts of its own in a store
+    if spec.policy.compression is not None:  # has texts of its own in a store
         return spec
     if spec.policy.evicts or not (spec.key_codec.rewritable and spec.value_codec.rewritable):
         return CacheSpec(KeepAll())

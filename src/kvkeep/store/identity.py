@@ -13,7 +13,6 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import Activation, Host, ModelCache
 from kvkeep.host.compress import compresses
 from kvkeep.host.hooks import foreign_hooks
-from kvkeep.policy import KVzip
 from kvkeep.spec import CacheSpec
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.geometry import ModelGeometry
@@ -79,7 +78,7 @@ def identity_of(
         "routed": host.attached,
         "autocast": _autocast(host),
     }
-    if any(isinstance(spec.policy, KVzip) for spec in specs):
+    if any(spec.policy.compression for spec in specs):
         policies = [repr(spec.policy) for spec in specs]
         named["compressed"] = policies if len(set(policies)) > 1 else policies[:1]
     return json.dumps(named, sort_keys=True)

@@ -14,7 +14,6 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, Planes, Reach, plane_bytes
-from kvkeep.policy import KVzip
 from kvkeep.store.geometry import LayerGeometry
 
 Marks = Mapping[int, Mapping[str, Tensor]]
@@ -128,7 +127,7 @@ def why_not_whole(layer: LayerCache) -> str:
 
 
 def _why_not_keepable(layer: LayerCache) -> str:
-    if layer.policy.ragged and not isinstance(layer.policy, KVzip):
+    if layer.policy.ragged and layer.policy.compression is None:
         return f"policy {layer.policy.name} keeps other tokens in each head; use keep_all"
     if not layer.key_codec.rewritable:
         return (

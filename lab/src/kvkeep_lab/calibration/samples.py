@@ -66,7 +66,7 @@ def _sample(host: Host, ids: Tensor) -> dict[str, Tensor]:
         cache,
         0,
         ids,
-        {i: _POLICY for i, kind in enumerate(host.kinds) if kind.window is None},
+        {i: _POLICY.compression for i, kind in enumerate(host.kinds) if kind.window is None},
     )
     draw = torch.Generator().manual_seed(0)
     some = sinks + torch.randperm(len(ids) - sinks, generator=draw)[:_SAMPLED]
