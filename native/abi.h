@@ -9,7 +9,7 @@ extern "C" {
 
 // The version of this interface. Increase it with every change; src/kvkeep/native_library.py checks
 // it.
-constexpr int KV_ABI = 13;
+constexpr int KV_ABI = 14;
 KV_PUBLIC int kv_abi();
 
 // The type of a plane's elements; src/kvkeep/packing.py has the numbers of codes too. Codes of 4 and
@@ -174,7 +174,6 @@ struct KvRule {
     int64_t by_keys;   // 1: ranked by minus the cosine between a key, which is not encoded, and the
                        // mean direction of its head's keys
     int64_t mixes;     // 1: as mix * score - (1 - mix) * error, both scaled to 0..1 over a head
-    int64_t safe;      // of the heads of a contest, each keeps this many of its slots
     int64_t seed;      // of KV_ENTER_HASH
     double fade, mix;
 };
@@ -219,6 +218,7 @@ struct KvSequence {
     int64_t recent;            // how many of the newest positions are protected then
     int64_t dense;             // 1: the query sees all slots
     int64_t contest;           // heads of one row that compete for slots have the same number; 0: none
+    int64_t safe;              // of the heads of a contest, each keeps this many of its slots
     const float* given;        // (rows, heads), for KV_ENTER_GIVEN; or null
 };
 

@@ -262,7 +262,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             kv_worth(ranking, score, position, (int32_t)newest, worth.data());
             const size_t first = found.size();
             constexpr float MOST = std::numeric_limits<float>::infinity();
-            const int64_t open = std::max<int64_t>(0, slots - rule.safe);
+            const int64_t open = std::max<int64_t>(0, slots - step.safe);
             const auto slot_at = [&](int64_t slot) {
                 return Slot{worth[slot], position[slot], (int32_t)head, (int32_t)slot};
             };

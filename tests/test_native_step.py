@@ -46,6 +46,7 @@ SPECS = [
     "window:25%,least=6",
     "adakv(h2o:8)",
     "adakv:1.0(knorm:8,recent=3)",
+    "adakv:0.5(h2o:25%,least=6)",
     "keep_all+kivi",
     "kvzip:50%",
 ]

@@ -47,6 +47,7 @@ SPECS = [
     "keydiff:8,recent=2",
     "random:8",
     "adakv(h2o:8)",
+    "adakv:0.5(h2o:25%,least=6)",
     "kvzip:50%",
 ]
 OPTIONS: list[dict[str, Any]] = [{}, {}, {"window": 9}, {"window": 12, "chunked": True}]

@@ -328,7 +328,8 @@ def test_float64():
     with kvkeep.attach(model, compile=False):
         expected = steps(model)
     with kvkeep.attach(model, compile=True):
-        torch.testing.assert_close(steps(model), expected)
+        # Rotary angles are in float32.
+        torch.testing.assert_close(steps(model), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_an_interrupt_before_the_first_instruction_of_a_step(compiled, monkeypatch):

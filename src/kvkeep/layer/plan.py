@@ -118,6 +118,7 @@ class StepPlan:
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = _strides(inputs, self.out_shape)
         self.column = self.drops = self.evicts = 0
+        self._safe = 0  # of the slots of a head that competes
         self._recent = 0 if policy.share is not None else policy.protection.recent
         self._lengths: list[int] = []
         self._mark: tuple[int, ...] = ()  # the state to return to, should the step be interrupted
@@ -142,8 +143,6 @@ class StepPlan:
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
-        if rule.floor is not None and policy.share is not None:
-            return None  # how many slots are safe grows with the tokens fed
         if rule.learn != Learn.NOTHING and any(part.before for part in parts):
             return None  # a policy's planes of frozen slots lie elsewhere
         if not parts or not all(possible(part, slots.codecs, inputs, rule) for part in parts):
@@ -237,6 +236,7 @@ class StepPlan:
         budget = policy.budget_at(columns + 1) if policy.evicts else None
         if budget is not None:
             self.evicts = max(0, self._surplus(budget))
+            self._safe = int((self._rule.floor or 0.0) * budget)
             if self.evicts and policy.share is not None:
                 self._recent = policy.at(columns + 1).protection.recent
         frees = self.drops or self.evicts
@@ -338,9 +338,9 @@ class StepPlan:
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
-                *(self._recent, self._dense, 0, given),
+                *(self._recent, self._dense, 0, 0, given),
             )
-        packed, compete = [], self._rule.floor is not None
+        packed, compete = list[bytes](), self._rule.floor is not None
         longest = max(self._lengths)
         for one, place in zip(self.parts, self._place, strict=True):
             row, head = one.part.row or 0, one.part.head or 0
@@ -355,7 +355,7 @@ class StepPlan:
                 SEQUENCE.pack(
                     *one.addresses,
                     *(token + row, head, self.column - pad, held, drops, evicts),
-                    *(self._recent, self._dense, contest if compete else 0, given),
+                    *(self._recent, self._dense, contest if compete else 0, self._safe, given),
                 )
             )
         return b"".join(packed)

@@ -25,9 +25,9 @@ from kvkeep.policy.rule import Rule
 from kvkeep.storage.buffer import slots_record
 
 # Of native/abi.h; absent pointers are 0.
-_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=7q2d"), Struct("=q")
+_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d"), Struct("=q")
 _MOST_SCORES = 3  # KV_SCORES
-TOKENS, SEQUENCE = Struct("=14q"), Struct("=14q")
+TOKENS, SEQUENCE = Struct("=14q"), Struct("=15q")
 """KvTokens and KvSequence."""
 
 
@@ -125,15 +125,14 @@ class LayerRecords(NamedTuple):
 
     def _rule(self, scores: list[Tensor]) -> bytes:
         """A KvRule."""
-        rule, budget = self.rule, self.policy.budget or 0
+        rule = self.rule
         entered = zip(scores, rule.enter.values(), strict=True)
         planes = [
             _SCORES.pack(x.data_ptr(), *x.stride()[:2], x.shape[1], enter) for x, enter in entered
         ]
         planes += [_SCORES.pack(*(0,) * 5)] * (_MOST_SCORES - len(planes))
-        safe = 0 if rule.floor is None else int(rule.floor * budget)
         mixes = rule.mix is not None
-        numbers = len(scores), rule.learn, rule.by_query, rule.by_keys, mixes, safe, rule.seed
+        numbers = len(scores), rule.learn, rule.by_query, rule.by_keys, mixes, rule.seed
         return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0)])
 
 
