@@ -109,7 +109,8 @@ class StepPlan:
         self._frees = policy.evicts or policy.reach is not None or self._changes
         # A share of the tokens fed, and a window that begins anew, are looked up each time.
         self._follows = policy.share is None and not layer.chunked
-        self._window, self._reach, self._budget = layer.window, policy.reach, policy.budget
+        self._window, self._chunked = layer.window, layer.chunked
+        self._reach, self._budget = policy.reach, policy.budget
         self._in_blocks, self._free = slots.block > 1, 0
         self._threads = torch.get_num_threads()
         self._turn, self._entries = layer.turn, -1
@@ -191,63 +192,36 @@ class StepPlan:
         self.column, self._turn = columns, layer.turn
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
-        return self._decides(layer, length)
-
-    def _follow(self) -> bool:
-        """Find what the next step does from what this one did; False: it must be looked up."""
-        self.column += 1
-        if self._in_blocks:
-            self._free -= 1
-            if not self._free:
-                return False
-        reach, lengths = self._reach, self._lengths
-        if self._in_blocks:
-            self._mark = (self._mark[0], self._mark[1] + 1)
-        else:
-            self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
-        length = self._before + max(lengths)
-        if reach is not None:
-            self.drops = int(length >= reach.size + reach.fixed)
-        elif self._budget is not None:
-            self.evicts = max(0, self._surplus(self._budget))
-        if reach is not None or self._window is not None:
-            after = (1, length + 1 - self.drops, self.column + 1)
-            self._dense = self._pads is None and not limits(reach, self._window, *after)
-        if self._before and (self.drops or self.evicts):
-            return False
-        if len(lengths) == 1:
-            return lengths[0] - self.drops < self._capacities[0]
-        return self._has_room()
-
-    def _decides(self, layer: LayerCache, length: int) -> bool:
-        """Find which slots the next step frees and what its query sees; False if there is no room
-        for its token, or frozen slots would have to go."""
-        policy, window, columns = layer.policy, layer.window, self.column
-        self.drops = self.evicts = 0
-        self._dense = self._pads is None
-        reach = policy.reach
-        if reach is not None:
-            self.drops = max(0, length - layer.reachable)
-        if reach is not None or window is not None:
-            after = (1, length + 1 - self.drops, columns + 1)
-            hides = layer.chunked and hides_chunks(reach, window or 0, *after)
-            if hides or limits(reach, window, *after, chunked=layer.chunked):
-                self._dense = False
+        policy = layer.policy
         budget = policy.budget_at(columns + 1) if policy.evicts else None
         if budget is not None:
-            self.evicts = max(0, self._surplus(budget))
             self._safe = int((self._rule.floor or 0.0) * budget)
-            if self.evicts and policy.share is not None:
+            if policy.share is not None:
                 self._recent = policy.at(columns + 1).protection.recent
-        frees = self.drops or self.evicts
-        if self.drops > 1 or (frees and self._before):
-            return False
-        return self._has_room()
+        drops = 0 if policy.reach is None else max(0, length - layer.reachable)
+        return self._decides(length, drops, budget)
 
-    def _has_room(self) -> bool:
-        """Whether the storages have a slot for the next token. Parts that are shorter than the
-        longest free fewer slots before it is written."""
-        spare = max(self._lengths) - self.drops
+    def _decides(self, length: int, drops: int, budget: int | None) -> bool:
+        """Find which slots the next step frees and what its query sees; False if there is no room
+        for its token, or frozen slots would have to go.
+
+        Args:
+            length: slots in use.
+            drops: how many of them the next query cannot reach.
+            budget: of the policy once the token is fed; None: it keeps all that it can reach.
+        """
+        reach, window, columns = self._reach, self._window, self.column
+        self.drops = drops
+        self._dense = self._pads is None
+        if self._dense and (reach is not None or window is not None):
+            after = (1, length + 1 - drops, columns + 1)
+            hides = self._chunked and hides_chunks(reach, window or 0, *after)
+            self._dense = not (hides or limits(reach, window, *after, chunked=self._chunked))
+        self.evicts = 0 if budget is None else max(0, self._surplus(budget))
+        if drops > 1 or (self._before and (drops or self.evicts)):
+            return False
+        # Parts that are shorter than the longest free fewer slots before the token is written.
+        spare = max(self._lengths) - drops
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
                 return False
@@ -423,25 +397,39 @@ class StepPlan:
             layer._take_back()
 
     def count(self, layer: LayerCache, entries: int, position: Tensor | None) -> None:
-        """Move the layer's cursor behind the token, which was written.
+        """Move the layer's cursor behind the token, which was written, and find what the next step
+        does, unless it must be looked up.
 
         Args:
             entries: how often the layer's turn will have been taken before the next step.
             position: the token's positions, if the caller knows them.
         """
-        column, evicts = self.column, self.evicts
+        column, evicts, lengths = self.column, self.evicts, self._lengths
         follows = self._follows
         if evicts > 1 or len(self.parts) > 1:
             follows &= self._count_parts()
         else:
-            held = self._lengths[0] + 1 - self.drops - evicts
-            self._storages[0].extend_to(held)
-            self._lengths[0] = held
+            lengths[0] += 1 - self.drops - evicts
+            self._storages[0].extend_to(lengths[0])
         floor = column + (evicts > 0) if evicts or self.drops else None
         layer.past = layer.past.with_column(floor=floor)
         layer._chunk = position
         layer._writing = layer._moving = False
-        self._entries = entries if follows and self._follow() else -1
+        self._entries = -1
+        if not follows:
+            return
+        self.column = column + 1
+        if self._in_blocks:
+            self._free -= 1
+            if not self._free:
+                return
+            self._mark = (self._mark[0], self._mark[1] + 1)
+        else:
+            self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
+        length, reach = self._before + max(lengths), self._reach
+        drops = 0 if reach is None else max(0, length + 1 - reach.size - reach.fixed)
+        if self._decides(length, drops, self._budget):
+            self._entries = entries
 
     def _count_parts(self) -> bool:
         """Count the token in each storage, which then frees what it no longer needs. Returns
