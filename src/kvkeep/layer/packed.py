@@ -143,7 +143,12 @@ class PackedLayer(AttendingLayer):
             return ()
         assert LIBRARY is not None
         first, made = list(accumulate(self._counts, initial=0)), tuple(ready)
-        sequences = b"".join([step.given(inputs.part(first[x], 1)) for x, step in ready.items()])
+        sequences = b"".join(
+            [
+                step.given(inputs.part(first[x], 1)) if step.plan.looks else step.sequences
+                for x, step in ready.items()
+            ]
+        )
         tokens = step_tokens(inputs, out)
         self._result = FAILED  # should the call be interrupted
         self._result = LIBRARY.kv_step(sequences, len(sequences) // SEQUENCE.size, tokens)

@@ -334,15 +334,6 @@ class StepPlan:
             )
         return b"".join(packed)
 
-    def entered(
-        self, layer: LayerCache, inputs: StepInputs, token: int, contest: int
-    ) -> bytes | None:
-        """`sequences` with what the policy gives for the token; None: it gives nothing."""
-        if not self._given:
-            return None
-        self.enter(layer, inputs)
-        return self.sequences(token, contest)
-
     @property
     def looks(self) -> bool:
         """Whether a step needs its inputs beforehand."""

@@ -66,8 +66,9 @@ class Ready:
         self.rows, self.kind = plan.out_shape[0], plan.packed_kind
 
     def given(self, inputs: StepInputs) -> bytes:
-        """The packed KvSequences, if the caller has the inputs of the step."""
-        return self.plan.entered(self._layer, inputs, *self._place) or self.sequences
+        """The packed KvSequences of a policy that looks at the inputs of a step."""
+        self.plan.enter(self._layer, inputs)
+        return self.plan.sequences(*self._place)
 
     def begin(self) -> None:
         """See `PreparedStep`."""
