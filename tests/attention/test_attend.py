@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.attention import Rotation, Segment, View, attend, backends, reference, sdpa
+from kvkeep import attention
+from kvkeep.attention import Backend, Rotation, Segment, View, attend, backends, reference, sdpa
 from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.packing import PLAIN
@@ -415,3 +417,17 @@ def test_a_backend_that_cannot():
         attend(q, dense(k, v, 2), scale=0.4, softcap=2.0, backend="sdpa")
     with pytest.raises(UnsupportedError, match="there are native, triton, sdpa, reference"):
         attend(q, dense(k, v, 2), scale=0.4, backend="cuda")
+
+
+def test_a_backend_is_registered_before_another_and_replaced(monkeypatch):
+    monkeypatch.setattr(attention, "_TABLE", attention._TABLE)
+    names = [one.name for one in attention.backends()]
+    mine = Backend("mine", lambda *given: 1, lambda *given: None, limits="none", about="")
+    attention.register_backend(mine, before="sdpa")
+    place = names.index("sdpa")
+    assert [one.name for one in attention.backends()] == [*names[:place], "mine", *names[place:]]
+    attention.register_backend(replace(mine, about="again"))
+    assert [one.name for one in attention.backends()] == [*names, "mine"]
+    assert attention.backends()[-1].about == "again"
+    with pytest.raises(UnsupportedError, match="no attention backend 'other'"):
+        attention.register_backend(mine, before="other")

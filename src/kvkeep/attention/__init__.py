@@ -30,6 +30,7 @@ __all__ = [
     "dispatch",
     "dispatch_several",
     "explicit",
+    "register_backend",
     "several_at_once",
 ]
 
@@ -73,7 +74,7 @@ class Backend:
         return self.missing() or self.about
 
 
-_TABLE = (
+_TABLE: tuple[Backend, ...] = (
     Backend(
         "native",
         native.run,
@@ -115,6 +116,25 @@ _TABLE = (
 def backends() -> tuple[Backend, ...]:
     """All backends, in the order in which `attend` tries them."""
     return _TABLE
+
+
+def register_backend(backend: Backend, *, before: str | None = None) -> None:
+    """Add a backend, or replace the one of its name.
+
+    Args:
+        backend: what `attend` may choose from now on.
+        before: the name of the backend that is tried after it; None: it is tried last.
+
+    Raises:
+        UnsupportedError: there is no backend `before`.
+    """
+    global _TABLE
+    others = [one for one in _TABLE if one.name != backend.name]
+    names = [one.name for one in others]
+    if before is not None and before not in names:
+        raise UnsupportedError(f"no attention backend {before!r}; there are {', '.join(names)}")
+    place = len(others) if before is None else names.index(before)
+    _TABLE = (*others[:place], backend, *others[place:])
 
 
 def attend(
