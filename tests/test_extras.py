@@ -278,3 +278,21 @@ def test_a_package_that_cannot_be_imported():
         raise ImportError("cannot import name 'y'")
     assert isinstance(caught.value, KVKeepError)
     assert isinstance(caught.value, ImportError)
+
+
+BROKEN = """
+import importlib.metadata, runpy
+class Broken:
+    value = "broken:add_to"
+    def load(self):
+        raise ImportError("no such name")
+importlib.metadata.entry_points = lambda **_: (Broken(),)
+sys.argv[1:] = ["--version"]
+runpy.run_module("kvkeep", run_name="__main__")
+"""
+
+
+def test_commands_of_a_package_that_cannot_be_loaded():
+    ran = run(BROKEN, ())
+    assert ran.returncode == 0
+    assert ran.stderr == ("warning: the commands of broken:add_to cannot be loaded: no such name\n")

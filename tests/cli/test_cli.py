@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep import native_library
 from kvkeep.cli.app import app
+from kvkeep.errors import UnsupportedError
 from kvkeep.hf import compile_ahead
 from kvkeep.hf.models import is_fetched, load
 from kvkeep.home import home
@@ -258,3 +259,17 @@ def test_export_refuses():
         result = run("export", path, *MODEL, "--cache", cache)
         assert result.exit_code == 2
         assert message in result.output
+
+
+def test_steps_that_cannot_be_compiled_are_tried_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path, num_hidden_layers=1)["KVKEEP_HOME"])
+    monkeypatch.setenv("KVKEEP_STEPS", str(tmp_path / "steps"))
+    monkeypatch.setattr(compile_ahead, "PAYS_AFTER", 1)
+
+    def fails(*given):
+        raise UnsupportedError("no compiler")
+
+    monkeypatch.setattr(compile_ahead, "compile_steps", fails)
+    asked = ("generate", "--raw", "--max-new-tokens", "4", "Once")
+    assert "not compiled, now and later: no compiler" in run(*asked).stderr
+    assert "compiled" not in run(*asked).stderr

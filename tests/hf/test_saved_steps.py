@@ -21,7 +21,7 @@ import kvkeep
 from kvkeep import native_library
 from kvkeep.graph import linear_op, shims
 from kvkeep.graph.package import Package
-from kvkeep.hf import saved_steps
+from kvkeep.hf import compile_ahead, saved_steps
 from kvkeep.hf.compiling import Compiler
 from kvkeep.hf.model_state import ModelState
 
@@ -225,14 +225,11 @@ def test_damaged_files_are_left_alone(runs):
 
 
 def test_only_so_many_are_kept(monkeypatch, tmp_path):
-    program = tmp_path / "step"
     monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
     monkeypatch.setattr(saved_steps, "_MOST", 3)
     for number in range(5):
-        program.write_bytes(b"program")
-        saved_steps.keep(program, str(number), {"logits": 0})
+        saved_steps.keep(b"program", str(number), {"logits": 0})
         os.utime(tmp_path / f"{number}.json", (number, number))
-    program.unlink()
     assert {x.name for x in tmp_path.iterdir()} == {
         f"{number}.{kind}" for number in (2, 3, 4) for kind in ("json", "pt2")
     }
@@ -346,3 +343,33 @@ def test_an_interrupt_before_the_first_instruction_of_a_step(compiled, monkeypat
         finally:
             monkeypatch.undo()
             shims.connect.__wrapped__()
+
+
+def test_when_compiling_pays(compiled):
+    """A program of a single row does not keep a server from compiling those of several."""
+    model, most = model_of(), compile_ahead.PAYS_AFTER
+    assert not compile_ahead.pays(model, 10 * most)
+    assert not compile_ahead.pays(model, 2 * most - 1, sequences=2)
+    assert compile_ahead.pays(model, 2 * most, sequences=2)
+    compile_ahead.note_tokens(model, most)
+    assert compile_ahead.pays(model, most, sequences=2)
+    compile_ahead.note_tokens(model, -1)
+    compile_ahead.note_tokens(model, most)
+    assert not compile_ahead.pays(model, 10 * most, sequences=2)
+    next(saved_steps.directory().glob("*.tokens")).unlink()
+
+
+def test_a_full_disk_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
+    written = saved_steps.write_all
+
+    def fails(handle, data):
+        if data.startswith(b"{"):
+            raise OSError("full")
+        written(handle, data)
+
+    monkeypatch.setattr(saved_steps, "write_all", fails)
+    saved_steps.keep(b"program", "name", {})
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "key-input_ids-1.pt2").write_bytes(b"alone")
+    assert not saved_steps.files_of("key")

@@ -87,6 +87,9 @@ app.add_typer(sessions, name="sessions")
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")
 for entry in entry_points(group="kvkeep.commands"):
-    entry.load()(app)
+    try:
+        entry.load()(app)
+    except Exception as error:  # of another package; the other commands work without it
+        typer.echo(f"warning: the commands of {entry.value} cannot be loaded: {error}", err=True)
 
 __all__ = ["app"]

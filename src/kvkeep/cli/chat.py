@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvkeep.cli.compile import compile_if_it_pays
+from kvkeep.cli.compile import Compile, compile_if_it_pays
 from kvkeep.cli.complete import sessions as completed
 from kvkeep.cli.complete import specs
 from kvkeep.cli.errors import Group, print_error
@@ -64,6 +64,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
+    compile: Compile = None,
     dtype: ModelDtype = "auto",
     device: DeviceName = None,
     reread: Annotated[
@@ -90,7 +91,7 @@ def chat(
             model, adapter = known.model or None, known.adapter or None
         model = model_for(model, adapter)
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
-        compile_if_it_pays(loaded, None, max_new_tokens, working)
+        compile_if_it_pays(loaded, compile, max_new_tokens, working)
         working("opening the session")
         talk = Session(
             loaded,
@@ -101,6 +102,7 @@ def chat(
             adapter=adapter or "",
             system=system,
             reread=reread,
+            compile=compile,
         )
     try:
         _converse(talk, max_new_tokens, temperature, top_p)
@@ -133,10 +135,10 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
                 _command(talk, text)
             elif text:
                 result = _answered(talk, text, max_new_tokens, temperature, top_p)
-                note_tokens(talk.model, result.tokens)
                 typer.echo("\n")
                 if talk.name is not None:
                     talk.save()
+                note_tokens(talk.model, result.tokens)
                 say(
                     f"{_status(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
                     f"{result.ttft_s:.2f} s",

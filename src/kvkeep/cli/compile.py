@@ -38,7 +38,7 @@ def compile_if_it_pays(
         sequences: how many answers it generates at once.
     """
     from kvkeep.errors import UnsupportedError
-    from kvkeep.hf.compile_ahead import compile_steps, pays
+    from kvkeep.hf.compile_ahead import compile_steps, note_tokens, pays
 
     if asked is not None or not pays(model, tokens, sequences):
         return
@@ -50,7 +50,8 @@ def compile_if_it_pays(
             err=True,
         )
     except UnsupportedError as error:
-        say(f"decode steps are not compiled: {error}", err=True)
+        note_tokens(model, -1)
+        say(f"decode steps are not compiled, now and later: {error}", err=True)
 
 
 def compile(

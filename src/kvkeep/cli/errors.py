@@ -71,7 +71,7 @@ class Commands(Group):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """See click's `Group.get_command`."""
         command = super().get_command(ctx, cmd_name)
-        if command is None and cmd_name in _OF_LAB:
+        if command is None and cmd_name in _OF_LAB and not ctx.resilient_parsing:
             raise MissingPackageError(
                 f"kvkeep {cmd_name} is a command of kvkeep-lab; pip install kvkeep-lab"
             )

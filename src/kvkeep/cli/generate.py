@@ -126,7 +126,6 @@ def generate(
             if shown:
                 typer.echo()
             raise
-        note_tokens(loaded, result.tokens)
         used = str(spec)
         if keep_until is not None:  # as `run` resolved it
             fed = result.ids[:, : result.prompt_tokens]
@@ -149,14 +148,15 @@ def generate(
                 "cache": used,
             }
         )
-        return
-    typer.echo()
-    say(
-        f"\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
-        f"{result.ttft_s:.2f} s; cache {held.live_bytes / 2**20:.1f} MiB, "
-        f"{held.length}/{held.capacity} slots ({used})",
-        err=True,
-    )
+    else:
+        typer.echo()
+        say(
+            f"\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
+            f"{result.ttft_s:.2f} s; cache {held.live_bytes / 2**20:.1f} MiB, "
+            f"{held.length}/{held.capacity} slots ({used})",
+            err=True,
+        )
+    note_tokens(loaded, result.tokens)
 
 
 def given_prompt(prompt: str, prompt_file: Path | None) -> str:

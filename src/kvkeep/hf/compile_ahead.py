@@ -13,7 +13,7 @@ from kvkeep.hf.attach import attach, unwrapped
 from kvkeep.hf.compiled import is_compilable, programs_of
 from kvkeep.hf.host import TransformersHost
 from kvkeep.hf.model_state import ModelState
-from kvkeep.hf.rows import NUMBERS
+from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host.progress import Progress, silent
 
 PAYS_AFTER = 4000
@@ -22,30 +22,35 @@ takes 1.5 s and saves 0.4 ms of each token, on two cores of a Zen 4."""
 
 
 def pays(model: Any, tokens: int, sequences: int = 1) -> bool:
-    """Whether to compile the steps of a model that is not attached: it has generated so many tokens
-    before and in this call, and nothing was compiled.
+    """Whether to compile the steps of a model that is not attached: with the tokens of this call it
+    has generated enough, and some are not compiled.
 
     Args:
         model: the model.
         tokens: the most that this call generates.
         sequences: how many sequences it generates at once.
     """
-    key = _uncompiled(model)
-    programs = 1 + sum(number < sequences for number in NUMBERS)
-    return key is not None and saved_steps.used(key) + tokens >= PAYS_AFTER * programs
+    key = _key(model)
+    used = -1 if key is None else saved_steps.used(key)
+    if key is None or used < 0:
+        return False
+    rows = numbers_up_to(sequences) if sequences > 1 else []
+    needed = {"input_ids-1", *[f"input_ids-position_ids-{number}" for number in rows]}
+    found = {file.stem.partition("-")[2] for file in saved_steps.files_of(key)}
+    return bool(needed - found) and used + tokens >= PAYS_AFTER * len(needed - found)
 
 
 def note_tokens(model: Any, tokens: int) -> None:
-    """Count what a model has generated, for later calls of `pays`."""
-    key = _uncompiled(model) if tokens else None
+    """Count what a model has generated, for later calls of `pays`; -1: never compile it."""
+    key = _key(model) if tokens else None
     if key is not None:
         saved_steps.note_use(key, tokens)
 
 
-def _uncompiled(model: Any) -> str | None:
-    """The key of a model whose steps could be compiled and kept, and were not."""
+def _key(model: Any) -> str | None:
+    """The key of a model whose steps can be compiled and kept."""
     model = unwrapped(model)
-    if saved_steps.directory() is None or not is_compilable(model) or programs_of(model):
+    if saved_steps.directory() is None or not is_compilable(model):
         return None
     return ModelState(model).key()
 

@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """A graph that has run: what computes it, what it takes, its results, and the file of its
-    program if it is one."""
+    """A graph that has run: what computes it, what it takes, its results, and the content of its
+    program's file if it is one that has just been compiled."""
 
     program: Program
     signature: Signature
     found: Sequence[Any]
-    file: Path | None
+    content: bytes | None
 
 
 class Compiler:
@@ -80,7 +80,6 @@ class Compiler:
             name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()
         }
         self._cache, self._ran = cache, None
-        self._directory = TemporaryDirectory(prefix="kvkeep-")
         try:
             with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
                 out = self._compiled(**self._given, **as_cache(self._model, cache), use_cache=True)
@@ -96,7 +95,6 @@ class Compiler:
             ) from error
         finally:
             self._given, self._cache, self._ran = {}, None, None
-            self._directory.cleanup()
             self._close()
 
     def _lower(self, graph: GraphModule, inputs: list[Any], **options: Any) -> Any:
@@ -138,21 +136,25 @@ class Compiler:
                 return None
         return known if set(asked.values()) <= {*known.inputs} else None
 
-    def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> Package | None:
-        """The graph as a program, in a file; None: it cannot be one."""
+    def _package(
+        self, graph: GraphModule, inputs: Sequence[Any]
+    ) -> tuple[Package, bytes] | tuple[None, None]:
+        """The graph as a program, and the content of its file; None: it cannot be one."""
         if self._signature(inputs) is None or step_name(self._model, self._given) is None:
-            return None
+            return None, None
         try:
-            compile_package(GraphModule(graph, deepcopy(graph.graph)), inputs, self._file)
-            return Package(self._file)
+            with TemporaryDirectory(prefix="kvkeep-") as place:
+                file = Path(place) / "step.pt2"
+                compile_package(GraphModule(graph, deepcopy(graph.graph)), inputs, file)
+                return Package(file), file.read_bytes()
         except Exception:  # of many kinds, and the graph can still run in this process
             kind = type(self._model).__name__
             _log.debug("a step of %s is no program", kind, exc_info=True)
-            return None
+            return None, None
 
     def _runs(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph."""
-        package = self._package(graph, inputs)
+        package, content = self._package(graph, inputs)
         program: Program
         if package is None:
             own: Any = compile_fx(graph, [*inputs], config_patches=compiler_options())
@@ -162,22 +164,19 @@ class Compiler:
 
         def run(*given: Any) -> Any:
             assert self._cache is not None
+            nonlocal content
             signature, tickets = self._signature(given), self._cache.tickets
+            assert signature is not None or package is None  # its steps need their tickets
             used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
             detached = [x.detach() for x in given]
             found = program.run(detached, used, cast(Any, self._cache.layers))
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
             if signature is not None:
-                file = self._file if package is not None and self._file.exists() else None
-                self._ran = Run(program, signature, found, file)
+                self._ran, content = Run(program, signature, found, content), None
             return found
 
         return run
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._directory.name) / "step.pt2"
 
     def _learn(self, out: Any) -> Step | None:
         """The step that has just run, kept on disk if it is a program."""
@@ -188,9 +187,9 @@ class Compiler:
         if not places:
             return None
         signature = ran.signature._replace(logits=places[0], output=type(out).__name__)
-        name = None if ran.file is None else step_name(self._model, self._given)
-        if ran.file is not None and name is not None:
-            saved_steps.keep(ran.file, name, signature._asdict())
+        name = None if ran.content is None else step_name(self._model, self._given)
+        if ran.content is not None and name is not None:
+            saved_steps.keep(ran.content, name, signature._asdict())
         return Step(self._model, ran.program, signature)
 
     def _advance(self, stage: int) -> None:

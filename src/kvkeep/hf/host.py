@@ -39,7 +39,7 @@ from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpack
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.recurrent import TransformersStates
 from kvkeep.hf.rotary import rotaries_of
-from kvkeep.hf.rows import NUMBERS
+from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host import (
     Activation,
     Generation,
@@ -154,8 +154,7 @@ class TransformersHost(Host):
         steps = compiled_steps(unwrapped(self.model))
         if steps is None or not steps.compile or self.unpackable:
             return
-        few = [number for number in NUMBERS if number < sequences]
-        numbers = [*few, *NUMBERS[len(few) :][:1]]
+        numbers = numbers_up_to(sequences)
         caches = [self.new_cache(spec) for _ in range(numbers[-1])]
         token = torch.zeros(1, dtype=torch.int64)
         self.forward_packed([Piece(token.repeat(2), cache) for cache in caches])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 import hashlib
-import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache, partial
+from enum import Enum
+from functools import cache, cached_property, partial, partialmethod
 from operator import attrgetter, is_
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -25,9 +25,16 @@ from kvkeep.version import __version__
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version", "generation_config"}
 _BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "forward"}
 """What a config, and what a module, has that no step depends on, or that is looked at apart."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_NAMED = (type, BuiltinFunctionType, ModuleType, nn.Module)
-"""What is known by its name."""
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), slice, range, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_STATELESS = ("logging", "weakref", "_weakref", "_thread", "threading", "transformers", "torch")
+"""Where classes are defined whose objects are known by the name of their class."""
+_KNOWN = ("torch", "kvkeep", "numpy", *sys.stdlib_module_names)
+"""Packages whose functions are known by their names."""
+_OF_A_CLASS = (FunctionType, staticmethod, classmethod, property, partialmethod, bool, int, float)
+"""What a user's class has that a forward may depend on, whatever its name."""
 _DEEPEST = 8  # of objects within objects
 
 _ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
@@ -36,9 +43,9 @@ _ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
 class ModelState:
     """What a model is now: its modules, hooks and weights, and the code that its forward runs.
 
-    Its code is the forwards of its modules and all functions that these name, in turn: functions
-    of their files, methods, functions that modules hold. A model with a replaced helper function
-    is in another state.
+    Its code is the functions of its modules' classes that a forward may call, and all that these
+    name in turn: functions of their files and of modules they import, functions that modules hold.
+    A model with a replaced helper function is in another state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,17 +58,21 @@ class ModelState:
             for owner in (part._parameters, part._buffers, part._modules):
                 self._held += [(owner, name, x) for name, x in owner.items() if x is not None]
             self._held.append((vars(part), "forward", vars(part).get("forward")))
-        weights = [x for _, _, x in self._held if isinstance(x, Tensor)]
+        weights = [x for _, _, x in self._held if isinstance(x, Tensor) and _has_memory(x)]
         self._weights: list[Any] = weights
         self._addresses, self._dtypes = [*map(_ADDRESS, weights)], [*map(_DTYPE, weights)]
         hooks = [x for part in self._parts for x in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooks: list[Any] = hooks
         self._hooked = [*map(tuple, hooks)]  # their numbers, which none has twice
-        self._texts: dict[tuple[int, type], str] = {}  # of functions
-        self._modules = [
-            (name, _name(type(part)), self._member(type(part), "forward"), self._settings(part))
-            for name, part in model.named_modules()
-        ]
+        self._texts: dict[int, str] = {}  # of functions
+        self._inside: set[int] = set()  # objects whose text is being made
+        self._unknown = ""  # an object that nothing is known of
+        self._methods = self._methods_of({type(part) for part in self._parts})
+        self._described: Any = None
+        try:
+            self._described = [self._module(*named) for named in model.named_modules()]
+        except Exception as error:  # of foreign objects, which may do anything
+            self._unknown = repr(error)
         self._owners, self._names, self._values = _columns(self._held)
         self._kinds, self._member_names, self._member_values = _columns(self._members)
 
@@ -81,22 +92,28 @@ class ModelState:
 
     def key(self) -> str | None:
         """A digest of the state, of versions and of the processor, the same in all processes; None
-        if somebody but kvkeep has hooked a module or replaced its forward."""
+        if somebody but kvkeep has hooked a module or replaced its forward, or a module holds an
+        object that cannot be described."""
         model = self._model
         if _hooked_everywhere() or torch.is_autocast_enabled(model.device.type):
             return None
         if not all(map(_is_ours, self._replacing())):
             return None
-        config = {k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED}
         first: dict[int, str] = {}  # the name of each weight, by which those tied to it are known
         weights = [
             (name, first.setdefault(id(x), name), _name(type(x)), *map(str, _layout(x)))
             for named in (model.named_parameters, model.named_buffers)
             for name, x in named(remove_duplicate=False)
         ]
-        about = (_versions(), _processor(), config, weights, self._modules)
-        text = json.dumps(about, sort_keys=True, default=_sorted)
-        return hashlib.sha256(text.encode()).hexdigest()[:40]
+        try:
+            config = {k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED}
+            about = self._text(config)
+        except Exception:  # see above
+            return None
+        if self._unknown:
+            return None
+        text = repr((_versions(), _processor(), about, weights, self._described))
+        return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:40]
 
     def _replacing(self) -> Iterator[Any]:
         """The modules' hooks, and the forwards set in place of those of their classes."""
@@ -104,88 +121,147 @@ class ModelState:
             yield from part._forward_hooks.values()
             yield from part._forward_pre_hooks.values()
             own = vars(part).get("forward")
-            own = getattr(own, "replaced", own)  # by kvkeep
+            if own is not None and _is_ours(own):
+                own = getattr(own, "replaced", own)
             if own is not None:
                 yield own
 
     # -- texts: the same for objects that do the same -------------------------------------------
 
-    def _settings(self, part: nn.Module) -> dict[str, str]:
-        """A module's attributes."""
-        own = vars(part)
+    def _methods_of(self, kinds: set[type[nn.Module]]) -> dict[str, list[tuple[type, Any]]]:
+        """What the classes of modules have, those of torch left out, by name."""
+        found: dict[str, list[tuple[type, Any]]] = {}
+        for owner in sorted({base for kind in kinds for base in kind.__mro__}, key=_name):
+            if not _is_of(owner, "torch", "kvkeep", "builtins"):
+                for name, value in vars(owner).items():
+                    found.setdefault(name, []).append((owner, value))
+        return found
+
+    def _module(self, name: str, part: nn.Module) -> tuple[str, str, str, dict[str, str]]:
+        kind, own = type(part), vars(part)
         names = [x for x in own if x not in _BOOKKEEPING | _UNRELATED and not _is_ours(own[x])]
-        for name in names:
-            if callable(own[name]) or isinstance(own[name], _PLAIN):
-                self._held.append((own, name, own[name]))
-        texts = {name: self._text(own[name], type(part)) for name in names}
-        return {name: text for name, text in texts.items() if text}
+        for held in names:
+            if callable(own[held]) or isinstance(own[held], _PLAIN):
+                self._held.append((own, held, own[held]))
+        texts = {held: self._text(own[held]) for held in names}
+        code = self._called("forward")
+        if not _is_of(kind, "torch", "transformers", "kvkeep"):
+            own_code = [x for x, value in vars(kind).items() if isinstance(value, _OF_A_CLASS)]
+            code += "".join(map(self._called, own_code))
+        return name, _name(kind), code, {held: text for held, text in texts.items() if text}
 
-    def _member(self, kind: type, name: str) -> str:
-        """Of what a class has."""
-        found = getattr(kind, name, None)
-        if not isinstance(found, MethodType):  # a new object each time
-            self._members.append((kind, name, found))
-        return self._text(found, kind)
+    def _called(self, name: str) -> str:
+        """The text of all that classes of modules have by this name."""
+        texts = []
+        for owner, value in self._methods.get(name, ()):
+            found = getattr(owner, name, None)
+            if found is getattr(owner, name, None):  # bound methods are new objects each time
+                self._members.append((owner, name, found))
+            texts.append(f"{_name(owner)}.{name}={self._text(value, depth=_DEEPEST - 3)}")
+        return ";".join(texts)
 
-    def _text(self, value: Any, kind: type, depth: int = 0) -> str:
-        """Of anything that code or a module refers to; empty for empty collections.
-
-        Args:
-            kind: the class whose methods a function calls as those of its first argument.
-        """
-        if isinstance(value, _PLAIN):
+    def _text(self, value: Any, depth: int = 0) -> str:
+        """Of anything that code or a module refers to; empty for empty collections."""
+        kind = type(value)
+        numbers = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
+        if isinstance(value, _PLAIN) or numbers:
             return repr(value)
         if isinstance(value, Tensor):
-            return f"{_name(type(value))}{_layout(value)}"
-        if isinstance(value, FunctionType):
-            return self._function(value, kind)
-        if isinstance(value, _NAMED) or depth > _DEEPEST:
+            return f"{_name(kind)}{_layout(value)}"
+        if kind is FunctionType:
+            return self._function(value)
+        if isinstance(value, nn.Module):
+            same = any(value is part for part in self._parts)
+            return _name(kind) if same else self._not_known(value)
+        if isinstance(value, type | ModuleType | BuiltinFunctionType) or _is_config(value):
             return _name(value)
-        deeper = partial(self._text, kind=kind, depth=depth + 1)
+        if id(value) in self._inside or depth > _DEEPEST:
+            return _name(kind)
+        self._inside.add(id(value))
+        try:
+            return self._compound(value, depth + 1)
+        finally:
+            self._inside.discard(id(value))
+
+    def _compound(self, value: Any, depth: int) -> str:
+        """Of an object that has others."""
+        kind, inner = type(value), partial(self._text, depth=depth)
+        if isinstance(value, staticmethod | classmethod):
+            return inner(value.__func__)
         if isinstance(value, MethodType):
-            return self._text(value.__func__, type(value.__self__), depth + 1)
+            return f"{inner(value.__self__)}.{inner(value.__func__)}"
         if isinstance(value, property):
-            return ",".join(map(deeper, (value.fget, value.fset)))
-        if isinstance(value, partial):
-            return ",".join(map(deeper, (value.func, value.args, value.keywords)))
-        if isinstance(value, Mapping):
-            items = [f"{deeper(k)}:{deeper(x)}" for k, x in value.items()]
+            return ",".join(map(inner, (value.fget, value.fset)))
+        if isinstance(value, partial | partialmethod):
+            return ",".join(map(inner, (value.func, value.args, value.keywords)))
+        if isinstance(value, cached_property):
+            return inner(value.func)
+        if isinstance(value, dict):
+            items = [f"{inner(k)}:{inner(x)}" for k, x in value.items()]
             return f"{{{','.join(items)}}}" if items else ""
         if isinstance(value, list | tuple | set | frozenset):
-            texts = map(deeper, value)
+            texts = map(inner, value)
             unordered = isinstance(value, set | frozenset)
             return f"[{','.join(sorted(texts) if unordered else texts)}]" if value else ""
-        return _name(value) if _of_package(value, "transformers") else self._instance(value, deeper)
+        if _is_of(kind, *_STATELESS):
+            return _name(kind)
+        if _is_of(kind, *_KNOWN) or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
+            return self._not_known(value)
+        code = [inner(x) for x in vars(kind).values() if type(x) is FunctionType]
+        return f"{_name(kind)}({inner(vars(value))}){code}"
 
-    def _instance(self, value: Any, deeper: Any) -> str:
-        """Of an object of a class that no version names."""
-        call = getattr(type(value), "__call__", None)  # noqa: B004 - whether, and which
-        code = self._text(call, type(value)) if isinstance(call, FunctionType) else ""
-        return f"{_name(value)}({deeper(getattr(value, '__dict__', None))}){code}"
+    def _not_known(self, value: Any) -> str:
+        self._unknown = _name(type(value))
+        return ""
 
-    def _function(self, function: FunctionType, kind: type) -> str:
-        if _of_package(function, "torch", "kvkeep"):
+    def _function(self, function: FunctionType) -> str:
+        if _is_of(function, *_KNOWN):
             return _name(function)
-        known = id(function), kind
-        if known not in self._texts:
-            self._texts[known] = _name(function)  # should it call itself
+        if id(function) not in self._texts:
+            self._texts[id(function)] = _name(function)  # should it call itself
             code, names = _compiled(function.__code__)
-            held = [function.__defaults__, function.__kwdefaults__]
-            for cell in function.__closure__ or ():
-                with suppress(ValueError):  # it is empty
-                    held.append(cell.cell_contents)
-            parts = [code, *[self._text(x, kind) for x in held]]
+            space = function.__globals__
+            imported = [x for name in names if isinstance(x := space.get(name), ModuleType)]
+            spaces = [space, *[vars(x) for x in imported if not _is_of(x, *_KNOWN)]]
+            parts = [code, *map(self._reference, _bound(function))]
             for name in names:
-                owner = function.__globals__
-                if name in owner:
-                    self._held.append((owner, name, owner[name]))
-                    # Not what is in it: registries fill while programs run.
-                    parts.append(f"{name}={self._text(owner[name], kind, _DEEPEST + 1)}")
-                elif not hasattr(builtins, name) and hasattr(kind, name):
-                    parts.append(f"self.{name}={self._member(kind, name)}")
-            digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-            self._texts[known] = f"{_name(function)}#{digest[:16]}"
-        return self._texts[known]
+                for owner in spaces:
+                    if name in owner:
+                        self._held.append((owner, name, owner[name]))
+                        parts.append(f"{name}={self._reference(owner[name])}")
+                parts.append(self._called(name))
+            digest = hashlib.sha256("\n".join(parts).encode(errors="backslashreplace")).hexdigest()
+            self._texts[id(function)] = f"{_name(function)}#{digest[:16]}"
+        return self._texts[id(function)]
+
+    def _reference(self, value: Any) -> str:
+        """Of what a function refers to. Of a collection its plain values; more is not looked at,
+        because registries fill while programs run."""
+        if isinstance(value, tuple | list) and all(isinstance(x, _PLAIN) for x in value):
+            return repr(value)
+        if isinstance(value, type) and not _is_of(value, *_KNOWN, "transformers"):
+            members = [x for x in vars(value).values() if isinstance(x, (FunctionType, *_PLAIN))]
+            return f"{_name(value)}{[self._text(x) for x in members]}"
+        known = isinstance(value, (*_PLAIN, FunctionType, MethodType, partial, Tensor))
+        return self._text(value) if known else _name(type(value))
+
+
+def _bound(function: FunctionType) -> list[Any]:
+    """The default values of a function and the variables around it."""
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    return found
+
+
+def _is_config(value: Any) -> bool:
+    """Whether it is a config of transformers: the model's is in the key already."""
+    return any(base.__name__ == "PreTrainedConfig" for base in type(value).__mro__)
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.layout is torch.strided and type(x) in (Tensor, nn.Parameter)
 
 
 def _columns(entries: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
@@ -199,21 +275,27 @@ def _hooked_everywhere() -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    return _of_package(value.func if isinstance(value, partial) else value, "kvkeep")
+    return _is_of(value.func if type(value) is partial else value, "kvkeep")
 
 
-def _of_package(value: Any, *packages: str) -> bool:
-    """Whether a function, or the class of another object, is defined in one of these."""
-    defined = getattr(value, "__module__", None) or type(value).__module__
+def _is_of(value: Any, *packages: str) -> bool:
+    """Whether a class, function or module, or the class of another object, is of one of these."""
+    if isinstance(value, ModuleType):
+        defined = value.__name__
+    elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+        defined = value.__module__
+    else:
+        defined = type(value).__module__
     return str(defined).partition(".")[0] in packages
 
 
 def _name(value: Any) -> str:
     """Of a class, function or module, or of the class of another object."""
-    named = value if hasattr(value, "__qualname__") else type(value)
     if isinstance(value, ModuleType):
         return value.__name__
-    return f"{named.__module__}.{named.__qualname__}"
+    named = isinstance(value, type | FunctionType | BuiltinFunctionType)
+    kind = value if named else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _layout(x: Tensor) -> tuple[list[int], list[int], torch.dtype]:
@@ -232,10 +314,6 @@ def _compiled(code: CodeType) -> tuple[str, list[str]]:
             unordered = isinstance(constant, frozenset)
             parts.append(repr(sorted(constant, key=repr) if unordered else constant))
     return " ".join(parts), [*names]
-
-
-def _sorted(value: Any) -> Any:
-    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 @cache

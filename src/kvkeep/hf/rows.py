@@ -20,6 +20,12 @@ NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
 discarded."""
 
 
+def numbers_up_to(sequences: int) -> list[int]:
+    """The batch sizes of batches of 1 to `sequences` sequences."""
+    few = [number for number in NUMBERS if number < sequences]
+    return [*few, *NUMBERS[len(few) :][:1]]
+
+
 class RowsOf(AttendingLayer):
     """The steps of one layer of several sequences. Its inputs have a row for each sequence, and
     spare rows behind them: q (rows, Hq, 1, D).

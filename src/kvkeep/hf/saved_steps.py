@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
+from time import time
 from typing import Any
 
 from kvkeep.errors import MissingPackageError
@@ -16,6 +17,7 @@ from kvkeep.files.atomic import PRIVATE_DIRECTORY, whole_file, write_all
 from kvkeep.home import home
 
 _MOST = 64  # files that are kept, those used last
+_UNUSED = 90 * 86400  # seconds after which other files are removed
 
 
 def directory() -> Path | None:
@@ -39,24 +41,28 @@ def _is_private(place: Path) -> bool:
     return about.st_uid == os.getuid() and not about.st_mode & (S_IWGRP | S_IWOTH)
 
 
-def keep(file: Path, name: str, description: Mapping[str, Any]) -> None:
+def keep(program: bytes, name: str, description: Mapping[str, Any]) -> None:
     """Let later processes find a compiled step, if there is a directory with room for it.
 
     Args:
-        file: the program, which is copied.
+        program: the content of its file.
         name: see `name_of`.
         description: what `find` returns beside the file, as JSON has it.
     """
     place = directory()
     if place is None:
         return
-    described = {"sha256": _digest(file), **description}
-    with suppress(OSError):
-        with whole_file(place / f"{name}.pt2", sync=False, private=True) as out:
-            write_all(out.fileno(), file.read_bytes())
-        with whole_file(place / f"{name}.json", sync=False, private=True) as out:
+    described = {"sha256": hashlib.sha256(program).hexdigest(), **description}
+    file, about = place / f"{name}.pt2", place / f"{name}.json"
+    try:
+        with whole_file(file, sync=False, private=True) as out:
+            write_all(out.fileno(), program)
+        with whole_file(about, sync=False, private=True) as out:
             write_all(out.fileno(), json.dumps(described).encode())
         _prune(place)
+    except OSError:
+        if not about.exists():
+            file.unlink(missing_ok=True)
 
 
 def name_of(key: str, inputs: Sequence[str], rows: int) -> str:
@@ -73,7 +79,8 @@ def name_of(key: str, inputs: Sequence[str], rows: int) -> str:
 def files_of(key: str) -> list[Path]:
     """The programs of a model."""
     place = directory()
-    return [] if place is None else sorted(place.glob(f"{key}-*.pt2"))
+    found = [] if place is None else sorted(place.glob(f"{key}-*.pt2"))
+    return [file for file in found if file.with_suffix(".json").exists()]
 
 
 def find(name: str) -> tuple[Path, dict[str, Any]] | None:
@@ -93,7 +100,7 @@ def find(name: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def used(key: str) -> int:
-    """How many tokens `note_use` has counted for a model."""
+    """How many tokens `note_use` has counted for a model; -1 if its steps cannot be compiled."""
     place = directory()
     try:
         return 0 if place is None else int((place / f"{key}.tokens").read_text())
@@ -102,11 +109,12 @@ def used(key: str) -> int:
 
 
 def note_use(key: str, tokens: int) -> None:
-    """Count tokens that a model has generated without compiled steps."""
-    place = directory()
-    if place is not None:
+    """Count tokens that a model has generated; -1: note that its steps cannot be compiled."""
+    place, before = directory(), used(key)
+    if place is not None and before >= 0:
+        total = before + tokens if tokens >= 0 else tokens
         with suppress(OSError), whole_file(place / f"{key}.tokens", sync=False) as out:
-            write_all(out.fileno(), str(used(key) + tokens).encode())
+            write_all(out.fileno(), str(total).encode())
 
 
 def _digest(file: Path) -> str:
@@ -119,3 +127,7 @@ def _prune(place: Path) -> None:
     for about in found[_MOST:]:
         about.unlink(missing_ok=True)
         about.with_suffix(".pt2").unlink(missing_ok=True)
+    kept = {about.stem for about in found[:_MOST]}
+    for file in (*place.glob("*.pt2"), *place.glob("*.tokens")):  # of killed processes, of others
+        if file.stem not in kept and file.stat().st_mtime < time() - _UNUSED:
+            file.unlink(missing_ok=True)

@@ -220,8 +220,9 @@ class Session:
         adapter: str = "",
         system: str | None = None,
         reread: bool = False,
+        compile: bool | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self._compile = model, tokenizer, compile
         self.model_name, self.adapter = model_name, adapter
         self.messages: list[Message] = []
         self.name: str | None = None
@@ -250,7 +251,7 @@ class Session:
             if kept is not None:
                 self._specs = from_saved(header.notes.get("cache") or header.specs, scorer, kept)
                 self.spec = _text(self._specs)
-            self._attached = attach(self.model, self._specs)
+            self._attached = attach(self.model, self._specs, compile=self._compile)
             self.cache = Cache(self.model, self._specs)
         except (SpecError, CapacityError) as error:
             if kept is None:

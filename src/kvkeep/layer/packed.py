@@ -15,7 +15,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.plan import FAILED, UNLIKE, Kind, kind_of
-from kvkeep.layer.ready import NOT_MADE, Ready, require_memory
+from kvkeep.layer.ready import NOT_MADE, RAISED, Ready, require_memory
 from kvkeep.layer.records import SEQUENCE, step_tokens
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
 from kvkeep.native_library import LIBRARY
@@ -174,5 +174,5 @@ class ReadyTogether:
 
     def end(self, result: int) -> None:
         """See `PreparedStep`. If the program did not make it, `PackedLayer.run` may have."""
-        if result != NOT_MADE:
+        if result not in (NOT_MADE, RAISED):
             self._layer.note(result)
