@@ -9,8 +9,9 @@ from support.live_server import serving, small
 
 from kvkeep.hf.models import load
 from kvkeep.serve.keys import Keys
+from kvkeep.serve.limits import Limits
 
-LONG = 7000  # tokens, more than any answer here takes
+LONG, LONGEST = 7000, 30_000  # tokens: answers that outlast a test
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def settings(tab, **values):
 
 
 def answers(tab):
-    return [one.text for one in tab.all(".message.assistant .said")]
+    return tab.texts(".message.assistant .said")
 
 
 def done(tab):
@@ -69,9 +70,10 @@ def unspoilt(tab, talk):
 @pytest.fixture(scope="module")
 def evicting(tokenizer):
     """A server whose cache keeps 24 tokens, and whose answers do not end."""
-    model = small(max_position_embeddings=8192)
+    model = small(max_position_embeddings=1 << 15)
     model.generation_config.eos_token_id = None
-    with serving(model, tokenizer, cache="h2o:24") as both:
+    limits = Limits(answer_tokens=LONGEST)
+    with serving(model, tokenizer, cache="h2o:24", limits=limits) as both:
         yield both
 
 
@@ -80,15 +82,15 @@ def test_an_answer_streams_and_the_slots_change(tab, evicting, tokenizer, size):
     if size == "real":
         model, _ = load("smollm2-135m")
         with serving(model, tokenizer, cache="h2o:24") as (_, talk):
-            _watch(tab, talk)
+            _watch(tab, talk, LONG)
     else:
-        _watch(tab, evicting[1])
+        _watch(tab, evicting[1], LONGEST)
 
 
-def _watch(tab, talk):
+def _watch(tab, talk, tokens):
     opened(tab, talk)
     blank = cells(tab)
-    settings(tab, **{"max-tokens": LONG})
+    settings(tab, **{"max-tokens": tokens})
     tab.find("#question").send_keys("Tell of the sea." + Key.ENTER)
     first = tab.until(lambda: answers(tab) and answers(tab)[0])
     maps = {tab.until(lambda: (now := cells(tab)) != blank and now)}
@@ -112,7 +114,7 @@ def test_cells_tell_their_tokens(tab, evicting):
     opened(tab, evicting[1])
     asked(tab, "Tell of the sea.")
     field = tab.find(".map-field")
-    texts = [word.text for word in tab.all(".map-text span")]
+    texts = tab.texts(".map-text span")
     assert texts[0] == "<|im_start|>"
     assert tab.text("#spec") == "h2o:24+plain@growing"
     tab.point(field, 40, 5)  # the first column, right of the layers' numbers
@@ -141,7 +143,7 @@ def test_a_conversation_begins_with_what_is_stored(tab, served):
     assert "0 found" in tab.text(".message.assistant .about")
     assert "0 of" in tab.text("#summary")
     asked(tab, "And then?", 4)
-    about = [one.text for one in tab.all(".message .about") if one.text]
+    about = [text for text in tab.texts(".message .about") if text]
     prompt, found = [int(word) for word in about[-1].split() if word.isdigit()][:2]
     assert 10 < found < prompt
     assert f"{found} of {prompt} tokens" in tab.text("#summary")

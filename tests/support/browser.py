@@ -54,8 +54,13 @@ class Browser:
         return self.driver.find_elements("css selector", selector)
 
     def text(self, selector):
-        """The text of an element, shown or not."""
-        return self.find(selector).get_property("textContent")
+        """The text of an element, shown or not; read at once, because a page may replace it."""
+        return self.run("return document.querySelector(arguments[0]).textContent", selector)
+
+    def texts(self, selector):
+        """The texts of all such elements, as they are shown; read at once."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((x) => x.innerText)"
+        return self.run(script, selector)
 
     def press(self, *keys):
         """Press keys, wherever the focus is."""
