@@ -76,8 +76,8 @@ emulate: .venv/installed
 	KVKEEP_NATIVE=build/emulate/kvkeep/attention/_native.so $(BIN)/python -m pytest -q $(KERNELS)
 
 # What is published: the source, a wheel with the native library for Linux, one without it for all other platforms,
-# and the wheel of kvkeep-lab. Both wheels are built from the source archive. auditwheel refuses a library that needs more than the
-# platform has, whose glibc is 2.28.
+# and the wheel of kvkeep-lab. Both wheels of kvkeep are built from the source archive. auditwheel refuses a library
+# that needs more than the platform has, whose glibc is 2.28.
 DIST := dist
 PLATFORM := manylinux_2_28_$(shell uname -m)
 wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1700000000)

@@ -10,9 +10,8 @@ import torch
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import saved_steps
 from kvkeep.hf.attach import attach, unwrapped
-from kvkeep.hf.compiled import is_compilable, programs_of
+from kvkeep.hf.compiled import key_of, programs_of
 from kvkeep.hf.host import TransformersHost
-from kvkeep.hf.model_state import ModelState
 from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host.progress import Progress, silent
 
@@ -49,10 +48,7 @@ def note_tokens(model: Any, tokens: int) -> None:
 
 def _key(model: Any) -> str | None:
     """The key of a model whose steps can be compiled and kept."""
-    model = unwrapped(model)
-    if saved_steps.directory() is None or not is_compilable(model):
-        return None
-    return ModelState(model).key()
+    return None if saved_steps.directory() is None else key_of(unwrapped(model))
 
 
 @torch.inference_mode()

@@ -264,19 +264,20 @@ def is_compilable(model: PreTrainedModel) -> bool:
     return available and model.device.type == "cpu" and not adapted
 
 
+def key_of(model: PreTrainedModel) -> str | None:
+    """The key of a model's programs, see `ModelState.key`; None if it can have none."""
+    return ModelState(model).key() if is_compilable(model) else None
+
+
 def step_name(model: PreTrainedModel, given: Mapping[str, Tensor]) -> str | None:
     """The name of the program of a step, by its arguments; None if there can be none."""
-    if not is_compilable(model):
-        return None
-    key = ModelState(model).key()
+    key = key_of(model)
     return key and saved_steps.name_of(key, [*given], len(given["input_ids"]))
 
 
 def programs_of(model: PreTrainedModel) -> list[Path]:
     """The programs on disk for steps of a model."""
-    if not is_compilable(model) or not saved_steps.files_of("*"):
-        return []
-    key = ModelState(model).key()
+    key = key_of(model) if saved_steps.files_of("*") else None
     return [] if key is None else saved_steps.files_of(key)
 
 

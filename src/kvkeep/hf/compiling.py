@@ -136,12 +136,10 @@ class Compiler:
                 return None
         return known if set(asked.values()) <= {*known.inputs} else None
 
-    def _package(
-        self, graph: GraphModule, inputs: Sequence[Any]
-    ) -> tuple[Package, bytes] | tuple[None, None]:
+    def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> tuple[Package, bytes] | None:
         """The graph as a program, and the content of its file; None: it cannot be one."""
         if self._signature(inputs) is None or step_name(self._model, self._given) is None:
-            return None, None
+            return None
         try:
             with TemporaryDirectory(prefix="kvkeep-") as place:
                 file = Path(place) / "step.pt2"
@@ -150,23 +148,24 @@ class Compiler:
         except Exception:  # of many kinds, and the graph can still run in this process
             kind = type(self._model).__name__
             _log.debug("a step of %s is no program", kind, exc_info=True)
-            return None, None
+            return None
 
     def _runs(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph."""
-        package, content = self._package(graph, inputs)
         program: Program
-        if package is None:
+        content: bytes | None
+        packaged = self._package(graph, inputs)
+        if packaged is None:
             own: Any = compile_fx(graph, [*inputs], config_patches=compiler_options())
-            program = _Function(own)
+            program, content = _Function(own), None
         else:
-            program = package
+            program, content = packaged
 
         def run(*given: Any) -> Any:
             assert self._cache is not None
             nonlocal content
             signature, tickets = self._signature(given), self._cache.tickets
-            assert signature is not None or package is None  # its steps need their tickets
+            assert signature is not None or packaged is None  # its steps need their tickets
             used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
             detached = [x.detach() for x in given]
             found = program.run(detached, used, cast(Any, self._cache.layers))

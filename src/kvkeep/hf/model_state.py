@@ -70,7 +70,10 @@ class ModelState:
         self._methods = self._methods_of({type(part) for part in self._parts})
         self._described: Any = None
         try:
-            self._described = [self._module(*named) for named in model.named_modules()]
+            kinds = dict.fromkeys(type(part) for part in self._parts)
+            code = [self._called("forward"), *map(self._own_code, kinds)]
+            modules = [self._module(*named) for named in model.named_modules()]
+            self._described = code, modules
         except Exception as error:  # of foreign objects, which may do anything
             self._unknown = repr(error)
         self._owners, self._names, self._values = _columns(self._held)
@@ -137,18 +140,21 @@ class ModelState:
                     found.setdefault(name, []).append((owner, value))
         return found
 
-    def _module(self, name: str, part: nn.Module) -> tuple[str, str, str, dict[str, str]]:
-        kind, own = type(part), vars(part)
+    def _own_code(self, kind: type[nn.Module]) -> str:
+        """The text of all that a user's class of modules has: its code may be called by no name."""
+        if _is_of(kind, "torch", "transformers", "kvkeep"):
+            return ""
+        names = [name for name, value in vars(kind).items() if isinstance(value, _OF_A_CLASS)]
+        return "".join(map(self._called, names))
+
+    def _module(self, name: str, part: nn.Module) -> tuple[str, str, dict[str, str]]:
+        own = vars(part)
         names = [x for x in own if x not in _BOOKKEEPING | _UNRELATED and not _is_ours(own[x])]
         for held in names:
             if callable(own[held]) or isinstance(own[held], _PLAIN):
                 self._held.append((own, held, own[held]))
         texts = {held: self._text(own[held]) for held in names}
-        code = self._called("forward")
-        if not _is_of(kind, "torch", "transformers", "kvkeep"):
-            own_code = [x for x, value in vars(kind).items() if isinstance(value, _OF_A_CLASS)]
-            code += "".join(map(self._called, own_code))
-        return name, _name(kind), code, {held: text for held, text in texts.items() if text}
+        return name, _name(type(part)), {held: text for held, text in texts.items() if text}
 
     def _called(self, name: str) -> str:
         """The text of all that classes of modules have by this name."""
