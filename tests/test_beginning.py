@@ -8,6 +8,7 @@ from support.bits import alike
 from support.pairwise import covering
 
 from kvkeep.errors import ShapeError
+from kvkeep.layer.beginning import begin_with
 from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import conformance_specs
@@ -64,7 +65,7 @@ def test_it_goes_on_as_after_one_chunk(spec):
     written, begun = spec.layer(capacity=HELD), spec.layer(capacity=HELD)
     written.extend(k, v)
     text = text_of(k, v)
-    begun.begin_with(text)
+    begin_with(begun, text)
     assert begun.fed == begun.length == HELD
     for step, n in enumerate((NEW, 1, 1, 3)):
         chunk = tokens(n, seed=step + 1)
@@ -79,7 +80,7 @@ def test_it_settles_without_a_step(spec):
     _, k, v = tokens(HELD)
     written, begun = (CacheSpec.parse(spec).layer() for _ in range(2))
     written.extend(k, v)
-    begun.begin_with(text_of(k, v))
+    begin_with(begun, text_of(k, v))
     for layer in (written, begun):
         layer.settle()
     assert same(begun, written)
@@ -90,7 +91,7 @@ def test_slots_are_shared_until_some_are_evicted(monkeypatch):
     """Then only those that stay are copied."""
     _, k, v = tokens(HELD)
     text, layer = text_of(k, v), CacheSpec.parse("h2o:8").layer()
-    layer.begin_with(text)
+    begin_with(layer, text)
     shared = layer.slots.frozen.runs[0].planes["k"]
     assert shared.data_ptr() == text.slots.frozen.runs[0].planes["k"].data_ptr()
     assert layer.slots.shared_bytes == 2 * k.nbytes + 4 * HEADS * HELD
@@ -110,7 +111,7 @@ def test_rows_share_what_they_begin_with():
     _, k, v = tokens(HELD)
     alone, rows = (CacheSpec.parse("snapkv:8,window=4").layer() for _ in range(2))
     for layer in (alone, rows):
-        layer.begin_with(text_of(k, v))
+        begin_with(layer, text_of(k, v))
     rows.take_rows(torch.zeros(3, dtype=torch.int64))
     assert rows.slots.frozen.runs[0].planes.batch == 1
     chunk = tokens(NEW, rows=3, seed=1)
@@ -124,7 +125,7 @@ def test_bad_victims_of_shared_slots():
     """A policy of a user's own may name slots that are not there."""
     _, k, v = tokens(HELD)
     layer = CacheSpec.parse("h2o:8").layer()
-    layer.begin_with(text_of(k, v))
+    begin_with(layer, text_of(k, v))
     for victims in ([3, 3], [-1, 2], [1, HELD]):
         with pytest.raises(ShapeError, match="2 different ones, 0 to 29"):
             layer.slots.evict(torch.tensor(victims).expand(1, HEADS, 2))

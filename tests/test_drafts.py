@@ -9,6 +9,7 @@ import torch
 
 from kvkeep.attention import Options, dispatch
 from kvkeep.errors import RollbackError, StateError, UnsupportedError
+from kvkeep.layer.beginning import begin_with
 from kvkeep.layer.history import Prompt
 from kvkeep.planes import concatenated, take
 from kvkeep.policy import Observation
@@ -61,7 +62,7 @@ def step(layer, inputs, pads, first=0, n=None):
 
 def verified(layer, alone, pads=(0,), rounds=ROUNDS):
     """Feed rounds of drafts to `layer`, and the tokens that are left to `alone`, one by one."""
-    layer.record_past, layer.prompt = True, Prompt(PROMPT)
+    layer.record_past, layer.cursor.prompt = True, Prompt(PROMPT)
     for turn, (n, rejected) in enumerate([(PROMPT + 3, 2), *rounds]):
         inputs = drawn(turn, n, len(pads))
         read = 0 if layer.fed else PROMPT
@@ -138,7 +139,7 @@ def test_what_a_layer_began_with_is_hidden_too(spec):
     before = [x.clone() for x in sorted_state(text)]
     layer, alone = pair(spec)
     for each in (layer, alone):
-        each.begin_with(text)
+        begin_with(each, text)
         step(each, drawn(98, 3, 1), (0,))
     layer.record_past = True
     inputs = drawn(0, 7, 1)
@@ -326,7 +327,7 @@ def test_a_chunk_that_fails_is_taken_back(spec, moment, monkeypatch):
 
 def test_a_whole_chunk_of_drafts_is_taken_back_where_nothing_is_decided():
     layer = CacheSpec.parse("window:6").layer()
-    layer.record_past, layer.prompt = True, Prompt(4)
+    layer.record_past, layer.cursor.prompt = True, Prompt(4)
     calls = []
 
     def attend(*args):
@@ -376,7 +377,7 @@ def test_a_failed_chunk_is_undone_while_its_error_is_still_held(spec):
 
 def test_tokens_that_see_later_drafts_are_refused():
     layer = CacheSpec.parse("h2o:8").layer()
-    layer.record_past, layer.prompt = True, Prompt(PROMPT)
+    layer.record_past, layer.cursor.prompt = True, Prompt(PROMPT)
     q, k, v = drawn(0, PROMPT + 2, 1)
     until = torch.arange(PROMPT + 2)
     image = until.clone()
@@ -393,6 +394,6 @@ def test_tokens_that_see_later_drafts_are_refused():
 def test_beginning_to_record_evicts_nothing():
     text, layer = CacheSpec.parse("keep_all").layer(), CacheSpec.parse("h2o:8").layer()
     step(text, drawn(0, PROMPT, 1), (0,))
-    layer.begin_with(text)
+    begin_with(layer, text)
     layer.record_past = True
     assert layer.length == PROMPT

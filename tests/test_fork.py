@@ -101,7 +101,7 @@ def test_all_rows_of_a_fork_read_the_same_slots(spec):
     one, many = frozen.stats(), frozen.fork(rows=7)
     assert many.stats().shared_bytes == one.shared_bytes
     many.reorder([3, 2, 1, 0, 0, 5, 6])
-    shared = many.layers[0]._slots.segments()[0]
+    shared = many.layers[0].slots.segments()[0]
     assert unsliced(shared.planes)["k"].shape[0] == 1
     outs = go_on(many, rows=7)
     assert many.stats().shared_bytes == one.shared_bytes
@@ -117,7 +117,7 @@ def test_all_rows_of_a_fork_read_the_same_slots(spec):
 def test_what_is_shared_is_never_written_to():
     cache = filled("keep_all", 5, ragged=False)
     frozen = cache.freeze()
-    planes = [unsliced(layer._slots.segments()[0].planes) for layer in cache.layers]
+    planes = [unsliced(layer.slots.segments()[0].planes) for layer in cache.layers]
     before = [{name: plane.clone() for name, plane in p.items()} for p in planes]
     forks = [frozen.fork() for _ in range(3)]
     for seed, fork in enumerate(forks):
@@ -135,11 +135,11 @@ def test_what_is_shared_is_never_written_to():
 def test_a_fork_copies_nothing_until_it_evicts(spec):
     cache = Cache([CacheSpec.parse(spec).layer(capacity=300)])
     cache.layers[0].step(*tokens(1, 150), scale=0.3)
-    kept = cache.layers[0]._slots.segments()[0].planes
+    kept = cache.layers[0].slots.segments()[0].planes
     address, live = unsliced(kept)["k"].data_ptr(), cache.live_bytes
     fork = cache.freeze().fork()
     fork.layers[0].step(*tokens(1, 1), scale=0.3)
-    first, _ = fork.layers[0]._slots.segments()
+    first, _ = fork.layers[0].slots.segments()
     assert unsliced(first.planes)["k"].data_ptr() == address
     assert fork.live_bytes - live == live // 150
     assert fork.shared_bytes > 0.9 * live
@@ -184,7 +184,7 @@ def test_runs_do_not_pile_up():
         cache.layers[0].step(*tokens(1, 1, step), scale=0.3)
         cache = cache.freeze().fork()
     assert cache.length == 200
-    assert len(cache.layers[0]._slots.segments()) <= 10
+    assert len(cache.layers[0].slots.segments()) <= 10
 
 
 @pytest.mark.parametrize("spec", ["keep_all@fixed:20", "window:8,sinks=2@fixed:20", "keep_all"])

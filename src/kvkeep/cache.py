@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.layer.hiding import hide, require_hiding
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import RecurrentStates
@@ -231,10 +232,10 @@ class Cache:
         with self._turns():
             self._between_forwards("hide")
             for layer in self.layers:
-                layer.require_hiding(shown)
+                require_hiding(layer, shown)
             self._changing = True
             for layer in self.layers:
-                layer.hide(shown)
+                hide(layer, shown)
             self._changing = False
 
     def snapshot(self) -> Snapshot:
@@ -343,7 +344,7 @@ class Cache:
                 "was interrupted; wait for it, rewind() to the smallest, or reset() the cache"
             )
         for layer in self.layers:
-            layer.require_read()
+            layer.cursor.require_read()
 
     @property
     def rows(self) -> int:
@@ -359,7 +360,7 @@ class Cache:
     def fed(self) -> int:
         """Columns ever fed, padding included."""
         layers = self._layers if not self.lent else self.layers
-        return layers[0].past.columns if layers else 0
+        return layers[0].cursor.history.columns if layers else 0
 
     @property
     def tokens(self) -> Tensor | None:
@@ -453,7 +454,7 @@ class Cache:
         """Enter every layer's turn, so that a second thread is refused before any layer changes."""
         with ExitStack() as stack:
             for layer in self.layers:
-                stack.enter_context(layer.turn)
+                stack.enter_context(layer.cursor.turn)
             yield
 
 

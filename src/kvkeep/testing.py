@@ -192,8 +192,8 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
         AssertionError: one of these does not hold.
     """
     budget = layer.policy.at(layer.fed).budget
-    held = layer._slots
-    if not layer.record_past:
+    held = layer.slots
+    if not layer.cursor.record_past:
         assert layer.length <= layer.capacity
         assert budget is None or held.surplus(budget) <= 0 or layer.policy.ragged
     assert layer.seen.tolist() == oracle.seen
@@ -214,7 +214,7 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
             if budget is None or layer.policy.reach is not None:
                 needed = {p for p in fed if oracle._sees(now + 1, p)}
                 assert needed <= set(place), "a token that the next query sees was evicted"
-        if budget is not None and not layer.record_past:
+        if budget is not None and not layer.cursor.record_past:
             assert sum(len(place) for place, _, _ in heads[b]) <= budget * len(heads[b])
 
 
@@ -295,7 +295,7 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
     rows, heads = geometry.rows, geometry.heads
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
-    for segment in layer._slots.segments():
+    for segment in layer.slots.segments():
         keys, values = segment.keys(torch.float64).cpu(), segment.values(torch.float64).cpu()
         position = segment.position.cpu()
         own = range(heads) if segment.head is None else [segment.head]
@@ -323,7 +323,7 @@ def promised_bytes(layer: LayerCache) -> int:
         return 0
     heads, dtype = geometry.heads, geometry.dtype
     total = 0
-    for segment in layer._slots.segments():
+    for segment in layer.slots.segments():
         block, own_heads = segment.key_codec.block, heads if segment.head is None else 1
         keys, values = cast(Codec, segment.key_codec), cast(Codec, segment.value_codec)
         shared = [*keys.planes(geometry.key_width, dtype).values()]

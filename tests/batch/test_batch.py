@@ -166,7 +166,7 @@ def test_answers_to_one_prompt_share_its_slots(model):
     held = {
         run.planes["k"].data_ptr()
         for answer in answers
-        for run in answer.cache.layers[0]._slots.frozen.runs
+        for run in answer.cache.layers[0].slots.frozen.runs
     }
     assert len(held) == 1  # the same memory
     for _ in batch:

@@ -205,7 +205,7 @@ def fail_in(layer):
     victims = type(layer.policy).victims
 
     def failing(self, count, planes, seen):
-        if seen.state is layer.past.memory and layer.fed == PROMPT + 3:
+        if seen.state is layer.cursor.history.memory and layer.fed == PROMPT + 3:
             raise KeyboardInterrupt
         return victims(self, count, planes, seen)
 

@@ -54,8 +54,8 @@ def alike(cache, expected):
     for mine, other in zip(cache.layers, expected.layers, strict=True):
         for one in (mine, other):
             if one.policy.reach is not None:
-                with one.turn:
-                    one._evict(one.length - one.reachable)
+                with one.cursor.turn:
+                    one._evict(one.length - one.sight.reachable(one.cursor))
         assert mine.length == other.length
     assert held(cache) == held(expected)
 

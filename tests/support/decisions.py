@@ -25,7 +25,7 @@ def recorded(cache: kvkeep.Cache) -> Decisions:
     kept: list[list[Tensor]] = [[] for _ in cache.layers]
     for layer, decisions in zip(cache.layers, kept, strict=True):
         if hasattr(layer.policy, "worth"):
-            layer.evicted = decisions
+            layer.cursor.evicted = decisions
     return kept
 
 

@@ -431,7 +431,7 @@ FAULTS = (
     ),
     Fault(
         "chunk-begins-late",
-        "layer/step.py",
+        "layer/sight.py",
         "first = chunk_start(queries, window) if hidden else None",
         "first = queries - (queries - 1) % window if hidden else None",
         "test_reach.py",
@@ -452,7 +452,7 @@ FAULTS = (
     ),
     Fault(
         "padding-sees-until",
-        "layer/layer.py",
+        "layer/writing.py",
         "until = torch.where(position < 0, -1, until.to(k.device)).to(torch.int32)",
         "until = until.to(k.device).to(torch.int32)",
         "test_reach.py",
@@ -504,8 +504,8 @@ FAULTS = (
     Fault(
         "one-more-slot-within-reach",
         "layer",
-        "return min(self._slots.length, reach.size - 1 + reach.fixed)",
-        "return min(self._slots.length, reach.size + reach.fixed)",
+        "return min(length, reach.size - 1 + reach.fixed)",
+        "return min(length, reach.size + reach.fixed)",
         "test_layer.py test_conformance.py",
     ),
     Fault(
@@ -539,34 +539,34 @@ FAULTS = (
     Fault(
         "takes-back-after-an-eviction",
         "layer",
-        "if begun and not self._moving and self.past.floor == begun[0].floor:",
-        "if begun and not self._moving:",
+        "if start and not evicted and cursor.state is not State.MOVING:",
+        "if start and cursor.state is not State.MOVING:",
         "test_layer.py test_interrupts.py",
     ),
     Fault(
         "rejected-drafts-stay-in-scores",
-        "layer/drafts.py",
+        "layer/cursor.py",
         "planes[name].copy_(plane)",
         "planes[name].copy_(plane if name == POSITION else planes[name])",
         "test_drafts.py",
     ),
     Fault(
         "drafts-are-taken-back-one-short",
-        "layer/drafts.py",
+        "layer/cursor.py",
         "if before.history.columns >= columns:",
         "if before.history.columns > columns:",
         "test_drafts.py",
     ),
     Fault(
         "hidden-slots-are-seen",
-        "layer/layer.py",
+        "layer/read_again.py",
         "hides = slots.frozen.hides or slots.hidden > 0",
         "hides = slots.frozen.hides",
         "test_drafts.py",
     ),
     Fault(
         "drafts-share-a-policys-memory",
-        "layer/drafts.py",
+        "layer/cursor.py",
         "other.memory = dict(history.memory)",
         "pass",
         "test_drafts.py",
@@ -588,8 +588,8 @@ FAULTS = (
     Fault(
         "half-an-eviction-goes-unnoticed",
         "layer",
-        "self._moving = self._slots.torn or self._slots.mark() != mark",
-        "self._moving = False",
+        "if not self.slots.torn and self.slots.mark() == mark:",
+        "if True:",
         "test_interrupts.py storage/test_storage.py storage/test_split.py storage/test_growth.py",
     ),
     Fault(
@@ -608,16 +608,16 @@ FAULTS = (
     ),
     Fault(
         "steps-leave-rows-together",
-        "layer/layer.py",
-        "self._chunk = inputs.position",
+        "layer/writing.py",
+        "cursor.chunk = inputs.position",
         "pass",
         "policy/test_steps.py",
     ),
     Fault(
         "steps-that-lasted-taken-back",
-        "layer/layer.py",
-        "self._moving |= not self.policy.rollback or self.past.floor != begun[0].floor",
-        "self._moving |= not self.policy.rollback",
+        "layer/writing.py",
+        "if not self.policy.rollback or cursor.history.floor != start[0].floor:",
+        "if not self.policy.rollback:",
         "policy/test_steps.py",
     ),
     # Snapshots and files
@@ -931,8 +931,8 @@ FAULTS = (
     Fault(
         "images-are-not-recorded",
         "layer/layer.py",
-        "self.past.embedded, self.past.offset = True, offset",
-        "self.past.offset = offset",
+        "history.embedded, history.offset = True, offset",
+        "history.offset = offset",
         "hf/test_multimodal.py",
     ),
     Fault(

@@ -16,7 +16,7 @@ from kvkeep.attention import Segment, View
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket, step
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.step import Step, StepInputs, require_causal, view_of
+from kvkeep.layer.step import Step, StepInputs, require_causal
 from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, unsliced
 from kvkeep.policy import Need, Observation
@@ -150,9 +150,7 @@ class DeviceStep(Step):
         # One position for all rows: in each, the token is real, not padding.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
-        return view_of(
-            segments, queries, self.policy, layer.window, None, 0, True, chunked=layer.chunked
-        )
+        return layer.sight.view(segments, queries, None, 0, empty=True)
 
     def _settle(self, observation: Observation) -> None:
         if self._evicts:
@@ -213,13 +211,13 @@ def require_fitting(layer: LayerCache) -> None:
         )
     if not layer.fed or not layer.storage.length:
         raise StateError("the cache holds no prompt of its own; feed one first")
-    if layer.record_past or layer.slots.aside is not None:
+    if layer.cursor.record_past or layer.slots.aside is not None:
         raise StateError(
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "
             "reset() the cache first"
         )
     blocks = not layer.key_codec.rewritable
-    if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.evicted is not None:
+    if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.cursor.evicted is not None:
         what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
         raise UnsupportedError(
             f"{what} needs the host between steps; use another, such as h2o:1024+int8@fixed:2048"

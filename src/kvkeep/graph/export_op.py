@@ -58,7 +58,7 @@ class Description:
             chunked=self.chunked,
             capacity=self.capacity,
         )
-        layer.holes_after = self.holes_after
+        layer.cursor.holes_after = self.holes_after
         return layer
 
     @property

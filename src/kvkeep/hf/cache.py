@@ -168,7 +168,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             )
         if layer_idx == 0 or self.routed is None:
             self.begin(key_states.shape[2], key_states)
-        if layer.past.columns != self._start:
+        if layer.cursor.history.columns != self._start:
             raise UnsupportedError(
                 f"layer {place} is given keys more than once in a forward; use transformers' "
                 "own cache for this model"
@@ -214,7 +214,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """Raise StateError while another thread runs a forward."""
         if self._feeding is not None:
             thread, until = self._feeding
-            if thread != get_ident() and any(x.fed < until or x.unread for x in self.layers):
+            if thread != get_ident() and any(x.fed < until or x.cursor.unread for x in self.layers):
                 raise StateError(
                     "another thread's forward of this cache has not ended: a cache serves one "
                     "thread at a time; wait for it, or give each thread a fork. If it was "
@@ -258,7 +258,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
                 self.recurrent.require(self.fed)
                 self.admit(n)
                 self._feeding = get_ident(), self.fed + n
-            if self.layers[0].record_past:
+            if self.layers[0].cursor.record_past:
                 marked = self.fed in self.recurrent.marks
                 self._fed_since.add(decoder, inputs, self.fed, marks=not marked)
                 self.mark()
@@ -317,7 +317,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
                 "output is wrong; reset() the cache, and use it with kvkeep.detach(model)"
             )
         for layer in self.layers:
-            layer.require_read()
+            layer.cursor.require_read()
 
     def bytes_for(self, tokens: int, rows: int = 1, dtype: torch.dtype | None = None) -> int:
         """The value of `live_bytes` after `tokens` columns were fed.
@@ -418,7 +418,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
         # A forward feeds one layer after another.
         layers = self._layers if not self.lent else self.layers
-        return layers[self._index.get(layer_idx, 0)].past.columns
+        return layers[self._index.get(layer_idx, 0)].cursor.history.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
@@ -428,7 +428,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
         else:
             self._end_recording()
-            kept, fed = layer.reachable, layer.past.columns
+            kept, fed = layer.sight.reachable(layer.cursor), layer.cursor.history.columns
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
@@ -458,8 +458,8 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     def _issue_tickets(self) -> None:
         """Create tickets for the current layers, and clear the state of a running forward."""
         for layer in self.layers:
-            if layer.window is not None and layer.holes_after is None:
-                layer.holes_after = 0
+            if layer.window is not None and layer.cursor.holes_after is None:
+                layer.cursor.holes_after = 0
         self._handed = self._feeding = None
         self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
@@ -545,7 +545,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         decides = is_routed(self.config) and not self._latent
         decided = decides or not any(layer.by_token for layer in self.layers)
         # Recurrent states return to marks, which are made while drafts are recorded.
-        return decided and (self.recurrent is None or self.layers[0].record_past)
+        return decided and (self.recurrent is None or self.layers[0].cursor.record_past)
 
     @property
     def is_sliding(self) -> list[bool]:

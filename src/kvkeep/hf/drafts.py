@@ -69,10 +69,10 @@ class RecordsDrafts(ModelCache):
         if not self._uncropped or self.drafting:
             return
         first, last = self._layers[0], self._layers[-1]
-        if first.past.columns == last.past.columns:
+        if first.cursor.history.columns == last.cursor.history.columns:
             if (
-                first.record_past
-                or last.record_past
+                first.cursor.record_past
+                or last.cursor.record_past
                 or self.prompt.columns
                 or self.recurrent is not None
             ):
@@ -84,9 +84,9 @@ class RecordsDrafts(ModelCache):
         self._uncropped = False
         self._forget_forwards()
         for layer in self.layers:
-            layer.prompt = self.prompt
-            ends, layer.record_past = layer.record_past and not on, on
-            if ends:
+            cursor, recorded = layer.cursor, layer.cursor.record_past
+            cursor.prompt, cursor.record_past = self.prompt, on
+            if recorded and not on:
                 layer.settle()
         self.prompt = Prompt()  # of the next recording
 

@@ -106,8 +106,8 @@ def begun_alike(
         return None
     call.moved = found
     for layer in found.layers:
-        if layer.holes_after is not None:
-            layer.holes_after = found.fed  # what follows stands for padding in front
+        if layer.cursor.holes_after is not None:
+            layer.cursor.holes_after = found.fed  # what follows stands for padding in front
     real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
     real = real.repeat_interleave(several, dim=0)
     model_kwargs["attention_mask"] = real.to(mask)

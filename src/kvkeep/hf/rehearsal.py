@@ -213,7 +213,7 @@ class _CheckedLayer:
     @property
     def unread(self) -> int:
         """See `ReadAgain`."""
-        return self._layer.unread
+        return self._layer.cursor.unread
 
     def run(self, inputs: StepInputs) -> Tensor:
         """See `LayerCache.run`."""

@@ -4,7 +4,6 @@ this layer's encoding."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,11 +11,16 @@ from kvkeep.checks import check_chunk
 from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import FrozenPlanes, FrozenRuns, Run
 from kvkeep.layer.history import History
+from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.slots import Codecs
 from kvkeep.planes import POSITION, Planes, part, slot_count
 
-if TYPE_CHECKING:
-    from kvkeep.layer.layer import LayerCache
+
+def begin_with(layer: LayerCache, text: LayerCache) -> None:
+    """Replace the contents of a layer by the tokens of one that keeps all, as if they had been fed
+    in one chunk that is not settled yet: the next chunk sees all of them, and the policy chooses
+    among all. Their slots are shared where that is possible, until the policy evicts."""
+    layer.adopt_frozen(text.history, tuple(runs_for(layer, text)))
 
 
 def runs_for(layer: LayerCache, text: LayerCache) -> Iterator[Run]:
@@ -61,7 +65,7 @@ def begin_with_tokens(
     layer: LayerCache, k: Tensor, v: Tensor, columns: int, real: Tensor | None = None
 ) -> None:
     """Replace the contents of a layer by keys and values that were computed elsewhere, as
-    `LayerCache.begin_with` does. They are copied.
+    `begin_with` does. They are copied.
 
     Args:
         k, v: (B, H, n, D), of the newest n columns; older ones are gone.

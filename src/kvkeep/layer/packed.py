@@ -66,7 +66,7 @@ class PackedLayer(AttendingLayer):
         for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
             plan = layer.next_plan() if count == 1 else None
             if plan is not None:
-                step = self._ready[sequence] = Ready(layer, plan, first, sequence + 1)
+                step = self._ready[sequence] = Ready(plan, first, sequence + 1)
                 step.begin()
             first += count
 

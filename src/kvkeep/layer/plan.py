@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.checks import wants_gradients
+from kvkeep.layer.cursor import State
 from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, possible
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs
+from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
 from kvkeep.planes import hides_chunks, limits
 from kvkeep.policy import Arrivals, Policy
 from kvkeep.policy.rule import Enter, Learn, Rule, rule_of
 from kvkeep.storage import Storage
-
-if TYPE_CHECKING:
-    from kvkeep.layer.layer import LayerCache
 
 _KIND = Struct("=13q2d")
 FAILED, UNLIKE = 1, 2  # KvStepResult
@@ -83,9 +82,10 @@ class StepPlan:
     """How many slots it frees afterwards; where heads compete, of all of them together."""
 
     def __init__(
-        self, layer: LayerCache, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
+        self, layer: Writing, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
     ) -> None:
-        history, policy, slots = layer.past, layer.policy, layer.slots
+        cursor, policy = layer.cursor, layer.policy
+        history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of`
         rows = inputs.k.shape[0]
         self._left = torch.zeros(len(parts), dtype=torch.int64)
@@ -109,11 +109,11 @@ class StepPlan:
         self._frees = policy.evicts or policy.reach is not None or self._changes
         # A share of the tokens fed, and a window that begins anew, are looked up each time.
         self._follows = policy.share is None and not layer.chunked
-        self._window, self._chunked = layer.window, layer.chunked
         self._reach, self._budget = policy.reach, policy.budget
         self._in_blocks, self._free = slots.block > 1, 0
         self._threads = torch.get_num_threads()
-        self._turn, self._entries = layer.turn, -1
+        self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
+        self._policy, self._sight, self._rotary = policy, layer.sight, layer.rotary
         self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
         self.packed_kind = _packed(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
@@ -127,10 +127,10 @@ class StepPlan:
         self._first: Tensor | None = None  # what the policy gives for the new token
 
     @classmethod
-    def of(cls, layer: LayerCache, inputs: StepInputs) -> StepPlan | None:
+    def of(cls, layer: Writing, inputs: StepInputs) -> StepPlan | None:
         """The plan of steps like the one just made; None if the library cannot make them."""
-        rule, slots, policy = rule_of(layer.policy), layer.slots, layer.policy
-        if LIBRARY is None or rule is None or layer.past.geometry is None:
+        rule, slots, policy = rule_of(layer.policy), layer.cursor.slots, layer.policy
+        if LIBRARY is None or rule is None or layer.cursor.history.geometry is None:
             return None
         q, k, v = inputs[:3]
         plain = all(
@@ -155,24 +155,27 @@ class StepPlan:
 
     # -- the next step ----------------------------------------------------------------------
 
-    def ready(self, layer: LayerCache, entries: int) -> bool:
+    def ready(self, entries: int) -> bool:
         """Whether the library can make the next step; if nobody has taken the layer's turn since
         the last one, when it had been taken `entries` times, nothing has to be looked up."""
-        if self._frees and (layer.record_past or layer.evicted is not None):
+        cursor = self.cursor
+        if self._frees and (cursor.record_past or cursor.evicted is not None):
             return False
-        if self._entries == entries and self._turn is layer.turn:
+        if self._entries == entries and self._turn is cursor.turn:
             return self._threads == torch.get_num_threads()
-        return self._find(layer)
+        return self._find()
 
-    def known(self, layer: LayerCache) -> bool:
+    @property
+    def known(self) -> bool:
         """Whether nothing has happened since a step after which there is room for one token."""
-        return self._entries == layer.turn.entries and self._turn is layer.turn
+        return self._entries == self.cursor.turn.entries and self._turn is self.cursor.turn
 
-    def _find(self, layer: LayerCache) -> bool:
+    def _find(self) -> bool:
         """Look up what the next step does; False if the library cannot make it."""
-        history, slots = layer.past, layer.slots
+        cursor = self.cursor
+        history, slots = cursor.history, cursor.slots
         if (
-            layer.interrupted
+            cursor.state is not State.IDLE
             or slots is not self._slots
             or slots.hidden
             or slots.step_state() != self._state
@@ -189,16 +192,16 @@ class StepPlan:
             self._free = next(n for n in count() if slots.fills(n + 1))
             if not self._free:
                 return False
-        self.column, self._turn = columns, layer.turn
+        self.column, self._turn = columns, cursor.turn
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
-        policy = layer.policy
+        policy = self._policy
         budget = policy.budget_at(columns + 1) if policy.evicts else None
         if budget is not None:
             self._safe = int((self._rule.floor or 0.0) * budget)
             if policy.share is not None:
                 self._recent = policy.at(columns + 1).protection.recent
-        drops = 0 if policy.reach is None else max(0, length - layer.reachable)
+        drops = 0 if policy.reach is None else max(0, length - self._sight.reachable(cursor))
         return self._decides(length, drops, budget)
 
     def _decides(self, length: int, drops: int, budget: int | None) -> bool:
@@ -210,13 +213,13 @@ class StepPlan:
             drops: how many of them the next query cannot reach.
             budget: of the policy once the token is fed; None: it keeps all that it can reach.
         """
-        reach, window, columns = self._reach, self._window, self.column
+        reach, window, columns = self._reach, self._sight.window, self.column
         self.drops = drops
         self._dense = self._pads is None
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
-            hides = self._chunked and hides_chunks(reach, window or 0, *after)
-            self._dense = not (hides or limits(reach, window, *after, chunked=self._chunked))
+            hides = self._sight.chunked and hides_chunks(reach, window or 0, *after)
+            self._dense = not (hides or limits(reach, window, *after, chunked=self._sight.chunked))
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
         if drops > 1 or (self._before and (drops or self.evicts)):
             return False
@@ -251,20 +254,21 @@ class StepPlan:
 
     # -- a step -----------------------------------------------------------------------------
 
-    def step(self, layer: LayerCache, inputs: StepInputs) -> Tensor | None:
+    def step(self, inputs: StepInputs) -> Tensor | None:
         """Make a step; None, with nothing changed, if the library cannot. The caller has taken the
         layer's turn.
 
         Raises:
             MemoryError: there is no scratch memory.
         """
-        entries, position = layer.turn.entries, inputs.position
+        cursor, position = self.cursor, inputs.position
+        entries = cursor.turn.entries
         if (  # what `ready` asks first, without another call in each step
             self._entries != entries - 1
-            or self._turn is not layer.turn
+            or self._turn is not cursor.turn
             or self._threads != torch.get_num_threads()
-            or (self._frees and (layer.record_past or layer.evicted is not None))
-        ) and not self.ready(layer, -2):
+            or (self._frees and (cursor.record_past or cursor.evicted is not None))
+        ) and not self.ready(-2):
             return None
         q, k, v = inputs[:3]
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
@@ -279,25 +283,26 @@ class StepPlan:
                 return None
             places, given = position.data_ptr(), position.numel()
         if self._given:
-            self.enter(layer, inputs)
+            self.enter(inputs)
         out = q.new_empty(self.out_shape)
         tokens = TOKENS.pack(
             *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), places, given),
             *self._strides,
         )
         sequences = self.sequences()
-        layer._begun, layer._writing = (layer.past, self._mark), True
-        layer._moving = self._changes or (self.drops or self.evicts) > 0
+        cursor.start = cursor.history, self._mark
+        moves = self._changes or (self.drops or self.evicts) > 0
+        cursor.state = State.MOVING if moves else State.WRITING
         assert LIBRARY is not None
         result = LIBRARY.kv_step(sequences, len(self.parts), tokens)
         if result == UNLIKE:
-            self.forget(layer)
+            cursor.state = State.IDLE  # nothing was changed
             return None
         if result == FAILED:
-            layer._moving = (self.drops or self.evicts) > 0  # nothing was learned
-            self.fail(layer)
-            raise MemoryError(f"no scratch memory for a step over {layer.length} slots")
-        self.count(layer, entries, position)
+            if not (self.drops or self.evicts):  # nothing was learned
+                cursor.take_back()
+            raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
+        self.count(entries, position)
         return out
 
     def sequences(self, token: int = 0, contest: int = 1) -> bytes:
@@ -339,16 +344,16 @@ class StepPlan:
         """Whether a step needs its inputs beforehand."""
         return self._given
 
-    def enter(self, layer: LayerCache, inputs: StepInputs) -> None:
+    def enter(self, inputs: StepInputs) -> None:
         """Ask the policy for its plane of the new token."""
         k, v, position = inputs[1:4]
         if position is None:
-            position = layer.next_positions(1, k.device)
-        planes = layer.policy.enter(Arrivals(k, v, position, None, layer.rotary))
+            position = self.cursor.next_positions(1, k.device)
+        planes = self._policy.enter(Arrivals(k, v, position, None, self._rotary))
         given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
         self._first = planes[given][:, :, 0].float().contiguous()
 
-    def take_turn(self, layer: LayerCache, entries: int) -> None:
+    def take_turn(self, entries: int) -> None:
         """Begin a step that waits to be made. Until `end` the layer belongs to this thread.
 
         Args:
@@ -357,37 +362,30 @@ class StepPlan:
         Raises:
             StateError: another thread is changing the layer, or has changed it since.
         """
-        layer.turn.continue_from(entries)
-        layer._begun, layer._writing = (layer.past, self._mark), True
-        layer._moving = self._changes or (self.drops or self.evicts) > 0
+        cursor = self.cursor
+        cursor.turn.continue_from(entries)
+        cursor.start = cursor.history, self._mark
+        moves = self._changes or (self.drops or self.evicts) > 0
+        cursor.state = State.MOVING if moves else State.WRITING
 
-    def end(self, layer: LayerCache, state: int, position: Tensor | None = None) -> None:
+    def end(self, state: int, position: Tensor | None = None) -> None:
         """End it.
 
         Args:
             state: BEGUN: it was not made; RUNNING: it failed, or was interrupted; DONE.
         """
+        cursor = self.cursor
         try:
             if state == DONE:
-                self.count(layer, layer.turn.entries, position)
-            elif state == RUNNING:
-                self.fail(layer)
-            else:
-                self.forget(layer)
+                self.count(cursor.turn.entries, position)
+            elif state == BEGUN:
+                cursor.state = State.IDLE
+            elif cursor.state is State.WRITING:  # otherwise the layer raises until it is reset
+                cursor.take_back()
         finally:
-            layer.turn.__exit__(None, None, None)
+            cursor.turn.__exit__(None, None, None)
 
-    def forget(self, layer: LayerCache) -> None:
-        """Nothing was changed after all."""
-        layer._writing = layer._moving = False
-
-    def fail(self, layer: LayerCache) -> None:
-        """Return to the state before the step; if it was to free slots, the layer raises until it
-        is reset."""
-        if not layer._moving:
-            layer._take_back()
-
-    def count(self, layer: LayerCache, entries: int, position: Tensor | None) -> None:
+    def count(self, entries: int, position: Tensor | None) -> None:
         """Move the layer's cursor behind the token, which was written, and find what the next step
         does, unless it must be looked up.
 
@@ -395,6 +393,7 @@ class StepPlan:
             entries: how often the layer's turn will have been taken before the next step.
             position: the token's positions, if the caller knows them.
         """
+        cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
         follows = self._follows
         if evicts > 1 or len(self.parts) > 1:
@@ -403,9 +402,8 @@ class StepPlan:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
         floor = column + (evicts > 0) if evicts or self.drops else None
-        layer.past = layer.past.with_column(floor=floor)
-        layer._chunk = position
-        layer._writing = layer._moving = False
+        cursor.history = cursor.history.with_column(floor=floor)
+        cursor.chunk, cursor.state = position, State.IDLE
         self._entries = -1
         if not follows:
             return

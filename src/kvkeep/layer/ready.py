@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvkeep.layer.plan import BEGUN, DONE, FAILED, RUNNING, StepPlan
-
-if TYPE_CHECKING:
-    from kvkeep.layer.layer import LayerCache
-    from kvkeep.layer.step import StepInputs
+from kvkeep.layer.step import StepInputs
 
 NOT_MADE = -1
 RAISED = 3  # KV_STEP_RAISED of native/abi.h
@@ -59,24 +56,24 @@ class Ready:
         contest: a number that no other layer of the call has.
     """
 
-    def __init__(self, layer: LayerCache, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
-        self._layer, self.plan, self._begun = layer, plan, False
-        self._place, self._entries = (token, contest), layer.turn.entries
+    def __init__(self, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
+        self.plan, self._begun = plan, False
+        self._place, self._entries = (token, contest), plan.cursor.turn.entries
         self.sequences, self.count = plan.sequences(*self._place), len(plan.parts)
         self.rows, self.kind = plan.out_shape[0], plan.packed_kind
 
     def given(self, inputs: StepInputs) -> bytes:
         """The packed KvSequences of a policy that looks at the inputs of a step."""
-        self.plan.enter(self._layer, inputs)
+        self.plan.enter(inputs)
         return self.plan.sequences(*self._place)
 
     def begin(self) -> None:
         """See `PreparedStep`."""
-        self.plan.take_turn(self._layer, self._entries)
+        self.plan.take_turn(self._entries)
         self._begun = True
 
     def end(self, result: int) -> None:
         """See `PreparedStep`."""
         if self._begun:
             self._begun = False
-            self.plan.end(self._layer, _STATES.get(result, BEGUN))
+            self.plan.end(_STATES.get(result, BEGUN))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvkeep.host import ModelCache
+from kvkeep.layer.beginning import begin_with
 from kvkeep.policy import KeepAll
 from kvkeep.spec import CacheSpec, StorageSpec
 from kvkeep.storage import STORAGES
@@ -47,7 +48,7 @@ def begin(cache: ModelCache, text: ModelCache) -> None:
     The next forward sees all of them, and evicts after it; `settle` evicts without it.
     """
     for layer, own in zip(cache.layers, text.layers, strict=True):
-        layer.begin_with(own)
+        begin_with(layer, own)
     if cache.recurrent is not None and text.recurrent is not None:
         cache.recurrent.restore(text.recurrent.tensors(), text.fed)
     cache.routed, cache.activation = text.routed, text.activation

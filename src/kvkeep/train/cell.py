@@ -29,13 +29,13 @@ class Recorder:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """As `LayerCache.run`."""
-        self.before = self._layer.evicted = []
+        self.before = self._layer.cursor.evicted = []
         return self._layer.run(inputs, self._attend)
 
     def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
         """The same operations as in `Cell`, so that both give the same bits; the mass is computed
         by a separate call."""
-        self.after = self._layer.evicted = []
+        self.after = self._layer.cursor.evicted = []
         mass = dispatch(q, view, options)[1] if options.need_mass else None
         plain = options._replace(need_mass=False, observed=None)
         return dispatch(q, view, plain, differentiable=True)[0], mass
@@ -96,7 +96,7 @@ class Cell:
             inputs.position, rows, shows_padding=layer.policy.shows_padding
         )
         segment = Segment({"k": keys, "v": values, POSITION: place}, Plain(), Plain())
-        view = layer.view_of((segment,), queries, after, keys.shape[2])
+        view = layer.sight.after((segment,), queries, after, keys.shape[2])
         options = Options(inputs.scale, inputs.softcap, inputs.sinks)
         return dispatch(inputs.q, view, options, differentiable=True)[0]
 

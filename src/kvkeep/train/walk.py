@@ -97,7 +97,7 @@ class Walk:
         """A layer's inputs -> its outputs, by chunk."""
         if not self.chain.first:
             before = self._decoder.history(self.chunks[0].start)
-            cache.evicted = []  # while evictions are recorded, rows are not parted
+            cache.cursor.evicted = []  # while evictions are recorded, rows are not parted
             cache.restore(layer_state(self.chain.from_previous(), before))
         evicted: list[list[Tensor]] = [[]]  # before the first chunk, then after each
         after = []

@@ -1,0 +1,116 @@
+"""Sight: what the queries of a layer see, and which slots later queries cannot reach."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, View
+from kvkeep.errors import UnsupportedError
+from kvkeep.layer.cursor import Cursor
+from kvkeep.layer.history import History
+from kvkeep.planes import Reach, chunk_start, hides_chunks, limits
+from kvkeep.policy import Policy
+
+
+class Sight(NamedTuple):
+    """What limits the queries of a layer.
+
+    Args:
+        policy: its reach limits what a query sees.
+        window: the layer's own sliding window in tokens; None if it has none.
+        chunked: whether the window begins at a multiple of its size.
+    """
+
+    policy: Policy
+    window: int | None
+    chunked: bool
+
+    def reachable(self, cursor: Cursor) -> int:
+        """How many of the slots in use the next query can reach; `extend` drops the others."""
+        reach, length = self.policy.reach, cursor.slots.length
+        if reach is None or cursor.tentative:
+            return length
+        if self.chunked and reach == Reach(self.window or 0):
+            held = (cursor.history.newest + 1) % reach.size
+            return min(length, held if isinstance(held, int) else int(held.max()))
+        return min(length, reach.size - 1 + reach.fixed)
+
+    def after(
+        self,
+        segments: tuple[Segment, ...],
+        queries: Tensor,
+        history: History,
+        length: int,
+        hides: bool = False,
+        until: Tensor | None = None,
+    ) -> View:
+        """The view of queries over `length` slots, after `history`. `hides`: some are hidden; the
+        other arguments are those of `view`."""
+        return self.view(
+            segments,
+            queries,
+            length if history.holes is None else None,  # older slots may be held in their place
+            history.columns,
+            empty=history.pads is not None or self.policy.ragged or hides,
+            until=until,
+        )
+
+    def view(
+        self,
+        segments: tuple[Segment, ...],
+        queries: Tensor,
+        length: int | None,
+        fed: int,
+        *,
+        empty: bool,
+        until: Tensor | None = None,
+    ) -> View:
+        """The view that queries attend to.
+
+        Args:
+            segments: all slots, the queries' own tokens last.
+            queries: positions of the queries, (n,) or (B, n).
+            length: slots in use, of the longest row and head. None: the newest are not known to be
+                held, so every limit on what a query sees is applied.
+            fed: columns fed, including the chunk.
+            empty: whether some slots are empty.
+            until: the newest position that each query sees, (n,) or (B, n), if it is later than its
+                own.
+        """
+        reach, window, n = self.policy.reach, self.window, queries.shape[-1]
+        reaches = limits(reach, window, n, length, fed, chunked=self.chunked)
+        first: Tensor | None = None
+        if self.chunked and window is not None:
+            hidden = hides_chunks(reach, window, n, length, fed) or (empty and fed > window)
+            first = chunk_start(queries, window) if hidden else None
+        if first is None and until is None:
+            return View(segments, queries, empty, reaches)
+        last = queries if until is None else torch.maximum(queries, until)
+        first = torch.zeros_like(last) if first is None else first.expand_as(last)
+        return View(segments, queries, empty, reaches, torch.stack([first, last], dim=-2))
+
+    def require_no_order(self) -> None:
+        """Raise UnsupportedError if what a query sees depends on the order of the tokens."""
+        if self.window is None and self.policy.reach is None:
+            return
+        limit = f"policy {self.policy.name}" if self.window is None else self.in_words
+        raise UnsupportedError(
+            f"causal=False, but {limit} drops what lies too far before a query, so not every query "
+            "can see all tokens; use a layer without a window, and keep_all or a policy that "
+            "scores, such as h2o:1024"
+        )
+
+    @property
+    def own_limit(self) -> str:
+        """The layer's own window in words, if it is the policy's reach too; otherwise empty."""
+        own = self.window is not None and self.policy.reach == Reach(self.window)
+        return self.in_words if own else ""
+
+    @property
+    def in_words(self) -> str:
+        """The layer's own window, for messages."""
+        kind = "chunked attention" if self.chunked else "a sliding window"
+        return f"{kind} of {self.window} tokens"

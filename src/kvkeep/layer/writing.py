@@ -1,0 +1,183 @@
+"""Writing: a layer that takes a chunk in steps, each of which is undone if it fails."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import View
+from kvkeep.checks import check_places, check_range, resolved
+from kvkeep.errors import StateError
+from kvkeep.geometry import Geometry
+from kvkeep.layer.cursor import State
+from kvkeep.layer.read_again import ReadAgain
+from kvkeep.layer.step import Phases, Step, StepInputs
+from kvkeep.planes import POSITION
+from kvkeep.policy import Arrivals, Need
+
+
+class Writing(ReadAgain, Step):
+    """A layer that writes new tokens. `kvkeep.layer.plan` makes a step of one token in one call."""
+
+    def extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None = None, until: Tensor | None = None
+    ) -> View:
+        """Write n new tokens and return the view that their queries attend to.
+
+        Args:
+            k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
+                are copied.
+            position: the tokens' positions: (n,) if all rows have the same, or (B, n) with -1 for
+                padding, or `HOLE` for padding that counts. None continues every row. A padding
+                query sees the kept tokens before it in its row; slots beyond the policy's reach may
+                already be gone. If the policy needs the mass, a padding query sees nothing.
+            until: the newest position that each token's query sees, integers (n,) or (B, n), where
+                tokens see later ones, such as those of one image; None, or less than its own: its
+                own. What comes in a later call is not seen, and windows limit this as well.
+
+        Returns:
+            All kept slots and the new tokens; valid until the next change.
+
+        Raises:
+            ShapeError: the tensors do not fit each other or the tokens already held.
+            CapacityError: there is no room for the tokens, and the policy evicts nothing.
+            StateError: gradients are required but the storage writes in place; another thread is
+                changing the layer; an eviction was interrupted; or there are several tokens while
+                `record_past` is set, and the policy decides after each.
+        """
+        with self.cursor.turn:
+            return self._extend(resolved(k), resolved(v), position, until)
+
+    def _extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+    ) -> View:
+        cursor = self.cursor
+        cursor.require_read()
+        cursor.mend()
+        self._checks.chunk(k, v, position, cursor.history.geometry)
+        if until is not None:
+            check_places("until", until, k.shape[0], k.shape[2])
+            check_range("until", until)
+        self.check_gradients(k, v)
+        n = k.shape[2]
+        self.require(n)
+        if cursor.history.geometry is None:  # raises if a codec does not support the width
+            self.key_codec.planes(k.shape[3], k.dtype)
+            self.value_codec.planes(v.shape[3], v.dtype)
+        position = self.next_positions(n, k.device) if position is None else position.to(k.device)
+        # First free the slots that no later query can reach, so a sliding window reuses them.
+        if self.policy.reach is not None:
+            self._evict(cursor.slots.length - self.sight.reachable(cursor))
+        self._note(n)
+        own = self.own_planes(k, v, position)
+        cursor.begin()
+        try:
+            cursor.slots.add(k, v, own)
+            if cursor.history.geometry is None:
+                cursor.history.geometry = Geometry.of(k, v)
+            cursor.chunk = position
+            cursor.history, queries = cursor.history.feed(
+                position,
+                k.shape[0],
+                shows_padding=self.policy.shows_padding,
+                holes=cursor.holes_after is not None,
+            )
+        except BaseException:
+            cursor.take_back()
+            raise
+        cursor.state = State.IDLE
+        if until is not None:
+            until = torch.where(position < 0, -1, until.to(k.device)).to(torch.int32)
+        cursor.queries = (queries, until) if self.readers else None
+        return self._view(queries, until)
+
+    def _note(self, n: int) -> None:
+        """Record the state before n tokens, unless they are certain.
+
+        Raises:
+            StateError: the layer must see them one by one.
+        """
+        cursor = self.cursor
+        drafts = cursor.record_past and cursor.history.columns + n > cursor.prompt.columns
+        if not drafts or not self._journaled:
+            return
+        if self.by_token and n > 1:
+            remedy = "" if self.readers else "use step(), or "
+            raise StateError(
+                f"{n} tokens are given at once while record_past is set, but policy "
+                f"{self.policy.name} decides after each; {remedy}give one at a time"
+            )
+        cursor.note(self._planes_of_policy)
+
+    def own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
+        """The planes of new tokens other than keys and values."""
+        policy, slots, (rows, heads, n, _) = self.policy, self.cursor.slots, k.shape
+        planes: dict[str, Tensor] = {}
+        if self._planes_of_policy:
+            error = slots.errors(k, v) if Need.ENCODE_ERROR in policy.needs else None
+            planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error, self.rotary))
+        place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
+        planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)
+        return planes
+
+    def require(self, n: int) -> None:
+        """Raise CapacityError when n more tokens exceed what the layer can ever hold."""
+        if self.policy.budget is None:
+            self.cursor.slots.require(n)
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """See `History.next_positions`."""
+        return self.cursor.next_positions(n, device, real)
+
+    def phases(self, inputs: StepInputs) -> Phases:
+        """A step like `run`, whose attention the caller computes. Closed early, it is undone."""
+        with self.cursor.turn:
+            if self.cursor.state is not State.WRITING:
+                self.cursor.start = None
+            return (yield from self._undone(inputs, packs=True))
+
+    def _undone(self, inputs: StepInputs, *, packs: bool) -> Phases:
+        """A step of any kind, which is undone if it fails."""
+        cursor = self.cursor
+        try:
+            self._checks.queries(inputs.q, inputs.k, inputs.sinks, inputs.softcap)
+            inputs = inputs.resolved()
+            self.check_gradients(*inputs[:3])
+            most = self.policy.step
+            # Tokens that see later ones are one step: those must be there.
+            if most is None or inputs.q.shape[2] <= most or inputs.until is not None:
+                out = yield from self._phases(inputs)
+            else:
+                out = yield from self._in_steps(inputs, most)
+            if packs and not cursor.unread:
+                self._pack()
+        except BaseException:
+            start = cursor.start
+            evicted = start is not None and cursor.history.floor != start[0].floor
+            if start and not evicted and cursor.state is not State.MOVING:
+                cursor.take_back()
+            raise
+        return out
+
+    def _in_steps(self, inputs: StepInputs, most: int) -> Phases:
+        """A chunk, in steps of at most `most` tokens. If it fails after one of them has changed
+        what cannot be undone, every later call raises until `reset`."""
+        q, k, v, position = inputs[:4]
+        cursor = self.cursor
+        cursor.mend()
+        self._checks.chunk(k, v, position, cursor.history.geometry)
+        self.require(q.shape[2])
+        position = self.next_positions(q.shape[2], k.device) if position is None else position
+        inputs = inputs._replace(position=position.to(k.device))
+        start, made = (cursor.history, cursor.slots.mark()), []
+        try:
+            for part in inputs.parts(most):
+                made.append((yield from self._phases(part)))
+        except BaseException:
+            if made:
+                cursor.start = start
+                if not self.policy.rollback or cursor.history.floor != start[0].floor:
+                    cursor.state = State.MOVING
+            raise
+        cursor.chunk = inputs.position
+        return torch.cat(made, dim=2)
