@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvkeep.cli.progress import Working, _Pace
+from kvkeep.cli.progress import Working
 from kvkeep.host.progress import Work
 
 
@@ -34,32 +34,6 @@ def terminal(monkeypatch, encoding="utf-8"):
 
         yield written
     os.close(ours)
-
-
-def test_time_left():
-    pace = _Pace()
-    assert pace.text(time.monotonic() + 12.5) == "0:12"  # since the beginning
-    began = round(time.monotonic())  # so that no difference is rounded
-    assert pace.add(0.0, began + 20)  # known from now on
-    assert not pace.add(0.0, began + 40)  # nothing was done before
-    assert pace.text(began + 43) == "0:03"
-    pace.add(0.25, began + 50)
-    assert pace.text(began + 50) == "0:30 left"
-    assert pace.text(began + 55) == "0:25 left"
-    assert pace.text(began + 99) == "0:00 left"
-    pace.add(0.5, began + 4040)
-    assert pace.text(began + 4040) == "1:06:40 left"
-    pace.add(0.0, began + 5000)  # other work
-    assert pace.text(began + 5001) == "0:01"
-    assert pace.add(None, began + 5002)
-    assert pace.text(began + 5004) == "0:02"
-
-
-def test_a_resumed_work_counts_from_where_it_was():
-    pace = _Pace()
-    pace.add(0.5, 100.0)
-    pace.add(0.6, 110.0)
-    assert pace.text(110.0) == "0:40 left"
 
 
 def test_a_terminal_gets_a_bar_and_is_left_clean(monkeypatch):

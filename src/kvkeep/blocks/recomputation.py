@@ -10,7 +10,6 @@ from torch import Tensor
 from kvkeep.blocks.join import windowed
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import Host, ModelCache, Narrowed
-from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION, part, slot_count
@@ -93,8 +92,8 @@ def blend(
 
 
 class _LayerProxy:
-    """Takes the place of a layer during one forward. Until the layer's step runs, `past` and `fed`
-    do not count the candidates."""
+    """Takes the place of a layer during one forward. Until the layer's step runs, `fed` does not
+    count the candidates."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor) -> None:
         self._layer, self.candidates, self._stepped = layer, candidates, False
@@ -103,15 +102,8 @@ class _LayerProxy:
         return getattr(self._layer, name)
 
     @property
-    def past(self) -> History:
-        past = self._layer.history
-        if not self._stepped:
-            past.columns -= len(self.candidates)
-        return past
-
-    @property
     def fed(self) -> int:
-        return self.past.columns
+        return self._layer.fed - (0 if self._stepped else len(self.candidates))
 
 
 class _LaterLayer(_LayerProxy):

@@ -69,7 +69,7 @@ class RecordsDrafts(ModelCache):
         if not self._uncropped or self.drafting:
             return
         first, last = self._layers[0], self._layers[-1]
-        if first.cursor.history.columns == last.cursor.history.columns:
+        if first.fed == last.fed:
             if (
                 first.cursor.record_past
                 or last.cursor.record_past
