@@ -50,7 +50,7 @@ def run(
         (`..._device_us`, `device_winner`), and `skipped`, the reason why a case was not measured.
 
     Raises:
-        UnsupportedError: the device does not exist here.
+        ModelError: the device does not exist here.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvkeep.environment import environment
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
@@ -21,6 +20,7 @@ from kvkeep.spec import parse_specs
 from kvkeep_lab.bench.decode_loop import DYNAMIC, bytes_per_token
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep_lab.bench.random_model import RANDOM, model_named
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import (
     COMPILED,
     EAGER,
@@ -102,8 +102,8 @@ def run(
 
     Raises:
         SpecError: a system or a spec does not exist.
-        UnsupportedError: the device does not exist here, or llama.cpp is not installed or cannot
-            run this model.
+        ModelError: the model, dtype or device does not exist here.
+        UnsupportedError: llama.cpp is not installed, or cannot run this model.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -163,18 +163,17 @@ def run(
         rates.append(bandwidth(place))
     rate = statistics.median(rate for _, rate in rates)
     found = with_values(table.rows)
-    return {
-        "benchmark": "decode",
-        "model": model,
-        "host": host,
-        "dtype": dtype,
-        "environment": environment(),
-        "rows": found,
-        "tolerance": TOLERANCE,
-        "slope_us_per_token": {name: _slope(found, name) for name in systems.names},
-        "bandwidth_floor_us_per_token": bytes_per_token(loaded) / rate / 1e3,
-        rates[0][0]: rate,
-    }
+    return result(
+        "decode",
+        found,
+        model=model,
+        dtype=dtype,
+        host=host,
+        tolerance=TOLERANCE,
+        slope_us_per_token={name: _slope(found, name) for name in systems.names},
+        bandwidth_floor_us_per_token=bytes_per_token(loaded) / rate / 1e3,
+        **{rates[0][0]: rate},
+    )
 
 
 class _Table:

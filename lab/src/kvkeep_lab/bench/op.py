@@ -77,7 +77,7 @@ def run(
 
     Raises:
         SpecError: a codec or a system to measure against does not exist.
-        UnsupportedError: the device does not exist here.
+        ModelError: the device does not exist here.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvkeep.environment import environment
 from kvkeep.errors import KVKeepError
 
 
 class RecordError(KVKeepError, ValueError):
     """A file that is not the recorded result of a benchmark."""
+
+
+def result(
+    benchmark: str, rows: Sequence[Mapping[str, Any]], *, model: str, dtype: str, **about: Any
+) -> dict[str, Any]:
+    """What a benchmark of a model returns: the rows, the machine, and what else is to be said."""
+    return {
+        "benchmark": benchmark,
+        "model": model,
+        "dtype": dtype,
+        **about,
+        "environment": environment(),
+        "rows": rows,
+    }
 
 
 class Record(NamedTuple):

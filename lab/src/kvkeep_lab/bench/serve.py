@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.environment import environment
 from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
@@ -28,6 +27,7 @@ from kvkeep_lab.bench.contenders import (
 )
 from kvkeep_lab.bench.device import because, device_named, with_values
 from kvkeep_lab.bench.random_model import model_named
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import SPEC
 from kvkeep_lab.bench.workload import (
     LONGEST,
@@ -108,15 +108,8 @@ class Asked:
 
     def result(self, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A benchmark's result with these rows."""
-        return {
-            "benchmark": "serve",
-            "model": self.model,
-            "dtype": self.dtype,
-            "shared_prefix": self.shared,
-            "environment": environment(),
-            "rows": with_values(rows),
-            **more,
-        }
+        about = {"model": self.model, "dtype": self.dtype, "shared_prefix": self.shared, **more}
+        return result("serve", with_values(rows), **about)
 
 
 def run(

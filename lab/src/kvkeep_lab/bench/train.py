@@ -19,7 +19,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kvkeep.environment import environment
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.files.offload import Offload
 from kvkeep.hf.models import load
@@ -28,6 +27,7 @@ from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import (
     bounded,
     is_out_of_memory,
@@ -107,16 +107,8 @@ def run(
         with TemporaryDirectory() as folder:
             job = _Job(model, host, length, cache, chunk, memory, folder, check)
             rows += _rows(job, ways, work)
-    return {
-        "benchmark": "train",
-        "model": model,
-        "host": host,
-        "dtype": "float32",
-        "cache": str(parse_specs(cache)),
-        "chunk": chunk,
-        "environment": environment(),
-        "rows": rows,
-    }
+    spec = str(parse_specs(cache))
+    return result("train", rows, model=model, dtype="float32", host=host, cache=spec, chunk=chunk)
 
 
 class _Job(NamedTuple):
