@@ -254,9 +254,9 @@ def test_the_command_says_what_is_missing():
 
 WITHOUT_LAB = """
 import importlib.metadata, runpy
-real = importlib.metadata.entry_points
+find = importlib.metadata.entry_points
 importlib.metadata.entry_points = lambda **asked: (
-    [] if asked.get("group", "").startswith("kvkeep.") else real(**asked)
+    [] if asked.get("group", "").startswith("kvkeep.") else find(**asked)
 )
 sys.argv[1:] = {arguments!r}
 runpy.run_module("kvkeep", run_name="__main__")

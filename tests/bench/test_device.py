@@ -348,7 +348,7 @@ def test_caches_are_filled_alike(system):
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"ways": ("fast",)}, SpecError, "no way 'fast' to run a step; there is default, eager"),
+        ({"ways": ("fast",)}, SpecError, "no way 'fast'; there is default, eager"),
         ({"dtype": "bits"}, ModelError, "no dtype 'bits'"),
         ({"against": ("llama.cpp",)}, UnsupportedError, "llama.cpp needs a prompt"),
     ],

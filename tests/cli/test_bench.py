@@ -342,7 +342,7 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("linear", "--rows", "33"), "the kernel computes 1 to 32"),
         (("linear", "--dtype", "float64"), "no "),
         (("op", "--device", "abacus"), "no device 'abacus' here"),
-        (("op", "--against", "abacus"), "no attention 'abacus' to measure"),
+        (("op", "--against", "abacus"), "no attention 'abacus'; there is torch-sdpa"),
         (("decode", "--against", "vllm"), "no system 'vllm'"),
         (("decode", "--ways", "fast"), "no way 'fast'"),
         (("decode", "--specs", "h3o:5"), "did you mean 'h2o'"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import UnsupportedError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
@@ -39,6 +39,7 @@ from kvkeep_lab.bench.systems import (
 )
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved, spread, timer_for
+from kvkeep_lab.checks import require_known
 
 if TYPE_CHECKING:  # LitGPT may not be installed
     from kvkeep_lab.bench.litgpt_systems import LitGPTSystems
@@ -122,14 +123,8 @@ def run(
     ways, against = ways or defaults[0], defaults[1] if against is None else against
     for spec in specs:
         parse_specs(spec)
-    for system in against:
-        if system not in others:
-            raise SpecError(
-                f"no system {system!r} to measure against; there is {', '.join(others)}"
-            )
-    for way in ways:
-        if way not in all_ways:
-            raise SpecError(f"no way {way!r} to run a step; there is {', '.join(all_ways)}")
+    require_known("system", against, others)
+    require_known("way", ways, all_ways)
     if host == LITGPT and model in RANDOM:
         raise UnsupportedError(f"{model} has no tokenizer; with LitGPT give a model that has one")
     limits = Limits(place, seconds)

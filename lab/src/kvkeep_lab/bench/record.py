@@ -15,18 +15,10 @@ class RecordError(KVKeepError, ValueError):
     """A file that is not the recorded result of a benchmark."""
 
 
-def result(
-    benchmark: str, rows: Sequence[Mapping[str, Any]], *, model: str, dtype: str, **about: Any
-) -> dict[str, Any]:
-    """What a benchmark of a model returns: the rows, the machine, and what else is to be said."""
-    return {
-        "benchmark": benchmark,
-        "model": model,
-        "dtype": dtype,
-        **about,
-        "environment": environment(),
-        "rows": rows,
-    }
+def result(benchmark: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> dict[str, Any]:
+    """A benchmark's result: its rows, the machine, and in `about` the model or `shape`, the dtype,
+    and its options."""
+    return {"benchmark": benchmark, **about, "environment": environment(), "rows": rows}
 
 
 class Record(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.progress import Progress, silent
+from kvkeep_lab.checks import require_known
 from kvkeep_lab.evals.answers import scored
 from kvkeep_lab.evals.figures import in_figures
 from kvkeep_lab.evals.prompts import Prompt
@@ -87,9 +88,7 @@ class Kvpress:
     kept: float = 0.25
 
     def __post_init__(self) -> None:
-        for press in self.presses:
-            if press not in PRESSES:
-                raise SpecError(f"no press {press!r}; there is {', '.join(PRESSES)}")
+        require_known("press", self.presses, PRESSES)
         if not self.presses:
             raise SpecError(f"no press; give some of {', '.join(PRESSES)}")
         if not 0 < self.kept <= 1:
